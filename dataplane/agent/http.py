@@ -1,6 +1,6 @@
-"""The agent's HTTP face: /generate streams tokens, /livez, /metrics and /state tell how the node does.
+"""The agent's HTTP server: /generate streams tokens; /livez, /metrics and /state are for operators.
 
-/generate and /state want `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP status.
+/generate and /state require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP status.
 """
 
 import hmac
@@ -44,14 +44,13 @@ class BodyTooLargeError(DataplaneError):
 
 
 class AnswerResponse(StreamingResponse):
-    """The stream of an answer. Whatever ends it, a vanished client included, ends the request in the worker."""
+    """The stream of an answer. Its end, by a disconnected client too, ends the request in the worker."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(_lines(answer), media_type="application/x-ndjson")
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -80,13 +79,13 @@ class AgentApi:
             return AnswerResponse(await self._agent.admit(generate))
 
     async def state(self, request: Request) -> Response:
-        """GET what is there: see `dataplane.agent.state`."""
+        """GET the document of `dataplane.agent.state`."""
         self._authorize(request)
         document = node_state(self._agent, time.monotonic())
         return Response(msgspec.json.encode(document), media_type="application/json")
 
     async def livez(self, request: Request) -> Response:
-        """GET whether the event loop turns."""
+        """GET whether the event loop runs."""
         return PlainTextResponse("ok\n")
 
     async def metrics(self, request: Request) -> Response:
@@ -119,7 +118,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def make_app(agent: Agent) -> Starlette:
-    """The ASGI app of an agent. Running the agent is the caller's work."""
+    """The ASGI app of an agent, which the caller runs."""
     api = AgentApi(agent)
     routes = [
         Route("/generate", api.generate, methods=["POST"]),

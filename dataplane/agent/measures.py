@@ -1,4 +1,4 @@
-"""What clients see of their requests: histograms and counters by model, under vLLM's names."""
+"""Latencies and token counts of requests: histograms and counters by model, under vLLM's names."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -11,11 +11,11 @@ _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0,
 _REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0, 86_400.0)
 
 EndReason = Literal["stop", "length", "abort", "error"]
-"""How a request ended. abort: its client went away."""
+"""How a request ended. abort: its client disconnected."""
 
 
 class RequestMeasures:
-    """The measures of a node's requests."""
+    """The metrics of a node's requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         model = ["model_name"]
@@ -37,7 +37,7 @@ class RequestMeasures:
 
 
 class RequestMeasure:
-    """One request, from its admission on; it ends the span that is current then. `clock` gives seconds."""
+    """Records one request from its admission on, and ends the span that is current then. `clock` gives seconds."""
 
     def __init__(self, measures: RequestMeasures, model: str, prompt_tokens: int, clock: Callable[[], float]) -> None:
         self._measures = measures
@@ -51,7 +51,7 @@ class RequestMeasure:
         measures.prompt_tokens.labels(model).inc(prompt_tokens)
 
     def made(self, tokens: int) -> None:
-        """Tokens came. Those of one output count as evenly spaced."""
+        """Record new tokens. Those of one output count as evenly spaced."""
         if tokens == 0:
             return
         now_s = self._clock()
@@ -67,7 +67,7 @@ class RequestMeasure:
         self._measures.generation_tokens.labels(self._model).inc(tokens)
 
     def ended(self, reason: EndReason) -> None:
-        """The request ended. Only the first end counts."""
+        """Record the end. Only the first one counts."""
         if self._ended:
             return
         self._ended = True

@@ -1,8 +1,8 @@
-"""At least how many tokens a text has, known without tokenizing it.
+"""A lower bound of the tokens of a text, without tokenizing it.
 
-A byte of text costs 1 / (bytes of the longest token that holds such a byte). The bytes of one token then cost 1 at
-most, so a text has no fewer tokens than its bytes cost. This holds only where every byte of the text is in some token:
-tokenizers that may drop, shorten or lump together what they read have no bound.
+A byte of text costs 1 / (bytes of the longest token that contains it). The bytes of one token then cost at most 1, so
+a text has at least as many tokens as its bytes cost. This holds only where every byte of the text is in some token:
+tokenizers that may drop, shorten or merge their input have no bound.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from typing import Any, Self
 import msgspec
 
 _PIECE_BYTES = 16_384
-"""Counted at once: other threads wait meanwhile."""
+"""Counted at once, while other threads wait."""
 
 _COMPOSED_MAX = 4
-"""How many times shorter NFC makes UTF-8 text at most; the worst is 3.5, iota with two marks."""
+"""NFC makes UTF-8 text at most so many times shorter; the worst case is 3.5, iota with two marks."""
 
 _BLANK = "▁"
-"""What SentencePiece's vocabularies write for a blank."""
+"""A blank in SentencePiece's vocabularies."""
 
 _KEEPING = {"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"}
 
@@ -47,8 +47,8 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class TokenBound:
-    """The bound of one tokenizer. `costs`: of each byte value, in tokens. `longest`: bytes of the longest token;
-    `composes`: text is brought into NFC first.
+    """The bound of one tokenizer. `costs`: tokens of each byte value. `longest`: bytes of the longest token;
+    `composes`: text is normalized to NFC first.
     """
 
     def __init__(self, costs: tuple[float, ...], *, longest: int, composes: bool) -> None:
@@ -58,7 +58,7 @@ class TokenBound:
 
     @classmethod
     def of_file(cls, path: Path) -> Self | None:
-        """The bound of a `tokenizer.json`; None where nothing is certain."""
+        """The bound of a `tokenizer.json`; None for a tokenizer without one."""
         try:
             file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
         except msgspec.DecodeError:
@@ -83,9 +83,7 @@ class TokenBound:
         return cls(costs, longest=max(map(len, tokens)), composes=composes)
 
     def least_tokens(self, text: str, *, enough: int) -> int:
-        """At least so many tokens does the text have. Counting ends at `enough`, so that a long text costs no more than
-        a context full of text does.
-        """
+        """The bound of a text. Counting ends at `enough`, so that a long text takes no longer than a full context."""
         data = text.encode()
         if self._composes and not text.isascii():
             return len(data) // (_COMPOSED_MAX * self._longest)
@@ -98,7 +96,7 @@ class TokenBound:
 
 
 def _parts(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer, or those that a sequence of them holds."""
+    """A normalizer or pre-tokenizer, or the elements of a sequence of them."""
     if spec is None:
         return
     if spec["type"] != "Sequence":
@@ -109,7 +107,7 @@ def _parts(spec: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_text(part: dict[str, Any]) -> bool:
-    """Whether a normalizer or pre-tokenizer leaves all of the text, NFC apart."""
+    """Whether a normalizer or pre-tokenizer keeps all of the text, NFC apart."""
     match part["type"]:
         case "ByteLevel" | "Digits" | "Metaspace" | "Prepend" | "NFC":
             return bool(part.get("replacement", _BLANK) == _BLANK)

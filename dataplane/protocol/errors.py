@@ -4,7 +4,7 @@ from dataplane.protocol.messages import INSTANCE_NOT_READY, STALE_EPOCH
 
 
 class DataplaneError(Exception):
-    """Something a node cannot do. `status` is the HTTP status, `code` a stable word for programs."""
+    """A node refuses or fails. `status` is the HTTP status, `code` a stable identifier."""
 
     status = 500
     code = "internal_error"
@@ -16,7 +16,7 @@ class DataplaneError(Exception):
 
 
 class BadRequestError(DataplaneError):
-    """The request can never succeed as it stands; `param` names the field."""
+    """The request is invalid; `param` names the field."""
 
     status = 400
     code = "invalid_value"
@@ -36,14 +36,14 @@ class UnknownInstanceError(DataplaneError):
 
 
 class StaleGenerationError(DataplaneError):
-    """Desired state older than what this node already follows."""
+    """A desired state older than the one that this node follows."""
 
     status = 409
     code = "stale_generation"
 
 
 class StaleEpochError(DataplaneError):
-    """A command of a claim older than one this node has seen of the same request."""
+    """A command of a claim that is older than the newest that this node has seen of the request."""
 
     status = 409
     code = STALE_EPOCH
@@ -64,14 +64,14 @@ class ModelLoadError(DataplaneError):
 
 
 class DeviceLostError(DataplaneError):
-    """The process can use its device no more; another may. Its requests go on in that one."""
+    """The process lost its device. Its requests continue in the next process."""
 
     status = 503
     code = "device_lost"
 
 
 class WorkerLostError(DataplaneError):
-    """The worker process of a slot died; the agent restarts it."""
+    """A worker process died; the agent restarts it."""
 
     status = 503
     code = "worker_lost"

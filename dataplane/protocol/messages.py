@@ -1,4 +1,4 @@
-"""The wire between the control plane and a node. JSON both ways; a stream is one JSON object per line.
+"""The messages between the control plane and a node. JSON both ways; a stream is one JSON object per line.
 
 Everything here is a frozen `msgspec.Struct`: decoding validates, and an error names the field.
 Units are in the names: `_s` seconds, `_bytes` bytes, `_tokens` tokens.
@@ -42,12 +42,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request for tokens, addressed to one instance. Exactly one of `messages`, `prompt`, `prompt_tokens` is set.
 
-    `objective`: what its tier promises of its model; None, as for deferred requests and from older control planes: the
-    node's own for the tier. `lease_id`: of the lease by which a spot instance is used; a spot instance takes no other
-    requests. `generated`: tokens of this answer that another instance made; the stream goes on after them.
-    `sent_chars`: characters of its text that were streamed already; they are not sent again. `Finished` counts the
-    whole answer. `fence`: names a deferred request across its claims, of which `epoch` is the number; a node refuses
-    older epochs of a fence than it has seen.
+    `objective`: that of its tier and model; None, as for deferred requests and from older control planes: the node's
+    default for the tier. `lease_id`: the lease of a spot instance, which takes no other requests. `generated`: tokens
+    of this answer that another instance made; the stream continues after them. `sent_chars`: characters of their text
+    that were streamed already. `Finished` counts the whole answer. `fence`: names a deferred request across its claims, of
+    which `epoch` is the number; a node refuses older epochs of a fence than it has seen.
     """
 
     request_id: str
@@ -111,16 +110,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineChoice = "auto"
 
     def is_same(self, other: "ModelSpec") -> bool:
-        """Whether it is the same model, on whatever engine: requests may go on from their tokens."""
+        """Whether it is the same model, on whatever engine: requests may continue from their tokens."""
         return msgspec.structs.replace(self, engine=other.engine) == other
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance a node shall hold. `draining`: finish what runs, accept nothing new, then unload.
+    """One instance that a node shall host. `draining`: finish what runs, accept nothing new, then unload.
 
-    `gpus` 0: a pooled instance, which takes turns with the others of its slot on all of the slot's GPUs.
-    `spot`: finish what runs, accept nothing but what comes with the `lease_id`, and stay loaded. It is told from the
-    moment that the instance shall be lent out, so that one word covers draining and being lent.
+    `gpus` 0: a pooled instance, which shares all GPUs of its slot in time slices. `spot`: finish what runs, accept only
+    requests with the `lease_id`, and stay loaded. It is set as soon as the instance is to be donated, while requests
+    from before still run.
     """
 
     instance_id: str
@@ -136,7 +135,7 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
     """The whole desired state of a node. A node that follows a newer `generation` refuses an older one.
 
-    `handing_over`: the node is leaving, and instances of it drain or have successors that start elsewhere.
+    `handing_over`: the node is shutting down, and its instances drain or have successors that start elsewhere.
     """
 
     generation: int
@@ -145,10 +144,9 @@ class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs of a node that serve as one. `memory_bytes` is their memory together. `workers`: the worker processes that
-    drive them, each as many; an instance stands on every worker, so a model must fit on the GPUs of one. An agent from
-    before it said so has slots of one worker. `weights_bytes`: what each worker has for weights; None: an agent from
-    before it said so.
+    """One worker group of a node. `memory_bytes`: of all its `gpus` together. `workers` share the GPUs equally; an
+    instance is on every worker, so a model must fit on the GPUs of one. `weights_bytes`: the memory of each worker
+    for weights; None from agents of older versions.
     """
 
     gpus: int
@@ -157,10 +155,10 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no workers can share.
+        """Check the counts.
 
         Raises:
-            ValueError: the GPUs are not as many for each worker, or there is no room for weights.
+            ValueError: the workers have no equal numbers of GPUs, or no memory for weights.
         """
         if self.gpus < 1 or self.workers < 1 or self.gpus % self.workers:
             raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
@@ -174,10 +172,10 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """A node introduces itself. Joining again with the same name replaces its url and slots.
+    """A node joins. Joining again with the same name replaces its url and slots.
 
-    `host_bytes`: host memory for the models of all its slots; None: an agent from before pools were planned. `dtype`:
-    what weights are converted to; None: they stay as stored (a replay), or an agent from before it said so.
+    `host_bytes`: host memory for the models of all its slots; None from agents of older versions. `dtype`: the type of
+    weights; None: as stored (a replay), or an agent of an older version.
     """
 
     node: str
@@ -191,15 +189,14 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node sees of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens still to make.
+    """The state and load of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens to generate.
 
     `prefill_wait_s`: until its slot would begin an IW-N request, `prefill_urgent_wait_s`: an IW-F request, which may
-    overtake; `prefill_token_s`: its pace.
-    `waits_for`: what a loading instance waits for, in a few words.
-    A spot instance is `draining` while requests from before it was lent run, then `spot`. KV is that of the instance
-    and what is free beside it, shared with ready instances of its model; of a pooled instance, that of all the slot.
-    `context_tokens`: of prompt and answer together, at most, as the instance takes them; None: it is not loaded, or its
-    node is older than this field.
+    overtake; `prefill_token_s`: its pace. `waits_for`: what a loading instance waits for.
+    A spot instance is `draining` while requests from before its donation run, then `spot`. KV capacity is the KV in use
+    by the instance and its share of what is free, equal to that of other ready instances of its model; for a pooled
+    instance, both are those of the whole slot. `context_tokens`: the limit for prompt and answer together; None: it is
+    not loaded, or its node has an older version.
     """
 
     instance_id: str
@@ -221,9 +218,9 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent each second. `boot_id` changes when the agent restarts; `generation` is the desired state it follows.
+    """Sent each second. `boot_id` changes when the agent restarts; `generation` is of the desired state it follows.
 
-    `load` is that of the busiest slot: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
+    `load` is that of the busiest worker: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
     `leaving`: the agent is shutting down and asks for successors of its instances on other nodes.
     """
 

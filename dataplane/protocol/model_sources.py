@@ -1,7 +1,4 @@
-"""What may be the source of a model's checkpoint, by its shape alone: nothing is looked up and nothing is read.
-
-The admin API refuses what has another shape, and so does each node before it opens or fetches anything.
-"""
+"""The syntax of a model's source. The admin API checks it, and so does each node before it opens or fetches one."""
 
 import posixpath
 import re
@@ -14,7 +11,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _HUB_CHARACTERS_MAX = 96
 _HALF_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _NOT_IN_REVISION = re.compile(r"[ ~^:?*\[\\@{}%]|\.\.|//|\.lock(/|$)|(^|/)\.|/$|\.$|^/")
-"""What git allows in no name of a branch or tag, and "%", which a server may decode into any of it."""
+"""Not allowed by git in names of branches and tags; also "%", which a server may decode into any of these."""
 
 
 def is_remote(source: str) -> bool:

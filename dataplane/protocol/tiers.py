@@ -1,4 +1,4 @@
-"""Tiers of requests, the instances that serve them, and the objective of an answer: the words of both planes."""
+"""Tiers of requests, the instances that serve them, and the objective of an answer."""
 
 from enum import StrEnum
 
@@ -29,13 +29,13 @@ class InstanceKind(StrEnum):
 
 
 class Objective(Struct, frozen=True, kw_only=True):
-    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request came (Aegaeon 4.1)."""
+    """Token k of an answer, from 0, is due `ttft_s` + k * `tbt_s` after its request arrived (Aegaeon 4.1)."""
 
     ttft_s: float
     tbt_s: float
 
     def __post_init__(self) -> None:
-        """Refuse what no turn can be planned by.
+        """Check the times.
 
         Raises:
             ValueError: a time is not over 0, not finite, or beyond its limit; the message names it.

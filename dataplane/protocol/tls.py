@@ -1,11 +1,11 @@
-"""TLS on the wire between control plane and node, either way round: what a process shows, and whom it believes."""
+"""TLS between control plane and node, in both directions: certificates and trusted authorities of a process."""
 
 import ssl
 from pathlib import Path
 
 
 def check_tls_files(cert: Path | None, key: Path | None, authorities: Path | None) -> None:
-    """See that the files of a process can be used, before it is asked for them.
+    """Check the TLS files of a process before their first use.
 
     Raises:
         ValueError: one of certificate and key is missing, or a file holds something else.
@@ -22,7 +22,7 @@ def check_tls_files(cert: Path | None, key: Path | None, authorities: Path | Non
 
 
 def client_context(authorities: Path | None) -> ssl.SSLContext:
-    """Whom a process believes: the authorities of a PEM file, or the system's.
+    """A client context that trusts the authorities of a PEM file, or the system's.
 
     Raises:
         ValueError: the file cannot be used.

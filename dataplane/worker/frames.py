@@ -24,8 +24,8 @@ class FrameError(Exception):
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """First command of a worker: its engine and memory. `profile` is the path of a replay's GPU profile.
 
-    The worker's instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read
-    its KV. The workers of a node share the models of `cache_folder`; a load that finds no free space there for
+    All instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read its KV.
+    The workers of a node share the models of `cache_folder`; a load that finds no free space there for
     `host_wait_max_s` fails.
     """
 
