@@ -45,8 +45,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `objective`: that of its tier and model; None, as for deferred requests and from older control planes: the node's
     default for the tier. `lease_id`: the lease of a spot instance, which takes no other requests. `generated`: tokens
     of this answer that another instance made; the stream continues after them. `sent_chars`: characters of their text
-    that were streamed already. `Finished` counts the whole answer. `fence`: names a deferred request across its claims, of
-    which `epoch` is the number; a node refuses older epochs of a fence than it has seen.
+    that were streamed already. `Finished` counts the whole answer. `fence`: names a deferred request across its claims,
+    of which `epoch` is the number; a node refuses older epochs of a fence than it has seen.
     """
 
     request_id: str
