@@ -1,4 +1,4 @@
-"""Nodes that fail: at set moments, or at a rate, then by exponential times from the run's seed."""
+"""Node failures at given times, or at a rate with exponential intervals from the run's seed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Nodes that fail at `at_s`, or each at `rate_per_day`, are down for `down_s`, and missed after `noticed_s`."""
+    """Nodes that fail at `at_s`, or each at `rate_per_day`, for `down_s`; detected after `noticed_s`."""
 
     nodes: tuple[str, ...]
     down_s: float
@@ -25,7 +25,7 @@ class Failure:
 
 
 class Failures:
-    """Lets them happen."""
+    """Schedules failures in simulated time."""
 
     def __init__(self, world: World, fleet: Fleet, seed: int) -> None:
         self._world = world

@@ -1,4 +1,4 @@
-"""Nodes whose instances come and go, as the live nodes follow what is wanted of them.
+"""Simulated nodes whose instances follow the decisions of scaling, as live nodes follow their desired state.
 
     free GPUs --local, remote--> warming --> serving --> draining --> spot --spot_same--> warming
                                     ^           ^           |           |
@@ -26,7 +26,7 @@ from ops.simulator.results.results import Start
 from ops.simulator.servers.pool_slot import PooledServer
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.world.fleet_pools import FleetPools
-from ops.simulator.world.held import Changes, FleetNode, Held
+from ops.simulator.world.hosted import Changes, FleetNode, HostedInstance
 from ops.simulator.world.usage import Usage
 from ops.simulator.world.world import World
 
@@ -50,7 +50,7 @@ class Fleet:
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.down: set[str] = set()
-        self.held: dict[str, Held] = {}
+        self.hosted: dict[str, HostedInstance] = {}
         self.weights = set(weights)
         self.starts: Counter[Start] = Counter()
         self.scale_outs = self.scale_ins = self.unplaced = self.failures = self.interrupted = 0
@@ -66,7 +66,7 @@ class Fleet:
         return self._world.usage
 
     def node_facts(self) -> tuple[NodeFacts, ...]:
-        """The nodes for the snapshot; one that is down is silent."""
+        """The nodes for the snapshot; a node that is down is silent."""
         return tuple(
             NodeFacts(
                 name=node.name,
@@ -98,7 +98,7 @@ class Fleet:
                 pooled=one.pooled,
                 report=reports.get(name),
             )
-            for name, one in self.held.items()
+            for name, one in self.hosted.items()
         )
 
     def begin_with(self, adds: Iterable[SlotAdd]) -> None:
@@ -109,18 +109,18 @@ class Fleet:
     def apply(self, decision: ScaleDecision) -> None:
         """Apply a decision. Pooled instances that get GPUs of their own are dedicated from now on."""
         for name, gpus in decision.dedicated.items():
-            self._turn(self.held[name], pooled=False, gpus=gpus)
-            self._settle_slot(self.held[name].ref)
+            self._turn(self.hosted[name], pooled=False, gpus=gpus)
+            self._settle_slot(self.hosted[name].ref)
         for name, kind in decision.kinds.items():
-            self._turn(self.held[name], kind=kind)
+            self._turn(self.hosted[name], kind=kind)
         self._apply_slots(decision.slots)
 
     def _apply_slots(self, decision: SlotDecision) -> None:
         for change in decision.revives:
             self.starts["revived"] += 1
-            self._serve(self.held[change.instance_id], change.kind)
+            self._serve(self.hosted[change.instance_id], change.kind)
         for change in decision.reclaims:
-            self._warm(self.held[change.instance_id], "spot_same", self._times.donated_same_s, change.kind)
+            self._warm(self.hosted[change.instance_id], "spot_same", self._times.donated_same_s, change.kind)
         for add in decision.redeploys:
             for name in add.replaces:
                 self._stop(name)
@@ -138,13 +138,13 @@ class Fleet:
         self.unplaced += sum(each.count for each in decision.unplaced)
 
     def fail(self, name: str) -> list[Served]:
-        """A node is down at once; returns the requests that were there. What it held is missed only later, by `forget`;
-        what was lent out as spot is lent no more.
+        """Take a node down at once; returns the requests that were there. Its instances are removed later, by `forget`;
+        donated instances are stopped at once.
         """
         self.down.add(name)
         self.failures += 1
         lost: list[Served] = []
-        for instance_id, one in list(self.held.items()):
+        for instance_id, one in list(self.hosted.items()):
             if one.node.name == name and one.state == "spot":
                 self._stop(instance_id)
             elif one.node.name == name:
@@ -156,7 +156,7 @@ class Fleet:
 
     def forget(self, name: str) -> None:
         """Remove all instances of a failed node."""
-        for instance_id in [key for key, one in self.held.items() if one.node.name == name]:
+        for instance_id in [key for key, one in self.hosted.items() if one.node.name == name]:
             self._stop(instance_id)
 
     def recover(self, name: str) -> None:
@@ -172,83 +172,83 @@ class Fleet:
 
     def _in_host_memory(self, add: SlotAdd) -> bool:
         """Whether a node has the model loaded already."""
-        here = (one for one in self.held.values() if one.node.name == add.node_id and one.endpoint == add.endpoint)
+        here = (one for one in self.hosted.values() if one.node.name == add.node_id and one.endpoint == add.endpoint)
         return any(one.state != "warming" for one in here)
 
     def _start(self, add: SlotAdd, start: Start, takes_s: float) -> None:
         node = self.nodes[add.node_id]
-        taken = sum(one.gpus for one in self.held.values() if (one.node, one.slot) == (node, add.slot))
+        taken = sum(one.gpus for one in self.hosted.values() if (one.node, one.slot) == (node, add.slot))
         assert add.slot < node.slots and taken + add.gpus <= node.gpus, f"{add} finds {taken} of {node.gpus} GPUs held"  # noqa: PT018
         self._started += 1
         name = f"{add.endpoint.region}/{add.endpoint.model}/{self._started}"
         pooled = not add.gpus
         server = self.pools.start(add, name, node.gpus) if pooled else self._make(add, name)
-        held = Held(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
-        self.held[name] = held
-        self.usage.change(None, held.use, self._events.now_s)
-        self._settle_slot(held.ref)
-        self._warm(held, start, takes_s, add.kind)
+        hosted = HostedInstance(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
+        self.hosted[name] = hosted
+        self.usage.change(None, hosted.use, self._events.now_s)
+        self._settle_slot(hosted.ref)
+        self._warm(hosted, start, takes_s, add.kind)
 
-    def _warm(self, held: Held, start: Start, takes_s: float, kind: InstanceKind) -> None:
+    def _warm(self, hosted: HostedInstance, start: Start, takes_s: float, kind: InstanceKind) -> None:
         """Start an instance, which serves after `takes_s`."""
         self.starts[start] += 1
-        ready_s = held.ready_s = self._events.now_s + takes_s
-        self._turn(held, state="warming", kind=kind)
+        ready_s = hosted.ready_s = self._events.now_s + takes_s
+        self._turn(hosted, state="warming", kind=kind)
         if takes_s:
-            self._events.at(ready_s, Kind.END, partial(self._warmed, held, ready_s))
+            self._events.at(ready_s, Kind.END, partial(self._warmed, hosted, ready_s))
         else:
-            self._serve(held, kind)
+            self._serve(hosted, kind)
 
-    def _warmed(self, held: Held, ready_s: float) -> None:
-        if held.state == "warming" and held.ready_s == ready_s:
-            self._serve(held, held.kind)
+    def _warmed(self, hosted: HostedInstance, ready_s: float) -> None:
+        if hosted.state == "warming" and hosted.ready_s == ready_s:
+            self._serve(hosted, hosted.kind)
 
-    def _serve(self, held: Held, kind: InstanceKind) -> None:
-        self.weights.add(held.endpoint)
-        self._turn(held, state="serving", kind=kind)
-        held.server.open(kind)
-        self._world.present.place(held.server)
+    def _serve(self, hosted: HostedInstance, kind: InstanceKind) -> None:
+        self.weights.add(hosted.endpoint)
+        self._turn(hosted, state="serving", kind=kind)
+        hosted.server.open(kind)
+        self._world.present.place(hosted.server)
 
     def _drain(self, name: str, then: Callable[[str], None]) -> None:
-        held = self.held[name]
-        serving = held.state == "serving"
-        self._turn(held, state="draining")
-        self._world.present.withdraw(held.server)
+        hosted = self.hosted[name]
+        serving = hosted.state == "serving"
+        self._turn(hosted, state="draining")
+        self._world.present.withdraw(hosted.server)
         if serving:
-            held.server.close(partial(then, name))
+            hosted.server.close(partial(then, name))
         else:
             self._stop(name)
 
     def _donate(self, name: str) -> None:
-        held = self.held[name]
-        held.donated_s = self._events.now_s
-        self._turn(held, state="spot")
+        hosted = self.hosted[name]
+        hosted.donated_s = self._events.now_s
+        self._turn(hosted, state="spot")
 
     def _stop(self, name: str) -> None:
-        held = self.held.pop(name)
-        self._world.present.withdraw(held.server)
-        self.usage.change(held.use, None, self._events.now_s)
-        held.state, held.ready_s = "draining", inf
-        if isinstance(held.server, PooledServer):
-            held.server.leave()
-            self._settle_slot(held.ref)
+        hosted = self.hosted.pop(name)
+        self._world.present.withdraw(hosted.server)
+        self.usage.change(hosted.use, None, self._events.now_s)
+        hosted.state, hosted.ready_s = "draining", inf
+        if isinstance(hosted.server, PooledServer):
+            hosted.server.leave()
+            self._settle_slot(hosted.ref)
 
     def _settle_slot(self, ref: SlotRef) -> None:
         """Keep a slot in a pool while it has a pooled instance, and count its other instances accordingly."""
         if ref not in self.pools:
             return
-        here = [one for one in self.held.values() if one.ref == ref]
+        here = [one for one in self.hosted.values() if one.ref == ref]
         pooled = any(one.pooled for one in here)
         if not pooled:
             self.pools.end(ref)
         for one in here:
             self._turn(one, in_pool_slot=pooled and not one.pooled)
 
-    def _turn(self, held: Held, **changes: Unpack[Changes]) -> None:
+    def _turn(self, hosted: HostedInstance, **changes: Unpack[Changes]) -> None:
         """Change fields of an instance, and count it accordingly from now on."""
-        before = held.use
+        before = hosted.use
         for name, value in changes.items():
-            setattr(held, name, value)
-        held.server.kind = held.kind
-        if held.use != before:
-            self.usage.change(before, held.use, self._events.now_s)
+            setattr(hosted, name, value)
+        hosted.server.kind = hosted.kind
+        if hosted.use != before:
+            self.usage.change(before, hosted.use, self._events.now_s)

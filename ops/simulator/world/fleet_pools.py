@@ -1,6 +1,6 @@
-"""The slots of a fleet that are its pools'.
+"""The pools' slots of a simulated fleet.
 
-A slot is in a pool while it holds pooled instances: all its GPUs count as the pool's then, whoever else is there.
+A slot is in a pool while it has pooled instances: all its GPUs count as the pool's then, whatever else it holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ from ops.simulator.world.usage import Use
 from ops.simulator.world.world import World
 
 MakePoolSlot = Callable[[SlotAdd, int], PoolSlot]
-"""Makes the engine of a slot where a pooled instance is to start; the slot has so many GPUs."""
+"""Makes the engine of a pool's slot with so many GPUs, for the first pooled instance there."""
 
 
 class FleetPools:
-    """Where the pools are. `models`: what may be pooled, by name."""
+    """The pools' slots. `models`: the models that may be pooled, by name."""
 
     def __init__(self, make: MakePoolSlot, models: Mapping[str, ModelSpec], world: World) -> None:
         self._make = make
@@ -32,8 +32,8 @@ class FleetPools:
         return ref in self._uses
 
     def start(self, add: SlotAdd, instance_id: str, gpus: int) -> PooledServer:
-        """A pooled instance on a slot of so many GPUs, which is the pool's from now on. Where the slot's engine has
-        the model already, for an instance that drains or has the slot for its own now, those who come get a new one.
+        """Start a pooled instance on a slot of so many GPUs, which is the pool's from now on. Where the slot's engine
+        has the model already, for a draining or dedicated instance, later pooled instances get a new engine.
         """
         ref, model = (add.node_id, add.slot), add.endpoint.model
         if ref not in self:

@@ -1,5 +1,5 @@
-"""The control plane's loops in simulated time: forecast, plan, scale. Facts are gathered from the simulated fleet, what
-follows from them is decided by the live service's policies, and the fleet does it.
+"""The control plane's loops in simulated time: forecast, plan, scale. The live service's policies decide on a snapshot
+of the simulated fleet, which applies the decision.
 
     every hour     Planner.forecast -> Planner.make (choose_placement)          ten and two minutes before it begins
     every 15 s     FleetSnapshot -> choose_scale -> Fleet.apply       and after each plan
@@ -46,10 +46,10 @@ class Loops:
             world.recorder.planned, world.recorder.planned_pools = planner.planned, planner.planned_pools
 
     def begin_with(self, steps: Iterable[ScaleStep]) -> None:
-        """Instances that serve at the beginning, where `choose_slots` puts them.
+        """Start the instances of the beginning, on the slots that `choose_slots` assigns.
 
         Raises:
-            ValueError: they find no room.
+            ValueError: the fleet has too few GPUs for them.
         """
         empty = self._plan.snapshot(self._fleet, {})
         facts = SlotFacts(steps=tuple(steps), slots=slot_rooms(empty), instances=(), gpus=empty.gpus)
@@ -60,7 +60,7 @@ class Loops:
         self._fleet.begin_with(decision.adds)
 
     def begin(self, begins_s: float) -> None:
-        """Plan at once, then by the clock; scale every so often."""
+        """Forecast and plan at once, then hourly; scale every `every_s` seconds."""
         if self._planner is not None:
             hour_s = begins_s // HOUR_S * HOUR_S + HOUR_S
             self._at(begins_s, self._forecast)
@@ -104,8 +104,8 @@ class Loops:
         self._last_scaled_s |= dict.fromkeys(decision.scaled, now_s)
 
     def _snapshot(self) -> FleetSnapshot:
-        """The fleet and its load. Reports are taken of models that some endpoint serves without a pool: a view is of
-        the moment of its first use, and pools are not scaled by utilization.
+        """The fleet and its load. Only models with an endpoint that is not pooled need a view: pools are not scaled by
+        utilization, and a view keeps the reports of its first use until the next tick.
         """
         world, now_s, limits = self._world, self._now_s, self._plan.limits
         plan = None if self._planner is None else self._planner.plan

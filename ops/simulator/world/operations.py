@@ -1,4 +1,4 @@
-"""From a scenario with [scaling] to a fleet that is operated: nodes, planner, loops, failures."""
+"""Build the fleet of a scenario with [scaling]: nodes, planner, loops, failures."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ from ops.simulator.traffic.demand import Demand
 from ops.simulator.world.failures import Failure, Failures
 from ops.simulator.world.fleet import Fleet, MakeServer
 from ops.simulator.world.fleet_pools import FleetPools
-from ops.simulator.world.held import FleetNode
+from ops.simulator.world.hosted import FleetNode
 from ops.simulator.world.loops import Loops, LoopSettings
 from ops.simulator.world.planning import Planner, PlanSettings
 from ops.simulator.world.serving import replay_settings, spec_of

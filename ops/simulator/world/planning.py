@@ -1,7 +1,7 @@
-"""The hourly plan in simulated time: forecasts from what was measured by then, and the live service's own placement.
+"""The hourly plan in simulated time: forecasts from the demand measured so far, and the live service's placement.
 
-Ten minutes before an hour every endpoint is forecast, two minutes before it the plan is made and goes into force, as by
-the live clock. At the beginning both are done at once.
+Ten minutes before an hour every endpoint is forecast, two minutes before it the plan is made and applied, as in the
+live schedule. At the beginning both happen at once.
 """
 
 from collections.abc import Mapping

@@ -84,5 +84,5 @@ class Operated:
         return {
             f"{'+' if one.pooled else ''}{one.endpoint.model}@{one.node.name}"
             f"{'' if one.state == 'serving' else ' ' + one.state}"
-            for one in self.fleet.held.values()
+            for one in self.fleet.hosted.values()
         }

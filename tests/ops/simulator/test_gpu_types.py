@@ -76,7 +76,7 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
         for entry in plan.entries:
             planned[RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)] += entry.after
         assert all(count <= capacity[place] for place, count in planned.items())
-    for one in outcome.fleet.held.values():
+    for one in outcome.fleet.hosted.values():
         gpu_type, [report] = one.node.gpu_type, one.server.reports()
         assert report.gpu_type == gpu_type
         assert gpu_type in placed[one.endpoint.model]
@@ -104,7 +104,7 @@ def test_an_instance_of_two_gpus_has_their_latency_their_memory_and_both_ways_to
     assert costs.bytes_per_s == 2 * h800.pcie_bytes_per_s * h800.transfer_efficiency
     _, fleet, _ = build_world(scenario, 1)
     assert fleet is not None
-    [report] = next(iter(fleet.held.values())).server.reports()
+    [report] = next(iter(fleet.hosted.values())).server.reports()
     assert report.kv_capacity_bytes == 2 * KV_BYTES["H800"] // 800_000 * 800_000
 
 

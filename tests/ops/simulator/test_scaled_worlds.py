@@ -63,7 +63,7 @@ def test_each_request_ends_once_and_no_gpu_is_held_twice(
 def check_gpus(fleet: Fleet) -> None:
     """No GPU is held twice."""
     held = Counter[tuple[str, int]]()
-    for one in fleet.held.values():
+    for one in fleet.hosted.values():
         held[one.node.name, one.slot] += one.gpus
     assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
 
@@ -97,7 +97,7 @@ def test_no_request_is_sent_to_what_warms_up_drains_or_is_lost(monkeypatch: pyte
     real = DedicatedServer.submit
 
     def watch(self: DedicatedServer, served: Any) -> None:
-        [held] = [one for one in fleet.held.values() if one.server is self]
+        [held] = [one for one in fleet.hosted.values() if one.server is self]
         states.add(held.state)
         assert held.node.name not in fleet.down
         real(self, served)
@@ -124,7 +124,7 @@ def test_instances_are_ready_when_their_start_takes() -> None:
     waits_s: Counter[float] = Counter()
 
     def check() -> None:
-        for name, one in fleet.held.items():
+        for name, one in fleet.hosted.items():
             if one.state == "warming" and ready_s.get(name) != one.ready_s:
                 ready_s[name] = one.ready_s
                 waits_s[round(one.ready_s - world.events.now_s, 6)] += 1
@@ -222,14 +222,14 @@ def test_spot_of_a_failed_node_is_lent_no_more() -> None:
         scaled("lt-i", fleet={"nodes": [{"region": region, "slots": 3} for region in REGIONS]}), 1
     )
     assert fleet is not None
-    first = next(iter(fleet.held))
+    first = next(iter(fleet.hosted))
     donated = (InstanceChange(instance_id=first, reason="not needed"),)
     fleet.apply(ScaleDecision(slots=SlotDecision(donates=donated)))
-    assert fleet.held[first].state == "spot"
-    others = fleet.held.keys() - {first}
-    assert any(fleet.held[name].node is fleet.held[first].node for name in others)
-    fleet.fail(fleet.held[first].node.name)
-    assert fleet.held.keys() == others, "what is our own is missed later"
+    assert fleet.hosted[first].state == "spot"
+    others = fleet.hosted.keys() - {first}
+    assert any(fleet.hosted[name].node is fleet.hosted[first].node for name in others)
+    fleet.fail(fleet.hosted[first].node.name)
+    assert fleet.hosted.keys() == others, "what is our own is missed later"
 
 
 def test_deferred_demand_is_of_the_hours_that_were_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def random_plans(operated: Operated, random: Random, until_s: float) -> list[tup
 def check_slots(fleet: Fleet) -> None:
     """No GPU is held twice, and a slot counts as a pool's as long as a pooled instance is there."""
     held, pools = Counter[tuple[str, int]](), set()
-    for one in fleet.held.values():
+    for one in fleet.hosted.values():
         held[one.ref] += one.gpus
         if one.pooled:
             assert not one.gpus
@@ -45,14 +45,14 @@ def check_slots(fleet: Fleet) -> None:
     assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
     assert all((place in fleet.pools) == (place in pools) for place in {*held, *pools})
     counted = Counter[Any]()
-    for one in fleet.held.values():
+    for one in fleet.hosted.values():
         assert one.in_pool_slot == (one.ref in pools and not one.pooled)
         counted[one.ref] += one.use.gpus
     assert all(not counted[place] for place in pools), "a pool's GPUs are the pool's"
 
 
 def standing(fleet: Fleet, model: str) -> bool:
-    held = (one for one in fleet.held.values() if one.endpoint.model == model)
+    held = (one for one in fleet.hosted.values() if one.endpoint.model == model)
     return any(one.server.accepting and one.node.name not in fleet.down for one in held)
 
 
@@ -63,14 +63,14 @@ def run_with_plans(operated: Operated, wanted: list[tuple[float, set[str]]]) -> 
     world, fleet = operated.world, operated.fleet
     safe: set[str] = set()
     plans, now = list(wanted), set[str]()
-    known = set(fleet.held)
+    known = set(fleet.hosted)
 
     def check() -> None:
         nonlocal now, safe, known
         check_slots(fleet)
-        new = [fleet.held[name] for name in fleet.held.keys() - known]
+        new = [fleet.hosted[name] for name in fleet.hosted.keys() - known]
         assert not any(one.ref in fleet.pools and not one.pooled for one in new), "started in a pool on its own"
-        known = set(fleet.held)
+        known = set(fleet.hosted)
         while plans and plans[0][0] <= world.events.now_s:
             before, now = now, plans.pop(0)[1]
             safe &= before & now
@@ -101,7 +101,7 @@ def test_whatever_plans_come_each_request_ends_once_and_nobody_wanted_loses_his_
     assert {key: tally.requests for key, tally in world.tallies.items()} == came
     assert world.in_flight == 0
     assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values())
-    for one in operated.fleet.held.values():
+    for one in operated.fleet.hosted.values():
         assert not one.server.remaining_tokens
     held_s = sum(use.gpus * total_s for use, total_s in world.usage.seconds(world.events.now_s).items())
     assert 0 < held_s <= 3 * slots * world.events.now_s * (1 + 1e-9)
@@ -130,11 +130,11 @@ def test_the_last_of_a_pool_keeps_its_slot() -> None:
     operated = Operated(pooled(scaling={"spot": False}, fleet={"nodes": [NODE | {"count": 2}]}))
     operated.plan(0.0, dict.fromkeys(MODELS, 0), "ab")
     assert operated.at(60.0) == {"+a@east-1", "+b@east-1"}
-    before = {one.endpoint.model: name for name, one in operated.fleet.held.items()}
+    before = {one.endpoint.model: name for name, one in operated.fleet.hosted.items()}
     operated.plan(61.0, {"a": 1, "b": 1, "c": 0})
     assert operated.at(70.0) == {"+a@east-1", "+b@east-1", "a@east-0 warming"}
     assert operated.at(95.0) == {"a@east-0", "b@east-1"}
-    one = operated.fleet.held[before["b"]]
+    one = operated.fleet.hosted[before["b"]]
     assert (one.gpus, one.pooled, type(one.server)) == (1, False, PooledServer)
     assert standing(operated.fleet, "b")
     assert operated.fleet.starts["local"] == 3, "b was loaded once"
@@ -164,7 +164,7 @@ def test_what_was_on_a_lost_node_begins_anew_in_a_new_pool() -> None:
     run_with_plans(operated, [])
     fleet, world = operated.fleet, operated.world
     assert fleet.interrupted > 0
-    assert {(one.endpoint.model, one.node.name) for one in fleet.held.values()} == {
+    assert {(one.endpoint.model, one.node.name) for one in fleet.hosted.values()} == {
         (model, "east-0") for model in MODELS
     }
     assert world.in_flight == 0
@@ -186,7 +186,7 @@ def test_a_pooled_instance_tells_what_its_node_does() -> None:
         world.events.at(float(at_s), 2, look)  # type: ignore[arg-type]
     list(world.run())
     names = {one.instance_id for views in told for one in views.values()}
-    assert names == {name for name, one in operated.fleet.held.items() if one.pooled}
+    assert names == {name for name, one in operated.fleet.hosted.items() if one.pooled}
     for views in told:
         assert len({(one.kv_used_bytes, one.kv_capacity_bytes, one.node_id, one.slot) for one in views.values()}) == 1
         assert all(one.accepting and one.prefill_wait_s is not None for one in views.values())

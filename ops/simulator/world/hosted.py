@@ -1,4 +1,4 @@
-"""A node of a fleet, and an instance that it holds."""
+"""A simulated node, and an instance that it hosts."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -14,8 +14,8 @@ from ops.simulator.world.usage import Use
 
 @dataclass(frozen=True, kw_only=True)
 class FleetNode:
-    """A node: so many slots of so many GPUs. `host_bytes`: host memory for the models of all of them; None: it does not
-    tell, and nothing is pooled there.
+    """A node with `slots` slots of `gpus` GPUs each. `host_bytes`: host memory for the models of all its slots; None:
+    the node does not report it, and no instance is pooled there.
     """
 
     name: str
@@ -27,9 +27,14 @@ class FleetNode:
 
 
 @dataclass(slots=True, kw_only=True)
-class Held:
-    """An instance. `ready_s`: when it serves, if it warms up; a later start makes an earlier one's moment void.
-    `pooled`: it shares its slot and has no GPUs. `beside`: it has some, and its slot is a pool's, as which they count.
+class HostedInstance:
+    """An instance.
+
+    Attributes:
+        ready_s: when it serves, if it is warming; a later start replaces the time of an earlier one.
+        donated_s: when it was donated last.
+        pooled: it shares its slot and has no GPUs of its own.
+        in_pool_slot: it has GPUs of its own in a slot of a pool; they count as the pool's.
     """
 
     server: DedicatedServer | PooledServer
