@@ -28,6 +28,7 @@ class Registry:
         self.ranges = True
         self.sent_bytes: dict[str, int] = {}
         self.requests: list[tuple[str, str | None]] = []
+        self.tokens: set[str | None] = set()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
@@ -58,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.removeprefix("/models/tiny/")
         asked = self.headers.get("Range")
         registry.requests.append((name, asked))
+        registry.tokens.add(self.headers.get("Authorization"))
         if registry.answers and (status := registry.answers.pop(0)) != 200:
             self._answer(status, b"", {"Location": registry.location})
         elif name == "manifest.json":

@@ -43,8 +43,9 @@ def names(folder: Path) -> set[str]:
 
 
 def test_the_files_of_a_checkpoint_are_downloaded_once_and_progress_is_reported(
-    hub: Registry, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    hub: Registry, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     reported: list[tuple[int, int]] = []
     folder = tmp_path / "model"
     fetch_checkpoint(SOURCE, folder, weights=False)
@@ -56,6 +57,7 @@ def test_the_files_of_a_checkpoint_are_downloaded_once_and_progress_is_reported(
     assert reported == sorted(reported)
     assert reported[-1] == (CHECKPOINT_BYTES, CHECKPOINT_BYTES)
     assert "".join(capfd.readouterr()) == "", "no progress bar is drawn"
+    assert "Bearer hf_secret" in hub.tokens, "for gated repositories"
     hub.requests.clear()
     fetch_checkpoint(SOURCE, folder)
     assert not [name for name, _ in hub.requests if name.endswith("safetensors")]
