@@ -171,7 +171,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         missing_bytes = self._kv.missing_bytes(shortage.sequence.kv, shortage.tokens)
         facts = RemapFacts(models=models, short_bytes=missing_bytes)
         decision, self._state = choose_remap(facts, self._state, self._clock(), self._settings.remap)
-        if decision.missing_bytes or not decision.deepened_layers:
+        if decision.missing_bytes or not missing_bytes:
             self.declined.update(decision.capped.values() if models else ["no model"])
             return None, None
         offloading = (model for model in models if model.active and model.model in decision.rotations)

@@ -52,16 +52,13 @@ class RemapDecision:
 
     `missing_bytes`: what no model could cover; `capped`: if there are any, why each model did not offload more. `over`:
     models with more offloaded layers than they can hide, which cannot be reclaimed now; while such a model is active
-    its steps wait, and KV should be evicted. The counts are of layers, for metrics.
+    its steps wait, and KV should be evicted.
     """
 
     rotations: Mapping[str, Rotation] = field(default_factory=dict)
     missing_bytes: int = 0
     capped: Mapping[str, Reason] = field(default_factory=dict)
     over: tuple[str, ...] = ()
-    deepened_layers: int = 0
-    moved_layers: int = 0
-    reverted_layers: int = 0
 
 
 def choose_remap(
@@ -71,11 +68,9 @@ def choose_remap(
     offloads = _Offloads(facts, settings)
     before = dict(offloads.offloaded)
     missing_bytes = offloads.deepen(facts.short_bytes)
-    deepened_layers = offloads.total - sum(before.values())
-    moved_layers = offloads.move()
-    reverted_layers = 0
+    offloads.move()
     if not facts.short_bytes:
-        reverted_layers = offloads.revert(settled=now_s - state.pressed_s >= settings.settle_s)
+        offloads.revert(settled=now_s - state.pressed_s >= settings.settle_s)
     decision = RemapDecision(
         rotations={
             model.model: rotation_of(model, offloads.offloaded[model.model], settings)
@@ -85,9 +80,6 @@ def choose_remap(
         missing_bytes=missing_bytes,
         capped={name: cap.reason for name, cap in offloads.caps.items()} if missing_bytes else {},
         over=tuple(model.model for model in facts.models if offloads.is_over(model)),
-        deepened_layers=deepened_layers,
-        moved_layers=moved_layers,
-        reverted_layers=reverted_layers,
     )
     return decision, RemapState(pressed_s=now_s) if facts.short_bytes else state
 
@@ -107,10 +99,6 @@ class _Offloads:
         )
         self._active = sorted((model for model in facts.models if model.active), key=lambda model: model.model)
 
-    @property
-    def total(self) -> int:
-        return sum(self.offloaded.values())
-
     def is_over(self, model: ModelFacts) -> bool:
         """Whether more layers are offloaded than it can hide."""
         return self.offloaded[model.model] > self.caps[model.model].layers
@@ -123,27 +111,22 @@ class _Offloads:
         self._free_bytes += max(-short_bytes, 0)
         return max(short_bytes, 0)
 
-    def move(self) -> int:
-        """Offload layers of inactive models in place of active ones'; how many layers these get back."""
-        moved = 0
+    def move(self) -> None:
+        """Offload layers of inactive models in place of active ones'."""
         for active in sorted(self._active, key=self._share, reverse=True):
             while self.offloaded[active.model] and self._take_from_inactive(active.layer_bytes):
                 self.offloaded[active.model] -= 1
-                moved += 1
-        return moved
 
-    def revert(self, *, settled: bool) -> int:
-        """Reclaim what KV does not need; how many layers. Not `settled`: only where loads are not hidden."""
+    def revert(self, *, settled: bool) -> None:
+        """Reclaim what KV does not need. Not `settled`: only where loads are not hidden."""
         if not self._settings.reverts:
-            return 0
-        before = self.total
+            return
         for over in (model for model in (*self._active, *self._inactive) if self.is_over(model)):
             while self.is_over(over) and self._reclaim(over, spare_layers=0):
                 pass
         if settled:
             while (model := self._last_offloaded()) and self._reclaim(model, spare_layers=self._settings.spare_layers):
                 pass
-        return before - self.total
 
     def _take_from_inactive(self, size_bytes: int) -> bool:
         """Offload so many bytes of inactive models, all or none, less what is free: that was offloaded for the same

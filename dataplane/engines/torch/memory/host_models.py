@@ -16,10 +16,11 @@ from pathlib import Path
 import structlog
 import torch
 
+from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.memory.releases import PendingReleases
-from dataplane.engines.torch.model.checkpoint import StoredTensor, list_tensors, read_tensors
+from dataplane.engines.torch.model.checkpoint import list_tensors, read_tensors
 from dataplane.engines.torch.model.layout import cache_key, match_tensors
 from dataplane.engines.torch.model.mapping import as_stored
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton

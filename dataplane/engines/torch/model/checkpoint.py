@@ -12,10 +12,8 @@ from typing import Any
 import torch
 
 from dataplane.checkpoints import safetensors_file
-from dataplane.checkpoints.safetensors_file import StoredTensor, read_json
+from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.protocol.errors import ModelLoadError
-
-__all__ = ["StoredTensor", "list_tensors", "read_json", "read_tensors"]
 
 READ_ELEMENTS = 16 * 2**20
 """Elements that one thread reads at a time."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dataplane.engines.torch.model.checkpoint import StoredTensor
+from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 from dataplane.protocol.errors import ModelLoadError
 

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dataplane.checkpoints.eos import read_eos_ids
+from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
-from dataplane.engines.torch.model.checkpoint import read_json
 from dataplane.engines.torch.model.linear import speed_up
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError

@@ -75,7 +75,6 @@ def test_inactive_models_of_low_priority_go_first(short: int, expected: Mapping[
     assert after == expected
     assert decision.missing_bytes == missing
     assert decision.capped == ({"A": "not hidden", "B": "not hidden", "C": "not hidden"} if missing else {})
-    assert decision.deepened_layers == sum(expected.values())
 
 
 @pytest.mark.parametrize(
@@ -101,9 +100,8 @@ def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
 
 def test_a_layer_of_a_model_that_became_active_goes_to_one_that_is_not() -> None:
     models = model("a", active=True, offloaded=3, cap=2), model("b", offloaded=2), model("c", cap=8)
-    after, decision = choose(*models)
+    after, _ = choose(*models)
     assert after == {"a": 0, "b": 4, "c": 1}
-    assert decision.moved_layers == 3
 
 
 def test_a_move_that_kv_has_not_followed_yet_is_not_made_again() -> None:
@@ -245,4 +243,4 @@ def test_nothing_comes_back_while_pressure_is_recent() -> None:
     decision, state = choose_remap(pressed, RemapState(), 7.0, SETTINGS)
     calm = RemapFacts(models=applied(pressed, decision), free_bytes=1000)
     assert choose_remap(calm, state, 7.9, SETTINGS) == (RemapDecision(), state)
-    assert choose_remap(calm, state, 8.0, SETTINGS)[0].reverted_layers == 1
+    assert choose_remap(calm, state, 8.0, SETTINGS)[0].rotations["a"].offloaded == 0
