@@ -62,7 +62,7 @@ def ask(engine: Any, *models: str) -> None:
 
 
 def alone(make_engine: Callable[..., Any], folders: dict[str, Path], model: str, **changes: Any) -> Tokens:
-    """What a model says on a slot of its own."""
+    """The tokens of a model on a slot of its own."""
     engine = make_engine(**changes)
     engine.load(model, spec_of(model, folders[model]))
     ask(engine, model)

@@ -1,4 +1,4 @@
-"""These tests run in vLLM's own environment (`make test-vllm`); elsewhere each file says that it was skipped."""
+"""These tests run in vLLM's own environment (`make test-vllm`); elsewhere each file is skipped."""
 
 import time
 from collections.abc import Callable, Iterator

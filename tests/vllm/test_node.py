@@ -25,7 +25,7 @@ def asked(name: str, temperature: float) -> Generate:
 
 
 async def tokens(node: Node, name: str) -> list[list[int]]:
-    """What a greedy request and one that samples are told when they come together, whole."""
+    """The whole answers of a greedy request and one that samples, sent together."""
     streams = await asyncio.gather(*(read(node, asked(name, temperature)) for temperature in TEMPERATURES))
     end = Finished(finish_reason="length", prompt_tokens=PROMPT_TOKENS, completion_tokens=MAX_TOKENS)
     assert [events[-1] for events in streams] == [end] * len(TEMPERATURES)

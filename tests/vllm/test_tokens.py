@@ -53,7 +53,7 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
     assert stats.instances[0].kv_used_bytes == 0
     assert stats.pool is not None
     prefills = [turn for turn in stats.pool.time_slices if turn.kind == "prefill" and turn.tokens]
-    assert 0 < sum(turn.tokens for turn in prefills) <= 2 * len(given), "prompts, not what decoded beside them"
+    assert 0 < sum(turn.tokens for turn in prefills) <= 2 * len(given), "prompts, not what decoded concurrently"
     longest = max(map(len, given.values()))
     assert all(turn.prompt_tokens <= turn.tokens * longest for turn in prefills)
 
@@ -66,22 +66,24 @@ def test_tokens_come_one_by_one_and_stop_when_cancelled(
     given = prompts(VOCABULARY, (6, 9))
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=40, ignore_eos=True))
-    heard: list[str] = []
-    while heard.count("r9") < 5:
+    received: list[str] = []
+    while received.count("r9") < 5:
         outputs = engine.step()
         assert all(len(output.token_ids) == 1 for output in outputs)
-        heard += [output.request_id for output in outputs]
+        received += [output.request_id for output in outputs]
     used = engine.stats().instances[0]
-    held_tokens = sum(len(prompt) - 1 for prompt in given.values()) + len(heard)
+    held_tokens = sum(len(prompt) - 1 for prompt in given.values()) + len(received)
     assert used.kv_used_bytes == pytest.approx(held_tokens * KV_BYTES_PER_TOKEN, rel=0.1)
     assert used.kv_capacity_bytes == pytest.approx(2**21, rel=0.1), "which is more than one context's"
     engine.cancel("r9")
     rest = drain(engine)
     assert set(rest.tokens) == {"r6"}
-    assert heard.count("r6") + len(rest.tokens["r6"]) == 40
+    assert received.count("r6") + len(rest.tokens["r6"]) == 40
 
 
-def test_the_end_of_sequence_stops_and_is_not_told(checkpoint: Checkpoint, make_engine: Callable[..., Any]) -> None:
+def test_the_end_of_sequence_stops_and_is_not_in_the_tokens(
+    checkpoint: Checkpoint, make_engine: Callable[..., Any]
+) -> None:
     folder = checkpoint("llama")
     starts = ([start, start + 1, start + 2] for start in range(3, 90))
     stopping = next(prompt for prompt in starts if len(greedy_tokens(folder, prompt, 24)) < 24)

@@ -33,17 +33,17 @@ def test_three_models_in_turns(
         engine.load(model, spec_of(model, checkpoint(model)))
         for name, prompt in given.items():
             engine.add(request(model + name, prompt, instance_id=model, max_tokens=12))
-    told, seen = [], set()
+    outputs, seen = [], set()
     while engine.has_work():
-        told += engine.step()
+        outputs += engine.step()
         seen.add(frozenset(engine.stats().resident_models))
     assert {len(awake) for awake in seen} == {awake_max}
     assert set().union(*seen) == set(MODELS)
     assert engine.stats().switches_total > len(MODELS)
-    assert not [output.error for output in told if output.error]
+    assert not [output.error for output in outputs if output.error]
     for model in MODELS:
         for name, prompt in given.items():
-            made = tuple(t for output in told if output.request_id == model + name for t in output.token_ids)
+            made = tuple(t for output in outputs if output.request_id == model + name for t in output.token_ids)
             assert made == greedy_tokens(checkpoint(model), prompt, 12)
 
 

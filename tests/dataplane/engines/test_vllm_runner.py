@@ -1,4 +1,4 @@
-"""A model in vLLM that must leave its device, on a stand-in for vLLM's engine: no vLLM is needed for it."""
+"""A vLLM model that is put to sleep, on a fake of vLLM's engine."""
 
 import importlib
 import sys

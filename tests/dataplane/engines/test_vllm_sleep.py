@@ -1,4 +1,4 @@
-"""How a model of vLLM leaves its device and comes back, on a stand-in for vLLM's worker: no vLLM is needed for it."""
+"""How a vLLM model leaves its device and returns, on a fake of vLLM's worker."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -28,7 +28,7 @@ def test_decode_of_eight_with_1024_each() -> None:
     assert QWEN_7B_H800.decode_s(8192, 8) == pytest.approx(9.67160e-3, rel=1e-5)
 
 
-def test_switch_is_slower_than_the_wire() -> None:
+def test_switch_is_slower_than_the_link_rate() -> None:
     # 29.5 GB over 55.6 GB/s takes 0.531 s at best; at an efficiency of 0.625, 0.849 s
     assert switch_s(29_500_000_000, 55.6e9, 1.0) == pytest.approx(0.5306, abs=1e-4)
     assert switch_s(29_500_000_000, 55.6e9, 0.625) == pytest.approx(0.8489, abs=1e-4)
@@ -49,7 +49,7 @@ def test_more_work_never_takes_less_time(tokens: int, more: int, batch: int, mor
 
 
 def observed(factor: float, times: int, estimate: CostEstimate) -> CostEstimate:
-    """After steps that took `factor` times as long as the fit says."""
+    """After steps that took `factor` times as long as by the fit."""
     for _ in range(times):
         estimate = estimate.observe_prefill(factor * QWEN_7B_H800.prefill_s(512, 512**2), 512, 512**2)
         estimate = estimate.observe_decode(factor * QWEN_7B_H800.decode_s(4096, 8), 4096, 8)

@@ -212,7 +212,7 @@ def test_a_newcomer_does_not_lower_the_load_of_the_round() -> None:
 def test_one_turn_a_round() -> None:
     """A model that comes back in the same round waits for the next one."""
     _, state = choose_decode_turn(batches("abc"), RoundState(), 0.0, SETTINGS)
-    turn, state = choose_decode_turn(batches("bc"), state, 1.0, SETTINGS)  # a gives up its turn
+    turn, state = choose_decode_turn(batches("bc"), state, 1.0, SETTINGS)  # a loses its turn
     assert turn is not None
     assert (turn.model, turn.next_model) == ("b", "c")
     turn, _ = choose_decode_turn(batches("abc"), state, 4.0, SETTINGS)

@@ -46,7 +46,7 @@ def test_requests_join_the_first_group_of_their_model() -> None:
 def test_a_group_takes_eight_over_its_life() -> None:
     queue = queue_of("a" * 8)
     for name in ("a0", "a1", "a2"):
-        queue = queue.remove(name)  # being served makes no room
+        queue = queue.remove(name)  # serving one frees no capacity
     queue = queue.join(request("b", "b"), SETTINGS).join(request("a8", "a"), SETTINGS)
     assert drawn(queue) == ["a3 a4 a5 a6 a7", "b", "a8"]
 
@@ -110,7 +110,7 @@ def test_load_of_groups_of_one_model_in_a_row_counts_one_switch() -> None:
 @pytest.mark.parametrize(
     ("queues", "loads_s", "slot", "joins"),
     [
-        ({0: "b", 1: "a"}, {0: 0.1, 1: 9.0}, 1, True),  # a group with room, however loaded its slot
+        ({0: "b", 1: "a"}, {0: 0.1, 1: 9.0}, 1, True),  # a group that accepts it, however loaded its slot
         ({0: "b", 1: "a" * 8}, {0: 0.1, 1: 9.0}, 0, False),  # that group is full
         ({0: "a", 1: "a"}, {0: 9.0, 1: 0.1}, 0, True),  # the first of two
         ({0: "b", 1: "c"}, {0: 0.2, 1: 0.1}, 1, False),

@@ -185,7 +185,7 @@ def test_with_one_model_that_needs_no_switch_the_account_of_shares_alone_decides
         assert (turn.kind == "prefill") == (waits and not (decodes and owed == "decode"))
 
 
-def test_where_a_model_finds_no_room_for_its_prefill_nor_for_its_decode_the_others_have_their_turns() -> None:
+def test_if_a_model_has_no_memory_for_its_prefill_nor_its_decode_the_others_get_their_turns() -> None:
     """Only b can go on, and free the KV that a waits for. Waits take time, and no quota is longer than the least."""
     settings = TurnSettings(prefill=SETTINGS.prefill, decode=DecodeSettings(quota_min_s=0.05, quota_max_s=0.05))
     state, queue, now_s, held = SlotState(), prefills(("a", 0.0, Tier.IW_N)), 0.0, 0

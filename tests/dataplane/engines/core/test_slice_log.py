@@ -1,4 +1,4 @@
-"""What a slot remembers of its turns."""
+"""The time slices of a slot, and the prefill rate measured from them."""
 
 import random
 

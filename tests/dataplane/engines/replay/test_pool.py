@@ -39,7 +39,7 @@ def weights(model: str, size_bytes: int = 500) -> Weights:
 def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
     memory = WeightsMemory(1000)
     assert memory.load(weights("a"), 0.0) == 1.0
-    assert memory.load(weights("b"), 0.5) == 2.0, "the wire is busy until 1.0"
+    assert memory.load(weights("b"), 0.5) == 2.0, "the link is busy until 1.0"
     assert memory.missing_s(weights("c"), 0.5) == 2.5
     assert (memory.resident_models(1.5), memory.arriving_models(1.5)) == (("a",), ("b",))
     assert memory.load(weights("a"), 3.0) == 1.0
@@ -50,7 +50,7 @@ def test_weights_come_one_after_another_and_the_longest_unused_leave() -> None:
     assert memory.resident_models(99.0) == ("a", "d")
 
 
-def test_kv_takes_room_on_both_sides_while_it_moves() -> None:
+def test_kv_takes_memory_on_both_sides_during_a_swap() -> None:
     time = FakeTime()
     memory = ReplayKvMemory(1000, 300, time.clock, WeightsMemory(1000))
     one, other = (SequenceKv(bytes_per_token=10, bytes_per_s=100.0) for _ in range(2))
@@ -78,7 +78,7 @@ class Ranked:
         self.key = (0, key)
 
 
-def test_other_models_make_way_first_and_nobody_for_one_that_comes_after_it() -> None:
+def test_other_models_are_preempted_first_and_no_sequence_for_a_later_one() -> None:
     first, asks, last, foreign, late = (
         Ranked("a", 1), Ranked("a", 2), Ranked("a", 3), Ranked("b", 0), Ranked("b", 9),
     )  # fmt: skip
@@ -101,7 +101,7 @@ def test_a_prefetched_model_arrives_while_the_present_one_decodes() -> None:
     assert waits[True] < waits[False] - 1.0
 
 
-def test_two_models_that_fit_are_each_brought_once() -> None:
+def test_two_models_that_fit_are_each_loaded_once() -> None:
     engine, time = engine_with(a=spec("a"), b=spec("b"))
     for name in "ab":
         engine.add(request(name, name, max_tokens=40))
@@ -130,7 +130,7 @@ def test_short_kv_is_swapped_and_recomputed_only_when_the_host_is_full(host_kv_b
 
 
 def test_models_that_need_each_others_kv_both_come_to_their_end() -> None:
-    """A prefill that drives KV out waits for its room, or what left would come back before it, for ever."""
+    """A prefill that preempts KV waits for its memory; otherwise that KV would be swapped in before it, for ever."""
     engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=300), i=spec("a"), j=spec("b"))
     shapes = [("i", 2, 19), ("i", 1, 33), ("i", 16, 18), ("j", 24, 36), ("j", 35, 5), ("j", 53, 32)]
     for n, (where, prompt, count) in enumerate(shapes):
@@ -138,7 +138,7 @@ def test_models_that_need_each_others_kv_both_come_to_their_end() -> None:
     assert len(drain(engine)) == 6
 
 
-def test_room_made_for_the_first_is_not_taken_by_a_smaller_one_behind_it() -> None:
+def test_memory_freed_for_the_first_is_not_taken_by_a_smaller_one_behind_it() -> None:
     engine, _ = engine_with(replace(SETTINGS, host_kv_bytes=10_000), i=spec("a"), j=spec("b"))
     shapes = [("i", 14, 11), ("i", 11, 6), ("i", 52, 19), ("i", 29, 30), ("i", 2, 34), ("i", 32, 29), ("j", 32, 6)]
     for n, (where, prompt, count) in enumerate(shapes):
@@ -146,7 +146,7 @@ def test_room_made_for_the_first_is_not_taken_by_a_smaller_one_behind_it() -> No
     assert len(drain(engine)) == 7
 
 
-def test_a_prefill_slot_hands_over_and_holds_the_kv_until_release() -> None:
+def test_a_prefill_slot_exports_kv_and_keeps_it_until_release() -> None:
     prefiller, time = engine_with(replace(SETTINGS, prefill_only=True))
     asked = request(prompt=20, max_tokens=6)
     prefiller.add(asked)
@@ -196,7 +196,7 @@ def test_the_turn_log_is_complete() -> None:
 
 
 def test_a_turn_that_can_do_nothing_is_cut_short() -> None:
-    """KV of b that has just come back stays for b's turn: a, which has no room beside it, does not sit its own out."""
+    """KV of b that was just swapped in stays for b's turn: a, which does not fit with it, ends its own turn early."""
     shapes: list[tuple[str, Tier, int, int]] = [
         ("j", "NIW", 57, 25),
         ("i", "IW-F", 6, 12),

@@ -1,4 +1,4 @@
-"""KV of a replayed slot in the layers of its models: lent, waited for, given back, and what is told of it."""
+"""KV of a replayed slot in offloaded layers: offloading, waiting for loads, reclaiming, and the statistics."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ EAGER = RemapSettings(capped=False, settle_s=0.0, spare_layers=0.0)
 QUICK = replace(PROFILE, pcie_bytes_per_s=1e6)
 """A layer of 50 bytes comes in 0.1 ms; a decode step takes at least 20."""
 MANY = [request(f"r{number}", prompt=20, max_tokens=10) for number in range(8)]
-"""240 tokens, where KV has room for 100."""
+"""240 tokens of KV; the memory holds 100."""
 
 
 def slot(action: KvPressure = "remap", **changes: Any) -> ReplaySettings:
@@ -47,7 +47,7 @@ def pool_of(engine: ReplayEngine) -> PoolStats:
 
 
 def check(engine: ReplayEngine) -> None:
-    """No byte is lost or twice, and KV whose layers left takes room from weights."""
+    """No byte is lost or counted twice, and KV in layers of evicted models takes memory from weights."""
     pool, weights, kv = pool_of(engine), engine.weights, engine.kv
     assert sum(pool.slabs.values()) == SETTINGS.weights_bytes + SETTINGS.kv_bytes
     assert kv.used_bytes == sum(shape.used_bytes for shape in pool.kv)
@@ -56,7 +56,7 @@ def check(engine: ReplayEngine) -> None:
 
 
 def run(engine: ReplayEngine) -> tuple[dict[str, list[int]], int, int]:
-    """Tokens by request; the most sequences that decoded together, and the most layers given up."""
+    """Tokens by request; the most sequences that decoded together, and the most layers offloaded."""
     made: dict[str, list[int]] = {}
     batch = deep = 0
     while engine.has_work():
@@ -68,7 +68,7 @@ def run(engine: ReplayEngine) -> tuple[dict[str, list[int]], int, int]:
     return made, batch, deep
 
 
-def test_layers_lend_their_memory_while_their_loads_are_hidden_and_get_it_back() -> None:
+def test_layers_are_offloaded_while_their_loads_are_hidden_and_reclaimed() -> None:
     batches, ends_s = {}, {}
     for action in ("remap", "swap"):
         engine, time = engine_with(slot(action))
@@ -82,12 +82,12 @@ def test_layers_lend_their_memory_while_their_loads_are_hidden_and_get_it_back()
     assert ends_s["remap"] < ends_s["swap"]
 
 
-def test_reversion_is_by_the_controller_and_is_told() -> None:
+def test_reversion_is_by_the_controller_and_is_counted() -> None:
     engine, time = engine_with(slot(remap=RemapSettings(settle_s=5.0)))
     for one in MANY:
         engine.add(one)
     _, _, deep = run(engine)
-    assert sum(pool_of(engine).offloaded_layers.values()) == deep > 0, "what was lent last has not settled"
+    assert sum(pool_of(engine).offloaded_layers.values()) == deep > 0, "what was offloaded last has not settled"
     assert engine.stats().resident_models == (), "it is not whole"
     time.sleep(5.0)
     engine.step()
@@ -98,7 +98,7 @@ def test_reversion_is_by_the_controller_and_is_told() -> None:
     assert pool.pressure_actions["remap"] > 0
 
 
-def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
+def test_layers_whose_loads_cannot_be_hidden_are_not_offloaded_and_the_reason_is_reported() -> None:
     engine, _ = engine_with(slot("auto", profile=PROFILE))  # a layer takes 0.1 s
     for one in MANY:
         engine.add(one)
@@ -108,7 +108,7 @@ def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
 
 
 @pytest.mark.parametrize("action", ["swap", "recompute", "refuse"])
-def test_each_way_out_can_be_forced(action: KvPressure) -> None:
+def test_each_action_can_be_forced(action: KvPressure) -> None:
     engine, _ = engine_with(slot(action))
     for one in MANY:
         engine.add(one)
@@ -134,7 +134,7 @@ def test_a_step_waits_for_loads_that_computing_does_not_hide() -> None:
     assert memory.ends_s(weights(), 0.25, 10.0) == 10.25, "4 layers of 0.025 s: just hidden"
     assert memory.ends_s(weights(), 0.20, 20.0) == pytest.approx(20.24), "0.02 s late, twice"
     memory.load(weights("b"), 30.0)
-    assert memory.ends_s(weights(), 0.25, 30.0) == pytest.approx(30.4), "both loads, beside b"
+    assert memory.ends_s(weights(), 0.25, 30.0) == pytest.approx(30.4), "both loads, concurrently with b"
 
 
 def test_layers_that_came_back_are_waited_for() -> None:
@@ -157,7 +157,7 @@ def test_kv_in_layers_whose_model_left_keeps_others_out() -> None:
     assert (kv.out_of_region_bytes, kv.missing_bytes(mine, 35)) == (200, 50)
     other, large = weights("b"), weights("c", 900)
     assert memory.fits_with(other, others=["a"], out_of_region_bytes=200)
-    assert not memory.fits_with(other, others=["a"], out_of_region_bytes=201), "a byte more than is lent"
+    assert not memory.fits_with(other, others=["a"], out_of_region_bytes=201), "a byte more than is offloaded"
     assert memory.load(large, 5.0, out_of_region_bytes=200) is None
     assert memory.offloaded == {"a": 4}, "nobody leaves in vain"
     memory.evict("a")
@@ -166,7 +166,7 @@ def test_kv_in_layers_whose_model_left_keeps_others_out() -> None:
     assert not memory.fit([weights("d", 801)], out_of_region_bytes=kv.out_of_region_bytes)
 
 
-def test_kv_makes_way_for_a_model_that_is_to_run() -> None:
+def test_kv_is_evicted_for_a_model_that_is_to_run() -> None:
     """Room for one model: the KV in its layers has to leave before the other comes."""
     large = {name: spec(name, weights_bytes=900) for name in "ab"}
     engine, _ = engine_with(slot(remap=EAGER), **large)

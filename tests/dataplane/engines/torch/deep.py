@@ -1,4 +1,4 @@
-"""Slots whose layers lend their memory: small models of several layers, little KV, and what they say undisturbed."""
+"""Slots that offload layers: small models of several layers, little KV, and their undisturbed tokens."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -100,12 +100,11 @@ def decoding_here(engine: TorchEngine, name: str) -> Sequence[TokenSequence]:
 
 
 def pressure_of(engine: TorchEngine) -> KvPressureHandler[TorchModel, SequenceKv]:
-    """What is asked when KV has no room."""
     return engine.pressure
 
 
 def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000) -> int:
-    """Step to the end, and look through the books on the way; how many layers were given up at most."""
+    """Step to the end, checking the bookkeeping on the way; how many layers were offloaded at most."""
     most = 0
     for number in range(steps_max):
         if not engine.has_work():

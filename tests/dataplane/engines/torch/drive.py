@@ -1,4 +1,4 @@
-"""Drive an engine to the end and gather what it says."""
+"""Run an engine to the end and gather its outputs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Gathered:
 
 
 def request(request_id: str, prompt: Sequence[int], **fields: Any) -> EngineRequest:
-    """A greedy request for 8 tokens of instance "a", unless told otherwise."""
+    """A greedy request for 8 tokens of instance "a", by default."""
     given: dict[str, Any] = {"instance_id": "a", "tier": "IW-N", "max_tokens": 8, **fields}
     return EngineRequest(request_id=request_id, prompt=tuple(prompt), **given)
 

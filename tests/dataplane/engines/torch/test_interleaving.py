@@ -120,7 +120,7 @@ def interleaved(folders: dict[str, Path], dtype: Dtype, faults: Faults) -> tuple
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sixteen_architectures_take_turns_in_room_for_one(dtype: Dtype, checkpoint: Checkpoint) -> None:
+def test_sixteen_architectures_take_turns_in_memory_for_one(dtype: Dtype, checkpoint: Checkpoint) -> None:
     folders = {architecture: checkpoint(architecture) for architecture in ARCHITECTURES}
     expected = undisturbed(folders, dtype)
     faults = Faults(seed=1)

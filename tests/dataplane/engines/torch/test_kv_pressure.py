@@ -1,4 +1,4 @@
-"""KV has no room: which way out is taken, whose layers go, and what it costs."""
+"""KV pressure: which action is taken, whose layers are offloaded, and what it costs."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_more_requests_run_together_than_without(deep: Deep) -> None:
 
 
 @pytest.mark.parametrize("action", ["swap", "recompute", "refuse"])
-def test_each_way_out_can_be_forced(deep: Deep, undisturbed: Undisturbed, action: KvPressure) -> None:
+def test_each_action_can_be_forced(deep: Deep, undisturbed: Undisturbed, action: KvPressure) -> None:
     requests = wants(["llama"], 6)
     engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, kv_pressure=action))
     for wanted in requests:
@@ -51,12 +51,14 @@ def test_each_way_out_can_be_forced(deep: Deep, undisturbed: Undisturbed, action
     assert gathered.tokens == undisturbed(requests)
     assert pool_of(engine).pressure_actions[action] > 0
     assert engine.stats().extra["recomputed"] > 0 or action != "recompute", (
-        "a prefill may begin anew whatever is forced"
+        "a prefill may start over whatever is forced"
     )
     engine.close()
 
 
-def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told(deep: Deep, undisturbed: Undisturbed) -> None:
+def test_layers_whose_loads_cannot_be_hidden_are_not_offloaded_and_the_reason_is_reported(
+    deep: Deep, undisturbed: Undisturbed
+) -> None:
     requests = wants(["llama"], 6)
     slow = slot(deep, ["llama"], models_there=1, kv_pressure="auto", remap=RemapSettings(), host_link_bytes_per_s=1.0)
     engine = loaded(deep, ["llama"], slow)
@@ -70,9 +72,7 @@ def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told(deep: Deep
 
 
 @pytest.mark.parametrize("action", ["auto", "refuse"])
-def test_who_asks_waits_only_where_nobody_has_to_make_way_or_where_that_is_forced(
-    deep: Deep, action: KvPressure
-) -> None:
+def test_the_requester_waits_only_without_a_victim_or_if_that_is_forced(deep: Deep, action: KvPressure) -> None:
     names = ["llama", "qwen2"]
     slow = slot(deep, names, models_there=2, kv_pressure=action, remap=RemapSettings(), host_link_bytes_per_s=1.0)
     engine = loaded(deep, names, slow)
@@ -142,7 +142,7 @@ def test_a_victim_that_would_wait_for_its_turn_anyway_is_known_to(deep: Deep) ->
     engine.close()
 
 
-def test_each_direction_of_the_wire_has_its_own_price(deep: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_direction_of_the_host_link_has_its_own_rate(deep: Deep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer_rates, "measured_rates", lambda buffer: (1e6, 1e3))
     engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
     engine.add(wants(["llama"], 1)[0])
@@ -152,7 +152,7 @@ def test_each_direction_of_the_wire_has_its_own_price(deep: Deep, monkeypatch: p
     engine.close()
 
 
-def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
+def test_layers_of_models_with_less_urgent_requests_are_offloaded_first(deep: Deep) -> None:
     """Without requests, gemma3, the most recently used, would go before qwen2."""
     names = ["qwen2", "gemma3_text", "llama"]
     engine = loaded(deep, names, slot(deep, names, models_there=3))
@@ -179,7 +179,7 @@ def test_models_with_less_urgent_requests_give_up_first(deep: Deep) -> None:
     engine.close()
 
 
-def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
+def test_layers_of_active_models_are_offloaded_round_robin(deep: Deep) -> None:
     """Spatial sharing, once steps of both were timed."""
     names = ["llama", "qwen2"]
     engine = loaded(deep, names, slot(deep, names, models_there=2))
@@ -196,10 +196,8 @@ def test_models_that_are_active_both_give_up_in_turn(deep: Deep) -> None:
     engine.close()
 
 
-def test_a_busy_model_that_is_away_finds_a_place_beside_layers_that_were_given_up(
-    deep: Deep, undisturbed: Undisturbed
-) -> None:
-    """Room for two: gemma3, which has nothing to do, keeps its place for qwen2, so that llama itself lends."""
+def test_a_busy_model_that_is_not_loaded_fits_with_offloaded_layers(deep: Deep, undisturbed: Undisturbed) -> None:
+    """Memory for two: gemma3, which is idle, keeps its region for qwen2, so that llama's own layers are offloaded."""
     names = ["gemma3_text", "llama", "qwen2"]
     engine = loaded(deep, names, slot(deep, names, models_there=2))
     gathered = Gathered()

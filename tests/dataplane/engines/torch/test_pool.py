@@ -62,7 +62,7 @@ def check_tokens(checkpoint: Checkpoint, requests: Sequence[EngineRequest], gath
 
 
 @pytest.mark.parametrize("host_slabs", [0, 2, 64])
-def test_short_of_kv_requests_are_swapped_or_computed_anew_and_say_the_same(
+def test_under_kv_pressure_requests_are_swapped_or_recomputed_with_the_same_tokens(
     checkpoint: Checkpoint, host_slabs: int
 ) -> None:
     engine = pool(checkpoint, host_kv_bytes=host_slabs * 2**14)
@@ -125,7 +125,7 @@ class _Admitted:
         self._open.acquire()
 
 
-def test_a_model_starts_while_its_later_layers_are_on_their_way(checkpoint: Checkpoint) -> None:
+def test_a_model_starts_while_its_later_layers_are_loaded(checkpoint: Checkpoint) -> None:
     gate = Gate()
     streams: dict[str, CopyStream] = {"weights": gate}
     engine = pool(checkpoint, ["llama"], make_copy_stream=lambda name: streams.get(name) or ThreadStream(name))
@@ -166,7 +166,7 @@ def test_the_next_model_comes_while_this_one_runs(checkpoint: Checkpoint) -> Non
         both += len(set(stats.resident_models) | set(stats.pool.arriving_models)) == 2
     assert both > 0
     check_tokens(checkpoint, requests, gathered)
-    assert engine.weights.loads_total == 2, "both fit: neither is brought twice"
+    assert engine.weights.loads_total == 2, "both fit: neither is loaded twice"
 
 
 def host_bytes(engine: TorchEngine) -> int:
@@ -201,7 +201,7 @@ def handed(engine: TorchEngine) -> tuple[list[EngineOutput], Gathered]:
     return [output for output in outputs if output.kv is not None], gathered
 
 
-def test_a_prefill_slot_hands_over_and_a_decode_slot_goes_on(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_prefill_slot_exports_kv_and_a_decode_slot_continues(checkpoint: Checkpoint, tmp_path: Path) -> None:
     kv_bytes = 32 * 2**14
     first = pool(checkpoint, prefill_only=True, host_kv_file=tmp_path / "kv", host_kv_bytes=2**21, kv_bytes=kv_bytes)
     second = pool(checkpoint, kv_bytes=kv_bytes)
@@ -255,7 +255,7 @@ def test_cancelling_at_any_moment_frees_everything(checkpoint: Checkpoint, seed:
     assert [instance.kv_used_bytes for instance in engine.stats().instances] == [0, 0, 0]
 
 
-def test_borrowed_weights_make_way_for_their_own_models_kv(checkpoint: Checkpoint) -> None:
+def test_weights_in_borrowed_slabs_are_evicted_for_their_own_models_kv(checkpoint: Checkpoint) -> None:
     """Prefetched above the reserve, a model gets a request that needs all of the KV."""
     names = NAMES[:2]
     slabs = 24
@@ -273,7 +273,7 @@ def test_borrowed_weights_make_way_for_their_own_models_kv(checkpoint: Checkpoin
     engine.check()
 
 
-def test_a_half_prefilled_batch_request_makes_way(checkpoint: Checkpoint) -> None:
+def test_a_partly_prefilled_batch_request_is_preempted(checkpoint: Checkpoint) -> None:
     names = NAMES[:2]
     engine = pool(checkpoint, names, prefill_tokens_per_step_max=16, kv_bytes=8 * 2**14)
     length = engine.stats().instances[0].kv_tokens_max * 2 // 3

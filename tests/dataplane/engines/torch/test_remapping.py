@@ -46,7 +46,7 @@ def test_an_active_model_runs_on_while_its_layers_come_and_go(deep: Deep, undist
     engine.close()
 
 
-def test_inactive_models_give_up_first_and_their_prefill_begins_before_all_layers_are_back(
+def test_inactive_models_offload_first_and_their_prefill_begins_before_all_layers_are_loaded(
     deep: Deep, undisturbed: Undisturbed
 ) -> None:
     names = ["llama", "qwen2"]
@@ -180,7 +180,7 @@ def test_a_model_that_is_prefetched_does_not_hold_up_the_layers_of_the_one_that_
     engine.close()
 
 
-def test_a_step_that_waits_for_layers_it_lent_itself_teaches_nothing(
+def test_a_step_that_waits_for_its_own_offloaded_layers_does_not_change_the_estimate(
     deep: Deep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its time would count as computing, which then seems to hide more loads."""

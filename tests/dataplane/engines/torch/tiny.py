@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of many architectures, and what transformers itself says about them."""
+"""Tiny random checkpoints of many architectures, and their tokens by transformers itself."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -85,12 +85,12 @@ def save_tiny(architecture: str, folder: Path, *, seed: int = 0, **changes: Any)
 
 
 def spec_of(name: str, folder: Path, *, context_tokens: int = CONTEXT_TOKENS) -> ModelSpec:
-    """What a node is told about such a checkpoint."""
+    """The model spec of such a checkpoint."""
     return ModelSpec(name=name, path=str(folder), weights_bytes=1, kv_bytes_per_token=1, context_tokens=context_tokens)
 
 
 def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
-    """What transformers' own `generate` says, alone and unbatched, without the end-of-sequence token."""
+    """The tokens of transformers' own `generate`, unbatched, without the end-of-sequence token."""
     model = _reference(folder)
     prompt_ids = torch.tensor([list(prompt)])
     eos = model.generation_config.eos_token_id

@@ -1,4 +1,4 @@
-"""How much a model may give up, with the arithmetic in the row."""
+"""How many layers of a model may be offloaded, with the arithmetic in the row."""
 
 import pytest
 from hypothesis import given
@@ -39,7 +39,7 @@ def test_caps(compute_s: float | None, settings: RemapSettings, expected: Cap) -
     ("offloaded", "cap"),
     [(3, Cap(layers=3, reason="switching")), (12, Cap(layers=11, reason="not hidden"))],
 )
-def test_a_model_whose_place_is_kept_gives_up_no_more_and_gets_back_what_is_not_hidden(
+def test_a_model_whose_region_is_kept_offloads_no_more_and_reclaims_what_is_not_hidden(
     offloaded: int, cap: Cap
 ) -> None:
     assert choose_cap(model(0.0134, offloaded=offloaded, kept=True), PLAIN) == cap

@@ -25,7 +25,7 @@ def circle(layers: int, load_s: float, compute_s: float = 1.0) -> Circle:
 
 
 def ticks_per_round(layers: int, rotating: tuple[int, ...], frames: int, load: int, compute: int) -> float:
-    """How long a round takes in the end, if frames and wire are watched tick by tick. Times are whole ticks."""
+    """The length of a round in the long run, by frames and link simulated tick by tick. Times are whole ticks."""
     held = set(rotating[:frames])
     spent: set[int] = set()  # held, but has run: its frame can be had
     wanted = [rotating[(frames + i) % len(rotating)] for i in range(len(rotating))]

@@ -19,7 +19,7 @@ SETTINGS = RemapSettings(margin=0.0, share_max=1.0)
 
 
 def model(name: str, *, active: bool = False, cap: int = 4, **changes: object) -> ModelFacts:
-    """Ten layers of 100 bytes. `cap`: what it may give up; m T_T = 10 T_c, one frame (5 divides 10) or two."""
+    """Ten layers of 100 bytes. `cap`: how many may be offloaded; m T_T = 10 T_c, one frame (5 divides 10) or two."""
     facts = {
         "model": name,
         "layers": 10,
@@ -91,7 +91,7 @@ def test_active_models_go_round_robin() -> None:
     assert choose(*models, short=400)[0] == {"a": 2, "b": 2, "c": 1}
 
 
-def test_what_cannot_be_hidden_is_not_given_up_and_the_reason_is_told() -> None:
+def test_layers_whose_loads_cannot_be_hidden_are_not_offloaded_and_the_reason_is_reported() -> None:
     after, decision = choose(model("a", cap=0, active=True), model("b", compute_s=None), short=50)
     assert after == {"a": 0, "b": 0}
     assert decision.missing_bytes == 50
@@ -105,7 +105,7 @@ def test_a_layer_of_a_model_that_became_active_goes_to_one_that_is_not() -> None
 
 
 def test_a_move_that_kv_has_not_followed_yet_is_not_made_again() -> None:
-    """The inactive model has given up three layers, which are free; KV is still in those of the active one."""
+    """Three layers of the inactive model are offloaded and free; KV is still in those of the active one."""
     models = model("a", active=True, offloaded=3, cap=4), model("b", offloaded=3, cap=8)
     assert choose(*models, free=300, at_s=0.0)[0] == {"a": 0, "b": 3}
     assert choose(*models, free=100, at_s=0.0)[0] == {"a": 0, "b": 5}
@@ -136,7 +136,7 @@ def test_layers_come_back_in_the_reverse_order(free: int, expected: Mapping[str,
 
 
 def test_what_steps_no_longer_hide_comes_back_at_once() -> None:
-    """As off-peak, when a step of few requests is short. What there is no room for is told."""
+    """As off-peak, when a step of few requests is short. Layers that cannot be reclaimed are reported."""
     over = model("a", active=True, offloaded=4, cap=2)
     after, decision = choose(over, free=100, at_s=0.0)
     assert after == {"a": 3}
@@ -177,7 +177,7 @@ CHOICES = st.builds(
 
 @examples(max_examples=50)
 @given(models=MODELS, short=st.integers(0, 3000), free=st.integers(0, 3000), settings=CHOICES)
-def test_bytes_add_up_and_nothing_is_given_up_beyond_its_cap(
+def test_bytes_add_up_and_nothing_is_offloaded_beyond_its_cap(
     models: tuple[ModelFacts, ...], short: int, free: int, settings: RemapSettings
 ) -> None:
     facts = RemapFacts(models=models, short_bytes=short, free_bytes=0 if short else free)
@@ -229,8 +229,8 @@ def test_demand_that_swings_within_the_spare_does_not_flap(
     changes = []
     for _ in range(8):
         for demand in (level + swing for swing in demands):
-            room = own_bytes + sum(model.offloaded_bytes for model in models)
-            short, free = max(demand - room, 0), max(room - demand, 0)
+            capacity = own_bytes + sum(model.offloaded_bytes for model in models)
+            short, free = max(demand - capacity, 0), max(capacity - demand, 0)
             facts = RemapFacts(models=models, short_bytes=short, free_bytes=free)
             decision, _ = choose_remap(facts, RemapState(), LATER_S, settings)
             changes.append(bool(decision.rotations))

@@ -279,12 +279,12 @@ def test_memory_that_cannot_be_pinned_whole_is_not_pinned_at_all(monkeypatch: py
     driver = Driver(monkeypatch, bytes_max=3 * mmap.PAGESIZE)
     host = torch.frombuffer(mmap.mmap(-1, 5 * mmap.PAGESIZE), dtype=torch.uint8)
     pinned(host, CUDA)
-    assert driver.pinned == {}, "a copy lies in pinned memory or beside it, never in both"
+    assert driver.pinned == {}, "a copy is in pinned memory or outside of it, never in both"
     assert str(driver.pins.refused).startswith(f"{host.nbytes} bytes of host memory are not pinned")
     assert let_go(host) == threading.get_ident(), "there is nothing to wait for"
 
 
-def test_a_refused_pin_is_logged_once_and_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_pin_is_logged_once_and_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(monkeypatch, bytes_max=100)
     hosts = [torch.frombuffer(mmap.mmap(-1, 80), dtype=torch.uint8) for _ in range(3)]
     with capture_logs() as logs:

@@ -78,21 +78,21 @@ def slot(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Slot]:
     made.models.close()
 
 
-def test_a_model_that_is_put_off_is_named_once_with_what_lacks_and_who_is_in_the_way(
+def test_a_postponed_model_is_logged_once_with_what_lacks_and_what_holds_the_memory(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_models, "WARN_AFTER_S", 0.1)
     slot.prepare("llama")
     with capture_logs() as logs:
-        put_off = slot.prepare("qwen3")
+        postponed = slot.prepare("qwen3")
         assert logs == [], "models that take turns wait a moment all the time"
         asked = len(slot.asked)
         while len(slot.asked) < asked + 6:
-            assert not slot.step(put_off)
+            assert not slot.step(postponed)
             threading.Event().wait(0.01)
-    assert put_off.host is None
+    assert postponed.host is None
     (line,) = [line for line in logs if line["log_level"] == "warning"]
-    assert (line["model"], line["size_bytes"]) == ("qwen3", put_off.skeleton.size_bytes)
+    assert (line["model"], line["size_bytes"]) == ("qwen3", postponed.skeleton.size_bytes)
     assert 0 < line["lack_bytes"] <= slot.size_bytes
     (holder,) = line["held_by"]
     assert holder.startswith("llama-")
@@ -100,14 +100,14 @@ def test_a_model_that_is_put_off_is_named_once_with_what_lacks_and_who_is_in_the
 
 def test_the_reading_thread_asks_and_the_engines_own_gives(slot: Slot) -> None:
     first = slot.prepare("llama")
-    put_off = slot.prepare("qwen3")
+    postponed = slot.prepare("qwen3")
     slot.ranks["llama"] = 1
-    slot.until_ready(put_off)
+    slot.until_ready(postponed)
     assert first.host is None
     assert set(slot.asked) == {threading.get_ident()}
 
 
-def test_another_thread_is_told_that_there_is_no_room(slot: Slot) -> None:
+def test_another_thread_gets_an_error_if_host_memory_is_full(slot: Slot) -> None:
     slot.prepare("llama")
     with ThreadPoolExecutor(1) as loader:
         refused = loader.submit(slot.prepare, "qwen3")
@@ -119,15 +119,17 @@ def test_another_thread_is_told_that_there_is_no_room(slot: Slot) -> None:
     assert set(slot.asked) == {threading.get_ident()}
 
 
-def test_who_finds_no_room_for_too_long_fails_by_the_limits_name(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_model_that_waits_for_host_memory_for_too_long_fails_and_names_the_limit(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     slot = Slot(checkpoint, tmp_path, host_wait_max_s=0.05)
     slot.prepare("llama")
-    put_off = slot.prepare("qwen3")
+    postponed = slot.prepare("qwen3")
     with pytest.raises(ModelLoadError, match=r"host_wait_max_s=0.05: qwen3-\w+: \d+ bytes do not fit .*in use: llama-"):
-        slot.until_ready(put_off)
+        slot.until_ready(postponed)
     slot.ranks["llama"] = 0
-    slot.until_ready(put_off)
-    assert put_off.short_since_s is None
+    slot.until_ready(postponed)
+    assert postponed.short_since_s is None
     slot.models.close()
 
 
@@ -175,7 +177,7 @@ def test_a_copy_in_flight_keeps_its_source_pinned(
 def test_a_host_copy_is_unpinned_beside_the_engine_and_then_given_back(
     slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a driver that is a stand-in, since no GPU is here."""
+    """On a fake driver, without a GPU."""
     calls: list[tuple[str, int, int]] = []
     go_on = threading.Event()
 
@@ -194,10 +196,10 @@ def test_a_host_copy_is_unpinned_beside_the_engine_and_then_given_back(
     assert sum(size for _, size, _ in calls) == size_bytes
     slot.models.forget("llama")
     slot.models.release_spare()  # returns, although the driver does not
-    put_off = slot.prepare("qwen3")
-    assert put_off.host is None, "it is still pinned, so its place is taken"
+    postponed = slot.prepare("qwen3")
+    assert postponed.host is None, "it is still pinned, so its place is taken"
     go_on.set()
-    slot.until_ready(put_off)
+    slot.until_ready(postponed)
     assert sum(size for call, size, _ in calls if call == "unpin") == size_bytes
     assert max(size for _, size, _ in calls) <= 2**16
     assert threading.get_ident() not in {thread for _, _, thread in calls}
@@ -217,19 +219,19 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
         read(pairs)
 
     slot.prepare("llama")
-    put_off = slot.prepare("qwen3")
+    postponed = slot.prepare("qwen3")
     slot.models.forget("llama")
     slot.models.release_spare()
     unpinned_by.clear()
     monkeypatch.setattr(host_models, "read_tensors", slow)
     while not reading.is_set():
-        assert not slot.step(put_off)
+        assert not slot.step(postponed)
     slot.models.forget("qwen3")
     go_on.set()
     while not unpinned_by:
         slot.models.release_spare()
     assert unpinned_by == [threading.get_ident()]
-    assert put_off.host is None
+    assert postponed.host is None
 
 
 def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(

@@ -1,4 +1,4 @@
-"""Layers that take turns in the places that KV has left them, with copies that end when the test says so."""
+"""Layers that rotate in the regions left to them, with copies that end when the test finishes them."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ class Slot:
             self.events[-1].finish(OSError("lost"))
         return self.events[-1]
 
-    def lend_and_take_back(self) -> None:
+    def offload_and_reclaim(self) -> None:
         """One layer loses its place and is sent for again."""
         self.layers.rotate(Rotation(layers=LAYERS, offloaded=1, frames=1))
         assert self.bound == {0, 1, 3}
@@ -55,7 +55,7 @@ class Slot:
 
 def test_a_model_is_whole_once_the_last_copy_is_over() -> None:
     slot = Slot()
-    slot.lend_and_take_back()
+    slot.offload_and_reclaim()
     assert not slot.layers.whole
     slot.events[-1].finish()
     assert slot.layers.whole
@@ -65,7 +65,7 @@ def test_a_layer_whose_copy_failed_is_not_there_until_it_came_after_all() -> Non
     """Else its host copy could leave, and nothing could be sent once more."""
     slot = Slot()
     slot.fails = True
-    slot.lend_and_take_back()
+    slot.offload_and_reclaim()
     assert not slot.layers.whole
     with pytest.raises(TransferError, match="lost"):
         slot.layers.await_shard(3)
@@ -75,7 +75,7 @@ def test_a_layer_whose_copy_failed_is_not_there_until_it_came_after_all() -> Non
 
 def test_kv_gets_a_place_once_no_copy_writes_to_it() -> None:
     slot = Slot()
-    slot.lend_and_take_back()
+    slot.offload_and_reclaim()
     slot.layers.rotate(Rotation(layers=LAYERS, offloaded=1, frames=1))
     assert slot.arena.take_kv() is None
     slot.events[-1].finish(OSError("lost"))

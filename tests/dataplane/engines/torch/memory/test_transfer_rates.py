@@ -1,4 +1,4 @@
-"""What the wire is worth each way: measured at first, learned from transfers of KV, or told."""
+"""The rate of the host link in each direction: measured at first, updated by transfers of KV, or configured."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_kv_out_and_kv_in_are_learned_apart(now_s: list[float]) -> None:
 
 
 def test_what_a_transfer_waits_for_the_one_before_it_does_not_count(now_s: list[float]) -> None:
-    """Both are sent at 100; the wire takes 1 s for each."""
+    """Both are submitted at 100; the link takes 1 s for each."""
     rate = TransferRate(1000.0)
     rate.learn(1000, 100.0, [over(101.0)])
     rate.learn(1000, 100.0, [over(102.0)])

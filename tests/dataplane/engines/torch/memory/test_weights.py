@@ -22,7 +22,7 @@ PARTS = 4
 
 @dataclass
 class Arrival:
-    """A copy that is over when the test says."""
+    """A copy that ends when the test finishes it."""
 
     ended_s: float | None = None
     error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""Which checkpoints load, and what is said about those that do not."""
+"""Which checkpoints load, and the errors of those that do not."""
 
 import json
 from collections.abc import Callable
@@ -128,7 +128,7 @@ def test_a_tied_weight_may_be_stored_twice_or_under_its_other_name(checkpoint: C
         assert drain(slot).tokens["r"] == expected
 
 
-def test_other_dtypes_are_converted_on_the_way_in(folder: Path) -> None:
+def test_other_dtypes_are_converted_when_read(folder: Path) -> None:
     change_tensors(folder, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     stored = list_tensors(folder)["model.norm.weight"]
     assert stored.dtype == "BF16"
