@@ -24,18 +24,14 @@ from dataplane.scheduling.schedule import TurnSettings
 class WorkerSettings(BaseModel):
     """One worker: its GPUs, and their memory together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    gpus: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="GPUs of the worker; more than 1 for the replay engine only, or as a planning number on a CPU",
-    )
-    memory_bytes: int = Field(ge=2**20, description="memory of the worker's GPUs together")
-    kind: Literal["auto", WorkerKind] = Field(
-        "auto", description="requests it runs; auto: chosen from `split` and `prefill_ratio`"
-    )
+    gpus: int = Field(1, ge=1, le=64)
+    """GPUs of the worker; more than 1 for the replay engine only, or as a planning number on a CPU"""
+    memory_bytes: int = Field(ge=2**20)
+    """memory of the worker's GPUs together"""
+    kind: Literal["auto", WorkerKind] = "auto"
+    """requests it runs; auto: chosen from `split` and `prefill_ratio`"""
 
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
@@ -53,157 +49,137 @@ def _engine_for(values: dict[str, Any]) -> EngineKind:
 class AgentSettings(BaseSettings):
     """Settings of one node's agent."""
 
-    model_config = SettingsConfigDict(env_prefix="TIDEPOOL_AGENT_", frozen=True, extra="ignore")
-
-    node: str = Field(min_length=1, max_length=200, description="name of this node")
-    region: str = Field(min_length=1, max_length=200, description="name of this node's region")
-    gpu_type: str = Field(
-        min_length=1, max_length=200, description="name of this node's GPU type, as `tidepool gpu list` shows it"
-    )
-    slots: tuple[WorkerSettings, ...] = Field(
-        min_length=1,
-        max_length=64,
-        description="workers of this node, a JSON list; their fields are listed below",
+    model_config = SettingsConfigDict(
+        env_prefix="TIDEPOOL_AGENT_", frozen=True, extra="ignore", use_attribute_docstrings=True
     )
 
-    device: str = Field("cpu", description="PyTorch device: cpu, cuda, or cuda:N")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="data type of weights and KV cache")
-    kv_share: float = Field(
-        0.5, gt=0, lt=1, description="share of a worker's memory for KV cache; the rest holds weights"
-    )
-    batch_max: int = Field(32, ge=1, le=4096, description="sequences in one step's batch")
-    slab_bytes: int | None = Field(
-        None,
-        ge=256,
-        multiple_of=256,
-        description="size of a memory slab, a multiple of 256; unset: chosen from the worker's memory",
-    )
-    kv_pressure: KvPressure = Field("auto", description="action when the KV cache is full; auto: the cheapest")
-    host_kv_bytes: int | None = Field(
-        None,
-        ge=0,
-        description="host memory for offloaded KV cache, per worker; unset: as much as its KV cache on the device",
-    )
-    cache_dir: Path | None = Field(
-        None,
-        description="folder in memory (tmpfs) for host copies of models and KV cache; unset: one that is"
-        " deleted on exit",
-    )
-    cache_bytes: int = Field(
-        8 * 2**30,
-        ge=1,
-        description="host memory for models of all workers; less is used where the file system is smaller",
-    )
-    host_wait_max_s: float = Field(
-        60.0, gt=0, description="how long a model load may wait for host memory before it fails"
-    )
-    checkpoints_dir: Path = Field(
-        Path("~/.cache/tidepool/checkpoints"), description="folder that remote checkpoints are downloaded to"
-    )
-    checkpoint_roots: tuple[Path, ...] | None = Field(
-        None, description="folders that model paths must lie in, a JSON list; unset: any folder of this node"
-    )
-    private_hosts: tuple[str, ...] = Field(
-        (),
-        description="host names, addresses and networks that may be fetched from although they are not"
-        " public, a JSON list",
-    )
-    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1, description="size of one remote checkpoint")
-    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0, description="time limit for downloading one checkpoint")
+    node: str = Field(min_length=1, max_length=200)
+    """name of this node"""
+    region: str = Field(min_length=1, max_length=200)
+    """name of this node's region"""
+    gpu_type: str = Field(min_length=1, max_length=200)
+    """name of this node's GPU type, as `tidepool gpu list` shows it"""
+    slots: tuple[WorkerSettings, ...] = Field(min_length=1, max_length=64)
+    """workers of this node, a JSON list; their fields are listed below"""
 
-    split: bool = Field(
-        False, description="disaggregate prefill and decode: divide the workers of each size into both kinds"
-    )
-    prefill_ratio: float = Field(
-        0.5, gt=0, lt=1, description="share of the workers of each size that prefill, where `split` is set"
-    )
-    together: bool = Field(
-        False,
-        description="place each instance on all workers of a size; the control plane sees them as one slot",
-    )
+    device: str = "cpu"
+    """PyTorch device: cpu, cuda, or cuda:N"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """data type of weights and KV cache"""
+    kv_share: float = Field(0.5, gt=0, lt=1)
+    """share of a worker's memory for KV cache; the rest holds weights"""
+    batch_max: int = Field(32, ge=1, le=4096)
+    """sequences in one step's batch"""
+    slab_bytes: int | None = Field(None, ge=256, multiple_of=256)
+    """size of a memory slab, a multiple of 256; unset: chosen from the worker's memory"""
+    kv_pressure: KvPressure = "auto"
+    """action when the KV cache is full; auto: the cheapest"""
+    host_kv_bytes: int | None = Field(None, ge=0)
+    """host memory for offloaded KV cache, per worker; unset: as much as its KV cache on the device"""
+    cache_dir: Path | None = None
+    """folder in memory (tmpfs) for host copies of models and KV cache; unset: one that is deleted on exit"""
+    cache_bytes: int = Field(8 * 2**30, ge=1)
+    """host memory for models of all workers; less is used where the file system is smaller"""
+    host_wait_max_s: float = Field(60.0, gt=0)
+    """how long a model load may wait for host memory before it fails"""
+    checkpoints_dir: Path = Path("~/.cache/tidepool/checkpoints")
+    """folder that remote checkpoints are downloaded to"""
+    checkpoint_roots: tuple[Path, ...] | None = None
+    """folders that model paths must lie in, a JSON list; unset: any folder of this node"""
+    private_hosts: tuple[str, ...] = ()
+    """host names, addresses and networks that may be fetched from although they are not public, a JSON list"""
+    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1)
+    """size of one remote checkpoint"""
+    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0)
+    """time limit for downloading one checkpoint"""
+
+    split: bool = False
+    """disaggregate prefill and decode: divide the workers of each size into both kinds"""
+    prefill_ratio: float = Field(0.5, gt=0, lt=1)
+    """share of the workers of each size that prefill, where `split` is set"""
+    together: bool = False
+    """place each instance on all workers of a size; the control plane sees them as one slot"""
     engine: EngineKind = Field(
         default_factory=_engine_for,
         description="engine of dedicated instances whose model names none, by default vLLM on a GPU where"
         " it is installed, else torch; replay: of all instances",
     )
-    vllm_models_max: int = Field(
-        1,
-        ge=1,
-        le=64,
-        description="models that share one vLLM worker; more than 1 time-slice it, without CUDA graphs",
-    )
+    vllm_models_max: int = Field(1, ge=1, le=64)
+    """models that share one vLLM worker; more than 1 time-slice it, without CUDA graphs"""
     order: Literal["fcfs", "edf", "pf", "dpa"] = Field(
         "edf",
         description="order of waiting prefills; fcfs: arrival, edf: earliest deadline, pf: tier and then"
         " arrival, dpa: deadline and tier",
     )
-    group_requests_max: int = Field(8, ge=1, description="prefills of one model before the next model is scheduled")
-    quota_max_s: float = Field(4.0, gt=0, description="longest decode time slice while other models wait")
-    prefill_share: float = Field(0.5, gt=0, lt=1, description="share of a worker's time for prefill while decodes wait")
-    prefetch: bool = Field(True, description="load the weights of the next scheduled model in advance")
+    group_requests_max: int = Field(8, ge=1)
+    """prefills of one model before the next model is scheduled"""
+    quota_max_s: float = Field(4.0, gt=0)
+    """longest decode time slice while other models wait"""
+    prefill_share: float = Field(0.5, gt=0, lt=1)
+    """share of a worker's time for prefill while decodes wait"""
+    prefetch: bool = True
+    """load the weights of the next scheduled model in advance"""
 
-    profile: Path | None = Field(None, description="GPU profile of the replay engine, a JSON file")
-    replay_speed: float = Field(1.0, gt=0, description="factor that divides every replayed time")
-    replay_mean_tokens: int | None = Field(
-        None, ge=1, description="mean length of replayed answers; unset: max_tokens of the request"
-    )
+    profile: Path | None = None
+    """GPU profile of the replay engine, a JSON file"""
+    replay_speed: float = Field(1.0, gt=0)
+    """factor that divides every replayed time"""
+    replay_mean_tokens: int | None = Field(None, ge=1)
+    """mean length of replayed answers; unset: max_tokens of the request"""
 
-    host: str = Field(
-        "127.0.0.1",
-        description="address that the agent listens on; an agent should be reachable from the control"
-        " plane's network only",
-    )
-    port: int = Field(0, ge=0, le=65535, description="port that the agent listens on; 0 for a free one")
-    tls_cert_file: Path | None = Field(None, description="certificate chain of the agent, PEM; unset: plain HTTP")
-    tls_key_file: Path | None = Field(None, description="private key of `tls_cert_file`, PEM")
-    tls_ca_file: Path | None = Field(
-        None,
-        description="authorities that a gateway's certificate is verified against, PEM; unset: the system's",
-    )
-    advertise_url: str | None = Field(
-        None, description="URL at which the control plane reaches this agent; unset: from `host` and `port`"
-    )
-    control_url: str = Field("http://127.0.0.1:8080", description="URL of a gateway, which heartbeats are sent to")
-    node_key: SecretStr = Field(min_length=8, description="key that this agent presents to the control plane")
-    fleet_key: SecretStr | None = Field(
-        None,
-        min_length=8,
-        description="key that the control plane presents to this agent (its node_key); unset: `node_key`",
-    )
+    host: str = "127.0.0.1"
+    """address that the agent listens on; an agent should be reachable from the control plane's network only"""
+    port: int = Field(0, ge=0, le=65535)
+    """port that the agent listens on; 0 for a free one"""
+    tls_cert_file: Path | None = None
+    """certificate chain of the agent, PEM; unset: plain HTTP"""
+    tls_key_file: Path | None = None
+    """private key of `tls_cert_file`, PEM"""
+    tls_ca_file: Path | None = None
+    """authorities that a gateway's certificate is verified against, PEM; unset: the system's"""
+    advertise_url: str | None = None
+    """URL at which the control plane reaches this agent; unset: from `host` and `port`"""
+    control_url: str = "http://127.0.0.1:8080"
+    """URL of a gateway, which heartbeats are sent to"""
+    node_key: SecretStr = Field(min_length=8)
+    """key that this agent presents to the control plane"""
+    fleet_key: SecretStr | None = Field(None, min_length=8)
+    """key that the control plane presents to this agent (its node_key); unset: `node_key`"""
 
-    queue_max: int = Field(256, ge=1, description="requests in flight on one worker")
-    unread_bytes_max: int = Field(
-        16 * 2**20,
-        ge=2**16,
-        description="commands that a worker has not read, in bytes, from which on it gets no new requests",
-    )
-    body_bytes_max: int = Field(8 * 2**20, ge=1024, description="size of a request's body")
-    stop_strings_max: int = Field(16, ge=1, description="stop strings of a request")
-    long_prompt_chars: int = Field(2**16, ge=1, description="length from which a prompt counts as long")
-    long_prompts_max: int = Field(2, ge=1, le=64, description="long prompts that are tokenized at the same time")
-    fences_max: int = Field(
-        10_000,
-        ge=1,
-        description="batch requests no longer in flight whose newest claim is remembered, to reject outdated ones",
-    )
-    heartbeat_every_s: float = Field(1.0, gt=0, le=60, description="interval between heartbeats")
-    heartbeat_gap_s: float = Field(
-        0.2, gt=0, description="shortest interval between two heartbeats when something changed"
-    )
-    control_timeout_s: float = Field(
-        3.0, gt=0, description="limit for a heartbeat; keep it below the control plane's `heartbeat_stale_s`"
-    )
-    control_backoff_max_s: float = Field(2.0, gt=0, description="longest delay before a failed heartbeat is repeated")
-    worker_backoff_max_s: float = Field(2.0, gt=0.1, description="longest delay before a worker process is restarted")
-    worker_losses_max: int = Field(3, ge=0, description="worker processes that may die under a request before it fails")
-    worker_wait_max_s: float = Field(45.0, gt=0, description="how long a request waits for a worker after losing one")
-    load_retry_s: float = Field(30.0, gt=0, description="delay before a failed model load is retried")
-    handover_max_s: float = Field(
-        20.0,
-        ge=0,
-        description="how long to keep serving after SIGTERM while replacements start on other nodes; SIGINT skips it",
-    )
-    shutdown_grace_s: float = Field(5.0, ge=0, description="how long open streams may continue after that")
+    queue_max: int = Field(256, ge=1)
+    """requests in flight on one worker"""
+    unread_bytes_max: int = Field(16 * 2**20, ge=2**16)
+    """commands that a worker has not read, in bytes, from which on it gets no new requests"""
+    body_bytes_max: int = Field(8 * 2**20, ge=1024)
+    """size of a request's body"""
+    stop_strings_max: int = Field(16, ge=1)
+    """stop strings of a request"""
+    long_prompt_chars: int = Field(2**16, ge=1)
+    """length from which a prompt counts as long"""
+    long_prompts_max: int = Field(2, ge=1, le=64)
+    """long prompts that are tokenized at the same time"""
+    fences_max: int = Field(10_000, ge=1)
+    """batch requests no longer in flight whose newest claim is remembered, to reject outdated ones"""
+    heartbeat_every_s: float = Field(1.0, gt=0, le=60)
+    """interval between heartbeats"""
+    heartbeat_gap_s: float = Field(0.2, gt=0)
+    """shortest interval between two heartbeats when something changed"""
+    control_timeout_s: float = Field(3.0, gt=0)
+    """limit for a heartbeat; keep it below the control plane's `heartbeat_stale_s`"""
+    control_backoff_max_s: float = Field(2.0, gt=0)
+    """longest delay before a failed heartbeat is repeated"""
+    worker_backoff_max_s: float = Field(2.0, gt=0.1)
+    """longest delay before a worker process is restarted"""
+    worker_losses_max: int = Field(3, ge=0)
+    """worker processes that may die under a request before it fails"""
+    worker_wait_max_s: float = Field(45.0, gt=0)
+    """how long a request waits for a worker after losing one"""
+    load_retry_s: float = Field(30.0, gt=0)
+    """delay before a failed model load is retried"""
+    handover_max_s: float = Field(20.0, ge=0)
+    """how long to keep serving after SIGTERM while replacements start on other nodes; SIGINT skips it"""
+    shutdown_grace_s: float = Field(5.0, ge=0)
+    """how long open streams may continue after that"""
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
