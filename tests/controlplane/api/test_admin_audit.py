@@ -1,5 +1,6 @@
 """Every change over the admin API is in the audit: who, what, and the row before and after."""
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -19,7 +20,7 @@ from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
 from tests.controlplane.api.test_admin_plans import waiting
 from tests.controlplane.world import World
 
-Act = Callable[[], Any]
+Name = str | Callable[[], str]
 FIRST = {"before": False, "after": True}
 CHANGED = {"before": True, "after": True}
 GONE = {"before": True, "after": False}
@@ -46,17 +47,10 @@ def _spot(world: World) -> str:
     return instance_id
 
 
-def changes(ask: Ask, world: World, database: Database) -> dict[tuple[str, str], tuple[dict[str, bool], Act]]:
-    """One change by each route that makes changes, in an order in which they work, and what its event must hold."""
-    made: dict[str, Any] = {}
-
-    def admin(method: str, path: str, **request: Any) -> Any:
-        return ask(method, path, role="admin", **request)
-
-    def keep(name: str, answer: Any) -> Any:
-        made[name] = answer
-        return answer
-
+def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[str, bool], Name, dict[str, Any]]]:
+    """One change by each route that makes changes, in an order in which they work: the route, what its event must hold,
+    the name in its path, and the request.
+    """
     hours = count()
 
     def draft() -> str:
@@ -64,28 +58,17 @@ def changes(ask: Ask, world: World, database: Database) -> dict[tuple[str, str],
 
     def approved() -> str:
         plan_id = draft()
-        admin("POST", f"/admin/plans/{plan_id}/approve")
+        ask("POST", f"/admin/plans/{plan_id}/approve", role="admin")
         return plan_id
 
-    def apply() -> Any:
-        plan_id = draft()
-        with database.transaction() as session:
-            index = get_plan(session, plan_id).fleet_index
-        return admin("POST", f"/admin/plans/{plan_id}/apply", json={"index": index})
-
     def put_aside(model: str) -> dict[str, str]:
-        admin("PUT", f"/admin/models/{model}", json=MODEL)
+        ask("PUT", f"/admin/models/{model}", role="admin", json=MODEL)
         endpoint = {"model": model, "region": "us-east"}
-        admin("PUT", "/admin/endpoints", json=endpoint | {"instances_min": 0, "instances_max": 0})
+        ask("PUT", "/admin/endpoints", role="admin", json=endpoint | {"instances_min": 0, "instances_max": 0})
         return endpoint
 
-    def spare_region() -> str:
-        admin("PUT", "/admin/regions/mars")
-        return "mars"
-
-    def spare_gpu_type() -> str:
-        admin("PUT", "/admin/gpu-types/H20", json={"memory_bytes": 9, "cost_per_hour": 1})
-        return "H20"
+    def spare(kind: str, name: str, **values: int) -> Name:
+        return lambda: ask("PUT", f"/admin/{kind}/{name}", role="admin", json=values)["name"]
 
     def silent_node() -> str:
         world.join("n2")
@@ -93,73 +76,47 @@ def changes(ask: Ask, world: World, database: Database) -> dict[tuple[str, str],
             session.get_one(Node, "n2").last_seen_at = datetime.now(UTC) - timedelta(hours=1)
         return "n2"
 
-    made["spot"] = _spot(world)
-    lease = f"/admin/spot/{made['spot']}/lease"
-    table: dict[tuple[str, str], tuple[dict[str, bool], Act]] = {
-        ("PUT", "/admin/regions/{name}"): (
-            CHANGED,
-            lambda: admin("PUT", "/admin/regions/us-east", json={"position": 7}),
-        ),
-        ("PUT", "/admin/gpu-types/{name}"): (
-            CHANGED,
-            lambda: admin("PUT", "/admin/gpu-types/H800", json={"memory_bytes": 9, "cost_per_hour": 1}),
-        ),
-        ("PUT", "/admin/models/{name}"): (FIRST, lambda: admin("PUT", "/admin/models/new", json=MODEL)),
-        ("PUT", "/admin/profiles"): (
-            CHANGED,
-            lambda: admin("PUT", "/admin/profiles", json=PROFILE | {"load_time_s": 9}),
-        ),
-        ("PUT", "/admin/endpoints"): (
-            CHANGED,
-            lambda: admin("PUT", "/admin/endpoints", json=ENDPOINT | {"instances_max": 5}),
-        ),
-        ("PUT", "/admin/region-latencies"): (
-            FIRST,
-            lambda: admin("PUT", "/admin/region-latencies", json=LATENCY),
-        ),
-        ("POST", "/admin/nodes/{name}/drain"): (CHANGED, lambda: admin("POST", "/admin/nodes/n1/drain")),
-        ("POST", "/admin/nodes/{name}/undrain"): (CHANGED, lambda: admin("POST", "/admin/nodes/n1/undrain")),
-        ("POST", "/admin/spot/{instance_id}/lease"): (
-            FIRST,
-            lambda: admin("POST", lease, json={"holder": "lab", "duration_s": 600}, status=201),
-        ),
-        ("DELETE", "/admin/spot/{instance_id}/lease"): (CHANGED, lambda: admin("DELETE", lease)),
-        ("POST", "/admin/demand"): (
-            FIRST,
-            lambda: admin("POST", "/admin/demand", content="start_s,region,model,tokens_per_s\n0,us-east,llama,1\n"),
-        ),
-        ("POST", "/admin/forecasts/run"): (FIRST, lambda: admin("POST", "/admin/forecasts/run", json={}, status=202)),
-        ("POST", "/admin/plans"): (FIRST, lambda: admin("POST", "/admin/plans", json={})),
-        ("POST", "/admin/plans/{plan_id}/apply"): (CHANGED, apply),
-        ("POST", "/admin/plans/{plan_id}/approve"): (CHANGED, lambda: admin("POST", f"/admin/plans/{draft()}/approve")),
-        ("POST", "/admin/plans/{plan_id}/reject"): (
-            CHANGED,
-            lambda: admin("POST", f"/admin/plans/{draft()}/reject", json={"note": "no"}),
-        ),
-        ("POST", "/admin/plans/{plan_id}/rollback"): (
-            CHANGED,
-            lambda: admin("POST", f"/admin/plans/{approved()}/rollback", json={"note": "back"}),
-        ),
-        ("POST", "/admin/pins"): (FIRST, lambda: keep("pin", admin("POST", "/admin/pins", json=PIN, status=201))),
-        ("DELETE", "/admin/pins/{pin_id}"): (CHANGED, lambda: admin("DELETE", f"/admin/pins/{made['pin']['id']}")),
-        ("POST", "/admin/keys"): (
-            FIRST,
-            lambda: keep("key", admin("POST", "/admin/keys", json={"name": "k", "role": "viewer"}, status=201)),
-        ),
-        ("POST", "/admin/keys/{key_id}/rotate"): (
-            CHANGED,
-            lambda: admin("POST", f"/admin/keys/{made['key']['id']}/rotate"),
-        ),
-        ("DELETE", "/admin/keys/{key_id}"): (CHANGED, lambda: admin("DELETE", f"/admin/keys/{made['key']['id']}")),
-        ("PUT", "/admin/tenants/{name}"): (FIRST, lambda: admin("PUT", "/admin/tenants/acme", json={})),
-        ("DELETE", "/admin/models/{name}"): (GONE, lambda: admin("DELETE", "/admin/models/new")),
-        ("DELETE", "/admin/endpoints"): (GONE, lambda: admin("DELETE", "/admin/endpoints", params=put_aside("extra"))),
-        ("DELETE", "/admin/regions/{name}"): (GONE, lambda: admin("DELETE", f"/admin/regions/{spare_region()}")),
-        ("DELETE", "/admin/gpu-types/{name}"): (GONE, lambda: admin("DELETE", f"/admin/gpu-types/{spare_gpu_type()}")),
-        ("DELETE", "/admin/nodes/{name}"): (GONE, lambda: admin("DELETE", f"/admin/nodes/{silent_node()}")),
-        ("DELETE", "/admin/tenants/{name}"): (GONE, lambda: admin("DELETE", "/admin/tenants/acme")),
-    }
-    return table
+    def newest(kind: str) -> Name:
+        return lambda: ask("GET", f"/admin/{kind}", role="admin", params={"limit": 100})["data"][-1]["id"]
+
+    spot, aside = _spot(world), put_aside("extra")
+    applied = draft()
+    with database.transaction() as session:
+        index = get_plan(session, applied).fleet_index
+    csv = "start_s,region,model,tokens_per_s\n0,us-east,llama,1\n"
+    gpu_type = {"memory_bytes": 9, "cost_per_hour": 1}
+    key, lease = {"name": "k", "role": "viewer"}, {"holder": "lab", "duration_s": 600}
+    return [
+        ("POST /admin/plans/{plan_id}/apply", CHANGED, applied, {"json": {"index": index}}),
+        ("PUT /admin/regions/{name}", CHANGED, "us-east", {"json": {"position": 7}}),
+        ("PUT /admin/gpu-types/{name}", CHANGED, "H800", {"json": gpu_type}),
+        ("PUT /admin/models/{name}", FIRST, "new", {"json": MODEL}),
+        ("PUT /admin/profiles", CHANGED, "", {"json": PROFILE | {"load_time_s": 9}}),
+        ("PUT /admin/endpoints", CHANGED, "", {"json": ENDPOINT | {"instances_max": 5}}),
+        ("PUT /admin/region-latencies", FIRST, "", {"json": LATENCY}),
+        ("POST /admin/nodes/{name}/drain", CHANGED, "n1", {}),
+        ("POST /admin/nodes/{name}/undrain", CHANGED, "n1", {}),
+        ("POST /admin/spot/{instance_id}/lease", FIRST, spot, {"json": lease, "status": 201}),
+        ("DELETE /admin/spot/{instance_id}/lease", CHANGED, spot, {}),
+        ("POST /admin/demand", FIRST, "", {"content": csv}),
+        ("POST /admin/forecasts/run", FIRST, "", {"json": {}, "status": 202}),
+        ("POST /admin/plans", FIRST, "", {"json": {}}),
+        ("POST /admin/plans/{plan_id}/approve", CHANGED, draft, {}),
+        ("POST /admin/plans/{plan_id}/reject", CHANGED, draft, {"json": {"note": "no"}}),
+        ("POST /admin/plans/{plan_id}/rollback", CHANGED, approved, {"json": {"note": "back"}}),
+        ("POST /admin/pins", FIRST, "", {"json": PIN, "status": 201}),
+        ("DELETE /admin/pins/{pin_id}", CHANGED, newest("pins"), {}),
+        ("POST /admin/keys", FIRST, "", {"json": key, "status": 201}),
+        ("POST /admin/keys/{key_id}/rotate", CHANGED, newest("keys"), {}),
+        ("DELETE /admin/keys/{key_id}", CHANGED, newest("keys"), {}),
+        ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
+        ("DELETE /admin/models/{name}", GONE, "new", {}),
+        ("DELETE /admin/endpoints", GONE, "", {"params": aside}),
+        ("DELETE /admin/regions/{name}", GONE, spare("regions", "mars"), {}),
+        ("DELETE /admin/gpu-types/{name}", GONE, spare("gpu-types", "H20", **gpu_type), {}),
+        ("DELETE /admin/nodes/{name}", GONE, silent_node, {}),
+        ("DELETE /admin/tenants/{name}", GONE, "acme", {}),
+    ]
 
 
 TOMORROW = (datetime.now(UTC) + timedelta(days=1)).isoformat()
@@ -167,10 +124,10 @@ PIN = {"model": "llama", "region": "us-east", "instances": 1, "until": TOMORROW}
 LATENCY = {"origin": "us-east", "destination": "us-west", "ms": 60}
 
 
-def routes(api: TestClient) -> set[tuple[str, str]]:
+def routes(api: TestClient) -> set[str]:
     document = api.get("/openapi.json").json()
     return {
-        (method.upper(), path)
+        f"{method.upper()} {path}"
         for path, methods in document["paths"].items()
         for method in methods
         if path.startswith("/admin") and method != "get"
@@ -179,9 +136,10 @@ def routes(api: TestClient) -> set[tuple[str, str]]:
 
 def test_every_change_is_in_the_audit(ask: Ask, api: TestClient, world: World, database: Database) -> None:
     table = changes(ask, world, database)
-    assert routes(api) == set(table), "each route that changes something has its change here"
-    for route, (holds, act) in table.items():
-        act()
+    assert routes(api) == {route for route, *_ in table}, "each route that changes something has its change here"
+    for route, holds, name, request in table:
+        method, path = route.split()
+        ask(method, re.sub(r"{\w+}", name if isinstance(name, str) else name(), path), role="admin", **request)
         event = ask("GET", "/admin/audit", params={"limit": 1})["data"][0]
         assert event["actor"] == "admin", route
         assert {name: event[name] is not None for name in ("before", "after")} == holds, (route, event)
