@@ -28,13 +28,13 @@ def note_engine_failure(session: Session, instance: Instance, *, forget_s: float
     error = f"{instance.node}: {instance.error}"[:_ERROR_CHARACTERS_MAX]
     place = {"model": instance.model, "gpu_type": instance.gpu_type, "engine": instance.engine}
     long_ago = EngineFailureRow.failed_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, forget_s)
-    said = {"failed_at": func.now(), "error": error}
+    latest = {"failed_at": func.now(), "error": error}
     times = session.scalar(
         insert(EngineFailureRow)
-        .values(**place, times=1, **said)
+        .values(**place, times=1, **latest)
         .on_conflict_do_update(
             index_elements=list(place),
-            set_={"times": case((long_ago, 1), else_=EngineFailureRow.times + 1), **said},
+            set_={"times": case((long_ago, 1), else_=EngineFailureRow.times + 1), **latest},
             where=EngineFailureRow.failed_at < instance.changed_at,
         )
         .returning(EngineFailureRow.times)

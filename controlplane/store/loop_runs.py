@@ -22,14 +22,14 @@ def note_success(session: Session, loop: Loop) -> None:
 
 def note_failure(session: Session, loop: Loop, error: str) -> None:
     """A loop has just failed, and why."""
-    said = " ".join(error.split())[:_ERROR_CHARACTERS_MAX]
-    _note(session, loop, {"last_failure_at": func.clock_timestamp(), "last_error": said})
+    short = " ".join(error.split())[:_ERROR_CHARACTERS_MAX]
+    _note(session, loop, {"last_failure_at": func.clock_timestamp(), "last_error": short})
 
 
 def _note(session: Session, loop: Loop, values: Mapping[str, Any]) -> None:
-    said = {**values, "last_process": f"{socket.gethostname()}:{os.getpid()}"}
-    statement = insert(LoopRun).values(loop=loop, **said)
-    session.execute(statement.on_conflict_do_update(index_elements=["loop"], set_=said))
+    row = {**values, "last_process": f"{socket.gethostname()}:{os.getpid()}"}
+    statement = insert(LoopRun).values(loop=loop, **row)
+    session.execute(statement.on_conflict_do_update(index_elements=["loop"], set_=row))
 
 
 def read_loop_runs(session: Session) -> tuple[float, tuple[LoopFacts, ...]]:

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import msgspec
+import uuid_utils
 import uvicorn
 from sqlalchemy import text, update
 from starlette.applications import Starlette
@@ -19,7 +20,7 @@ from starlette.routing import Route
 
 from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.errors import TidepoolError
-from controlplane.policies.lifecycle import BatchState
+from controlplane.policies.lifecycle import BatchState, PlanState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.batch_tables import Batch
@@ -29,6 +30,7 @@ from controlplane.store.files import add_file, new_file_id
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
+from controlplane.store.plans import Plan, PlanEntry, add_plan, apply_plan
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
@@ -178,6 +180,31 @@ def at_once(*works: Callable[[], Any]) -> list[Any]:
         return list(threads.map(ending, works))
 
 
+def a_plan(
+    index: int, cells: Sequence[tuple[str, str, int]] = ((MODEL, "us-east", 2),), **changes: Any
+) -> tuple[Plan, list[PlanEntry]]:
+    """A draft of the second hour ever, made at this index of the fleet: so many instances of a model in a region."""
+    plan_id = f"plan_{uuid_utils.uuid7().hex}"
+    values: dict[str, Any] = {
+        "id": plan_id,
+        "state": PlanState.DRAFT,
+        "origin": "operator",
+        "window_start_s": 3600,
+        "fleet_index": index,
+        "solver": "HiGHS",
+        "status": "optimal",
+        "solve_time_s": 0.1,
+        "unserved": [],
+        "reason": "",
+        "created_by": "me",
+    }
+    entries = [
+        PlanEntry(plan_id=plan_id, model=model, region=region, gpu_type="H800", before=0, after=after, reason="x")
+        for model, region, after in cells
+    ]
+    return Plan(**(values | changes)), entries
+
+
 class World:
     """Two regions, one GPU type, one model with a profile and an endpoint in both regions; nodes as tests need them."""
 
@@ -244,6 +271,15 @@ class World:
         )
         beat = Heartbeat(node=node, boot_id="b", generation=0, instances=(seen,))
         self.live.write_heartbeat(beat, region=region, gpu_type="H800", url=url)
+
+    def in_force(self, cells: Sequence[tuple[str, str, int]], **changes: Any) -> str:
+        """A plan of these counts by model and region, applied; its id."""
+        with self.database.transaction() as session:
+            plan, entries = a_plan(fleet.fleet_index(session), cells, **changes)
+            plan_id, index = plan.id, plan.fleet_index
+            assert add_plan(session, plan, entries)
+            apply_plan(session, plan_id, index=index, now_s=0.0)
+        return plan_id
 
     def add_batch(
         self, *, lines: int = 0, tenant: str = "acme", window_s: int = 3600, file_id: str | None = None

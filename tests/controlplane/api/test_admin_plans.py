@@ -4,17 +4,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-import uuid_utils
 
 from controlplane.api.admin import pins, plans
 from controlplane.errors import UnavailableError
-from controlplane.policies.lifecycle import PlanState
 from controlplane.store.fleet import fleet_index
 from controlplane.store.keys import list_audit
-from controlplane.store.plans import Plan, PlanEntry, add_plan
+from controlplane.store.plans import add_plan
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from tests.controlplane.api.conftest import Ask
+from tests.controlplane.world import a_plan
 
 NEVER = "plan_0"
 
@@ -30,35 +29,14 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def waiting(database: Database, count: int, **changes: Any) -> str:
     """A plan of the schedule, for an hour that is not over before the test is, that waits for an operator."""
-    plan_id = f"plan_{uuid_utils.uuid7().hex}"
-    hour_s = int(datetime.now(UTC).timestamp() + 600) // 3600 * 3600
+    hour_s = int(datetime.now(UTC).timestamp() + 600) // 3600 * 3600 + 3600 * len(changes.pop("later", ()))
+    why = {"reason": "optimal", "approval_reason": "moves 9 GPUs, the limit is 8"}
+    values = {"origin": "schedule", "window_start_s": hour_s, **why, **changes}
     with database.transaction() as session:
-        values: dict[str, Any] = {
-            "id": plan_id,
-            "state": PlanState.DRAFT,
-            "origin": "schedule",
-            "window_start_s": hour_s + 3600 * len(changes.pop("later", ())),
-            "fleet_index": fleet_index(session),
-            "solver": "highs",
-            "status": "optimal",
-            "solve_time_s": 0.1,
-            "unserved": [],
-            "reason": "optimal",
-            "approval_reason": "moves 9 GPUs, the limit is 8",
-            "created_by": "schedule",
-        }
-        entry = PlanEntry(
-            plan_id=plan_id,
-            model="llama",
-            region="us-east",
-            gpu_type="H800",
-            before=0,
-            after=count,
-            reason="home",
-            constraint="home",
-            cost_if_not=12.5,
-        )
-        assert add_plan(session, Plan(**values | changes), [entry])
+        plan, [entry] = a_plan(fleet_index(session), [("llama", "us-east", count)], **values)
+        entry.constraint, entry.cost_if_not = "home", 12.5
+        plan_id = plan.id
+        assert add_plan(session, plan, [entry])
     return plan_id
 
 

@@ -23,11 +23,9 @@ from controlplane.store import fleet
 from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
-from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.redis.live import FleetView, LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
 from dataplane.protocol.messages import Join, SlotSpec
-from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 
 URL = "http://127.0.0.1:9"
@@ -68,17 +66,7 @@ def fleet_index_of(world: World) -> int:
 
 def follow(world: World, after: int) -> None:
     """A plan of so many instances in us-east, in force."""
-    with world.database.transaction() as session:
-        plan, entries = a_plan(fleet.fleet_index(session))
-        entries = [
-            PlanEntry(
-                plan_id=plan.id, model=e.model, region=e.region, gpu_type=e.gpu_type, before=0, after=after, reason=""
-            )
-            for e in entries
-        ]
-        plan_id, index = plan.id, plan.fleet_index
-        assert add_plan(session, plan, entries)
-        apply_plan(session, plan_id, index=index, now_s=0.0)
+    world.in_force([("tide", "us-east", after)])
 
 
 def node(world: World) -> None:

@@ -16,11 +16,9 @@ from controlplane.store import fleet
 from controlplane.store.instances import desired_of, observe
 from controlplane.store.leases import lease_instance
 from controlplane.store.overrides import add_override
-from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.tables import InstanceLease, Profile
 from dataplane.protocol.messages import Heartbeat, InstanceReport, InstanceState
 from tests.controlplane.planner.pool_fleet import add_models, join, live_rows
-from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import World
 
 EAST_A = Endpoint(model="a", region="us-east")
@@ -53,15 +51,8 @@ def follow(world: World, *, own: dict[str, int], pooled: tuple[str, ...] = (), g
             "pooled": [{"model": model, "occupancy": 0.2, "before": False, "reason": ""} for model in pooled],
         }
     ]
-    with world.database.transaction() as session:
-        plan, _ = a_plan(fleet.fleet_index(session), pools=pools if pooled else [])
-        plan_id, index = plan.id, plan.fleet_index
-        entries = [
-            PlanEntry(plan_id=plan_id, model=model, region="us-east", gpu_type="H800", before=0, after=count, reason="")
-            for model, count in own.items()
-        ]
-        assert add_plan(session, plan, entries)
-        apply_plan(session, plan_id, index=index, now_s=0.0)
+    cells = [(model, "us-east", count) for model, count in own.items()]
+    world.in_force(cells, pools=pools if pooled else [])
 
 
 def follow_desired(world: World, *nodes: str, hold_back: tuple[str, ...] = ()) -> None:

@@ -15,8 +15,7 @@ from controlplane.store.instances import set_desired, set_engine
 from controlplane.store.plans import add_plan, apply_plan, reject_plan
 from controlplane.store.removal import delete_node
 from controlplane.store.tables import Desired, Instance, Node
-from tests.controlplane.store.test_plans import a_plan
-from tests.controlplane.world import MODEL, World
+from tests.controlplane.world import MODEL, World, a_plan
 
 
 def told(world: World, **which: Any) -> list[tuple[str, str | None]]:

@@ -1,30 +1,13 @@
 """Plans of the first schema live through 0002, and what only 0002 knows is told in the first schema's words again."""
 
-from collections.abc import Iterator
-
-import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine, pool, text
-
-import migrations
+from sqlalchemy import Engine, text
 
 OLD_PLAN = (
     "INSERT INTO plans (id, state, origin, window_start_s, fleet_index, solver, status, solve_time_s, unserved, reason,"
     " created_by) VALUES (:id, :state, 'schedule', :window_s, 1, 'highs', 'optimal', 0.1, '[]', 'r', 'schedule')"
 )
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    engine = create_engine(database_url, poolclass=pool.NullPool)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def config(database_url: str) -> Config:
-    return migrations.config_for(database_url)
 
 
 def add(engine: Engine, *plans: tuple[str, str, int]) -> None:

@@ -1,9 +1,9 @@
 """Pooled instances do not outlive the schema that knows them, and their nodes are told."""
 
 from alembic import command
-from sqlalchemy import create_engine, pool, text
+from alembic.config import Config
+from sqlalchemy import Engine, text
 
-import migrations
 from tests.controlplane.planner.pool_fleet import add_models, join
 from tests.controlplane.world import World
 
@@ -13,16 +13,14 @@ PLACED = (
 )
 
 
-def test_what_is_pooled_is_given_up(world: World, database_url: str) -> None:
+def test_what_is_pooled_is_given_up(world: World, engine: Engine, config: Config) -> None:
     add_models(world, "a")
     for node in ("n1", "n2"):
         join(world, node)
-    engine = create_engine(database_url, poolclass=pool.NullPool)
     with engine.begin() as connection:
         connection.execute(text(PLACED), {"id": "shared", "node": "n1", "gpus": 0, "pooled": True})
         connection.execute(text(PLACED), {"id": "alone", "node": "n2", "gpus": 1, "pooled": False})
     world.database.close()
-    config = migrations.config_for(database_url)
     command.downgrade(config, "0003")
     with engine.begin() as connection:
         assert connection.execute(text("SELECT id FROM instances")).scalars().all() == ["alone"]
@@ -33,4 +31,3 @@ def test_what_is_pooled_is_given_up(world: World, database_url: str) -> None:
         row = connection.execute(text("SELECT pooled, gpus FROM instances")).one()
         assert tuple(row) == (False, 1)
         assert connection.execute(text("SELECT host_bytes FROM nodes")).scalars().all() == [None, None]
-    engine.dispose()

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 from alembic import command
-from sqlalchemy import create_engine, pool, text
+from alembic.config import Config
+from sqlalchemy import Engine, text
 
-import migrations
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts, counts_of
@@ -37,8 +37,7 @@ BATCHES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def fill(url: str) -> None:
-    engine = create_engine(url, poolclass=pool.NullPool)
+def fill(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text(FILE))
         for batch_id, (state, requests) in BATCHES.items():
@@ -51,11 +50,9 @@ def fill(url: str) -> None:
                 request = connection.execute(text(REQUEST), values).scalar_one()
                 if each in {"completed", "failed"}:
                     connection.execute(text(RESULT), {"id": request, "code": 200 if each == "completed" else 400})
-    engine.dispose()
 
 
-def old_requests(url: str) -> list[tuple[Any, ...]]:
-    engine = create_engine(url, poolclass=pool.NullPool)
+def old_requests(engine: Engine) -> list[tuple[Any, ...]]:
     with engine.begin() as connection:
         rows = connection.execute(
             text(
@@ -64,15 +61,13 @@ def old_requests(url: str) -> list[tuple[Any, ...]]:
                 " ORDER BY batch_id, line"
             )
         ).all()
-    engine.dispose()
     return [tuple(row) for row in rows]
 
 
-def test_old_batches_end_as_they_should(world: World, blobs: BlobStore, database_url: str) -> None:
+def test_old_batches_end_as_they_should(world: World, blobs: BlobStore, engine: Engine, config: Config) -> None:
     world.database.engine.dispose()
-    config = migrations.config_for(database_url)
     command.downgrade(config, "0004")
-    fill(database_url)
+    fill(engine)
     command.upgrade(config, "head")
     with world.database.transaction() as session:
         rows = [session.get_one(Batch, batch_id) for batch_id in BATCHES]
@@ -102,15 +97,14 @@ def test_old_batches_end_as_they_should(world: World, blobs: BlobStore, database
     assert [(each["custom_id"], each["response"]["body"]["n"]) for each in answers] == [("c1", 1), ("c2", 2)]
 
 
-def test_down_and_up_again_keeps_what_is_unfinished(world: World, database_url: str) -> None:
+def test_down_and_up_again_keeps_what_is_unfinished(world: World, engine: Engine, config: Config) -> None:
     world.database.engine.dispose()
-    config = migrations.config_for(database_url)
     command.downgrade(config, "0004")
-    fill(database_url)
-    before = [row for row in old_requests(database_url) if row[0] != "batch_1"]
+    fill(engine)
+    before = [row for row in old_requests(engine) if row[0] != "batch_1"]
     assert len(before) == 5
     for _ in range(2):
         command.upgrade(config, "head")
         command.downgrade(config, "0004")
-        assert old_requests(database_url) == before, "of what has ended the counts and the files remain"
+        assert old_requests(engine) == before, "of what has ended the counts and the files remain"
     command.upgrade(config, "head")

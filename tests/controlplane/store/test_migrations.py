@@ -1,16 +1,15 @@
 """The migrations make the schema that the code has, and go down and up again on a database with rows."""
 
 import pkgutil
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 from alembic import command
+from alembic.config import Config
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, Connection, Engine, Table, create_engine, func, inspect, pool, select, text
+from sqlalchemy import Column, Connection, Engine, Table, func, inspect, select, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.sql import sqltypes
 
@@ -40,13 +39,6 @@ CHOICES = {
     ("api_keys", "role"): "node",
     ("events", "kind"): "node",
 }
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    engine = create_engine(database_url, poolclass=pool.NullPool)
-    yield engine
-    engine.dispose()
 
 
 def value_of(column: Column[Any]) -> Any:
@@ -84,8 +76,8 @@ def counts(connection: Connection) -> dict[str, int]:
     return {table.name: count(table) for table in TABLES}
 
 
-def test_the_migrations_make_what_the_code_says(database_url: str) -> None:
-    command.check(migrations.config_for(database_url))
+def test_the_migrations_make_what_the_code_says(config: Config) -> None:
+    command.check(config)
 
 
 def test_alembic_knows_every_table() -> None:
@@ -95,32 +87,32 @@ def test_alembic_knows_every_table() -> None:
     assert {name for name in modules if f"{name}," not in source} == set()
 
 
-def test_there_is_one_head(database_url: str) -> None:
-    assert len(ScriptDirectory.from_config(migrations.config_for(database_url)).get_heads()) == 1
+def test_there_is_one_head(config: Config) -> None:
+    assert len(ScriptDirectory.from_config(config).get_heads()) == 1
 
 
-def test_down_and_up_again_with_a_row_in_every_table(engine: Engine, database_url: str) -> None:
+def test_down_and_up_again_with_a_row_in_every_table(engine: Engine, config: Config, database_url: str) -> None:
     with engine.begin() as connection:
         fill(connection)
         assert counts(connection) == FILLED
     migrations.upgrade(database_url)
     with engine.begin() as connection:
         assert counts(connection) == FILLED, "upgrading again changes nothing"
-    command.downgrade(migrations.config_for(database_url), "base")
+    command.downgrade(config, "base")
     assert set(inspect(engine).get_table_names()) <= {"alembic_version"}
     migrations.upgrade(database_url)
     with engine.begin() as connection:
         assert counts(connection) == {table.name: int(table.name == "fleet") for table in TABLES}
         fill(connection)
-    command.check(migrations.config_for(database_url))
+    command.check(config)
 
 
-def test_going_down_writes_the_zeros_that_took_no_rows(engine: Engine, database_url: str) -> None:
+def test_going_down_writes_the_zeros_that_took_no_rows(engine: Engine, config: Config) -> None:
     with engine.begin() as connection:
         connection.execute(text("INSERT INTO demand_minutes VALUES (0), (60), (180), (240)"))
         connection.execute(text("INSERT INTO demand_spans VALUES ('m', 'r', 60, 240)"))
         connection.execute(text("INSERT INTO demand_buckets VALUES ('m', 'r', 'IW', 60, 5.0)"))
-    command.downgrade(migrations.config_for(database_url), "0024")
+    command.downgrade(config, "0024")
     with engine.begin() as connection:
         rows = connection.execute(text("SELECT start_s, tokens_per_s FROM demand_buckets ORDER BY start_s")).all()
     assert [tuple(row) for row in rows] == [(60, 5.0), (180, 0.0)]

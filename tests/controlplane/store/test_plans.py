@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import uuid_utils
 from sqlalchemy import select, text
 from sqlalchemy.exc import IntegrityError
 
@@ -13,7 +12,6 @@ from controlplane.policies.lifecycle import PlanState
 from controlplane.store import fleet
 from controlplane.store.plans import (
     Plan,
-    PlanEntry,
     add_plan,
     apply_plan,
     approve_plan,
@@ -26,28 +24,9 @@ from controlplane.store.plans import (
     roll_back,
     supersede_drafts,
 )
-from tests.controlplane.world import World, at_once
+from tests.controlplane.world import MODEL, World, a_plan, at_once
 
 WINDOW_S = 3600
-
-
-def a_plan(index: int, *, origin: str = "operator", **changes: Any) -> tuple[Plan, list[PlanEntry]]:
-    plan_id = f"plan_{uuid_utils.uuid7().hex}"
-    values: dict[str, Any] = {
-        "id": plan_id,
-        "state": PlanState.DRAFT,
-        "origin": origin,
-        "window_start_s": WINDOW_S,
-        "fleet_index": index,
-        "solver": "HiGHS",
-        "status": "optimal",
-        "solve_time_s": 0.1,
-        "unserved": [],
-        "reason": "",
-        "created_by": "me",
-    }
-    entry = PlanEntry(plan_id=plan_id, model="tide", region="us-east", gpu_type="H800", before=0, after=2, reason="x")
-    return Plan(**(values | changes)), [entry]
 
 
 def index_of(world: World) -> int:
@@ -246,24 +225,10 @@ def counts_of(world: World, plan_id: str) -> dict[str, tuple[int, int]]:
         return {entry.region: (entry.before, entry.after) for entry in entries_of(session, plan_id)}
 
 
-def in_force(world: World, *cells: tuple[str, int], **changes: Any) -> str:
-    """A plan of these counts by region, applied."""
-    plan, _ = a_plan(index_of(world), **changes)
-    plan_id, index = plan.id, plan.fleet_index
-    entries = [
-        PlanEntry(plan_id=plan_id, model="tide", region=region, gpu_type="H800", before=0, after=after, reason="x")
-        for region, after in cells
-    ]
-    with world.database.transaction() as session:
-        add_plan(session, plan, entries)
-        apply_plan(session, plan_id, index=index, now_s=0.0)
-    return plan_id
-
-
 def test_a_rollback_restores_the_plan_before_as_one_of_its_own(world: World) -> None:
     pool = {"region": "us-east", "gpu_type": "H800", "before": 0, "after": 2, "pooled": [{"model": "small"}]}
-    first = in_force(world, ("us-east", 3), ("us-west", 1), pools=[pool])
-    second = in_force(world, ("us-east", 1), ("eu", 2))
+    first = world.in_force([(MODEL, "us-east", 3), (MODEL, "us-west", 1)], pools=[pool])
+    second = world.in_force([(MODEL, "us-east", 1), (MODEL, "eu", 2)])
     index = index_of(world)
     restored = roll_back_of(world, second, window_start_s=7200)
     assert (restored.state, restored.origin, restored.status, restored.created_by) == (
@@ -295,13 +260,13 @@ def test_a_rollback_with_nowhere_to_go(world: World) -> None:
     apply(world, draft, index)
     with pytest.raises(ConflictError, match="nothing was in force before"):
         roll_back_of(world, draft)
-    second = in_force(world, ("us-east", 1))
+    second = world.in_force([(MODEL, "us-east", 1)])
     with pytest.raises(ConflictError, match=f"'{second}' is"):
         roll_back_of(world, draft)
 
 
 def test_two_rollbacks_at_once_take_back_one_plan(world: World) -> None:
-    first = in_force(world, ("us-east", 3))
-    second = in_force(world, ("us-east", 1))
+    first = world.in_force([(MODEL, "us-east", 3)])
+    second = world.in_force([(MODEL, "us-east", 1)])
     assert sorted(at_once(*[lambda: roll_back_of(world, second).state] * 2)) == ["applied", "conflict"]
     assert state_of(world, first) == "superseded"

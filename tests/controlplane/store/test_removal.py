@@ -20,9 +20,7 @@ from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.keys import make_key, revoke_key
 from controlplane.store.leases import lease_instance, return_lease
 from controlplane.store.overrides import add_override, remove_override
-from controlplane.store.plans import PlanEntry, add_plan, apply_plan
 from controlplane.store.tables import Desired, EndpointRow, GpuType, Instance, Model, Node, Profile, Region, Role
-from tests.controlplane.store.test_plans import a_plan
 from tests.controlplane.world import MODEL, World, until
 
 HERE = Endpoint(model=MODEL, region="us-east")
@@ -171,15 +169,7 @@ def test_scaling_goes_on_under_a_plan_that_names_what_is_gone(world: World, sett
     world.report("n1", "none", region="us-east", url="http://127.0.0.1:9")
     pool = {"region": "us-east", "gpu_type": "H800", "before": 0, "after": 2}
     pooled = [{"model": MODEL, "occupancy": 0.2, "before": False, "reason": ""}]
-    with world.database.transaction() as session:
-        plan, _ = a_plan(fleet_index(session), pools=[pool | {"pooled": pooled}])
-        plan_id, index = plan.id, plan.fleet_index
-        cells = [
-            PlanEntry(plan_id=plan_id, model=model, region="us-east", gpu_type="H800", before=0, after=2, reason="")
-            for model in (MODEL, "other")
-        ]
-        assert add_plan(session, plan, cells)
-        apply_plan(session, plan_id, index=index, now_s=0.0)
+    world.in_force([(MODEL, "us-east", 2), ("other", "us-east", 2)], pools=[pool | {"pooled": pooled}])
     drop_endpoints(world)
     with world.database.transaction() as session:
         removal.delete_model(session, MODEL)
@@ -189,10 +179,7 @@ def test_scaling_goes_on_under_a_plan_that_names_what_is_gone(world: World, sett
 
 
 def test_scaling_goes_on_under_a_plan_whose_gpu_type_is_gone(world: World, settings: Settings) -> None:
+    world.in_force([(MODEL, "us-east", 2)])
     with world.database.transaction() as session:
-        plan, cells = a_plan(fleet_index(session))
-        plan_id, index = plan.id, plan.fleet_index
-        assert add_plan(session, plan, cells)
-        apply_plan(session, plan_id, index=index, now_s=0.0)
         removal.delete_gpu_type(session, "H800")
     assert scale(world.database, world.live, settings, now_s=1000.0).started == 0

@@ -17,17 +17,16 @@ from controlplane.store.demand import (
     put_forecasts,
     read_demand,
 )
+from controlplane.store.fleet import fleet_index
 from controlplane.store.plans import Plan, PlanEntry, add_plan, forget_plans
-from tests.controlplane.store.test_plans import a_plan, index_of
-from tests.controlplane.world import World
+from tests.controlplane.world import World, a_plan
 
 DAY_S = 86_400
 
 
 def old_plan(world: World, state: PlanState, *, days: int, previous: str | None = None) -> str:
-    index = index_of(world)
-    plan, entries = a_plan(index, state=state, previous_plan_id=previous)
     with world.database.transaction() as session:
+        plan, entries = a_plan(fleet_index(session), state=state, previous_plan_id=previous)
         assert add_plan(session, plan, entries)
         session.flush()
         session.execute(text(f"UPDATE plans SET created_at = now() - interval '{days} days' WHERE id = '{plan.id}'"))
