@@ -80,7 +80,7 @@ def search(
     relaxed = relax(cells)
     value, counts = round_off(cells, relaxed)
     near = value - relaxed.bound <= TOLERANCE * np.maximum(1.0, np.abs(value)) - spare
-    with_others = bool(np.any(np.asarray(spare) > 0))
+    others = bool(np.any(np.asarray(spare) > 0))
     if not exact:
         return Found(
             bound=np.minimum(relaxed.bound, value),
@@ -88,10 +88,10 @@ def search(
             endpoint=np.arange(len(value)),
             counts=counts,
         )
-    listed = _enumerate(cells, relaxed, np.flatnonzero(~near), value + spare, labels_max, with_others)
+    listed = _enumerate(cells, relaxed, np.flatnonzero(~near), value + spare, labels_max, others)
     if len(cut := listed.cut):
         value[cut], counts[cut] = improve(cells.take(cut), value[cut], counts[cut])
-        listed = listed.joined(_enumerate(cells, relaxed, cut, value + spare, labels_max, with_others))
+        listed = listed.joined(_enumerate(cells, relaxed, cut, value + spare, labels_max, others))
     listed = listed.joined(_Listed(endpoint=np.arange(len(value)), counts=counts, value=value, cut=listed.cut))
     order = np.lexsort((*listed.counts.T, listed.value, listed.endpoint))
     size = np.bincount(listed.endpoint, minlength=len(value))
@@ -104,7 +104,7 @@ def search(
     return Found(bound=bound, value=value, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
 
 
-def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, with_others: bool) -> _Listed:
+def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, others: bool) -> _Listed:
     """All answers of these endpoints that cost at most `value`."""
     types = cells.speed.shape[1]
     slack = value - relaxed.bound
@@ -132,7 +132,7 @@ def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, label
     limit = value + TOLERANCE * np.maximum(1.0, np.abs(value))
     good = found <= limit[at]
     listed = [(at[good], rest[good], found[good])]
-    if with_others:
+    if others:
         listed += [
             *_with_other_counts(cells, relaxed, *listed[0][:2], limit, 1),
             *_with_other_counts(cells, relaxed, *listed[0][:2], limit, -1),
