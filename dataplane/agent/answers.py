@@ -12,7 +12,7 @@ from dataplane.protocol.messages import Failed, Finished, FinishReason, Generate
 from dataplane.runtime.tracing import current_parent
 
 RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
-"""Refusals that say nothing about the request itself: another instance may take it."""
+"""Refusals for reasons other than the request itself: another instance may take it."""
 
 TEMPERATURE_MAX = 2.0
 

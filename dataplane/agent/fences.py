@@ -1,7 +1,7 @@
 """Fencing tokens: of several claims of one batch request, a node runs the newest.
 
-A dispatcher that was paused or cut off may go on after another has its lease. The epoch of its claim is then older than
-one that this node has seen, and the node refuses it; a newer epoch ends the run of an older one.
+A dispatcher that was paused or cut off may continue after another has its lease. The epoch of its claim is then older
+than one that this node has seen, and the node refuses it; a newer epoch ends the run of an older one.
 """
 
 from collections import OrderedDict, deque

@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
 
 class CheckpointTokenizer:
-    """The tokenizer of a checkpoint folder: `tokenizer.json`, and the chat template beside it."""
+    """The tokenizer of a checkpoint folder: `tokenizer.json`, and its chat template."""
 
     def __init__(self, folder: Path | str) -> None:
         """Read the folder.

@@ -1,4 +1,4 @@
-"""The agent's end of one worker process: start it, talk to it, be sure that it is gone."""
+"""The agent's end of one worker process: its start, commands, reports, and its end."""
 
 import asyncio
 import socket
@@ -23,7 +23,7 @@ from dataplane.worker.frames import (
 log = structlog.get_logger()
 
 UNREAD_BYTES_MAX = 2 * FRAME_BYTES_MAX
-"""Of commands that a worker has not read. New requests are refused long before, at the agent's `unread_bytes_max`."""
+"""A worker with more bytes of unread commands is killed. New requests are refused earlier, at `unread_bytes_max`."""
 STOP_GRACE_S = 2.0
 """How long a worker may take to end after its socket was closed, before it is killed."""
 
@@ -40,7 +40,7 @@ class WorkerLink:
 
     @classmethod
     async def start(cls, configure: Configure, environment: Mapping[str, str]) -> Self:
-        """Start a worker process in that environment and tell it what to be.
+        """Start a worker process in an environment, and send its first command.
 
         Raises:
             OSError: the machine has no process, descriptor or memory for one.
@@ -63,17 +63,16 @@ class WorkerLink:
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
         return self._process.pid
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes of commands that wait here for the worker to read what came before them."""
+        """Bytes of commands that are queued here, since the worker has not read those before them."""
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, command: Command) -> None:
-        """Queue a command. What is sent to a dead worker is lost; `reports` then ends. A worker that leaves more than
-        `UNREAD_BYTES_MAX` unread is killed: it will not answer, and what waits for it is not kept without limit.
+        """Queue a command. Commands to a dead worker are lost; `reports` then ends. A worker that leaves more than
+        `UNREAD_BYTES_MAX` unread is killed, so that the queue is bounded.
         """
         if self._writer.is_closing():
             return
@@ -84,14 +83,14 @@ class WorkerLink:
             self._writer.transport.abort()
 
     def hang_up(self) -> None:
-        """Have the worker end; `reports` then ends too."""
+        """Close the socket, which ends the worker; `reports` then ends too."""
         self._writer.close()
 
     async def reports(self) -> AsyncIterator[Report]:
-        """What the worker says, until it is gone.
+        """The worker's reports, until it is gone.
 
         Raises:
-            FrameError: it said something that cannot be read.
+            FrameError: a report cannot be read.
         """
         while True:
             try:
@@ -102,7 +101,7 @@ class WorkerLink:
             yield decode_report(body)
 
     async def stop(self) -> int:
-        """Close the socket, which ends the worker, and wait; kill it when it lingers. Its exit status."""
+        """Close the socket, which ends the worker, and wait; kill it after `STOP_GRACE_S`. Its exit status."""
         self._writer.close()
         try:
             return await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
@@ -112,7 +111,7 @@ class WorkerLink:
 
 
 def _start_process(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A worker in a process group of its own: a Ctrl-C is for the agent, whose streams may still end well."""
+    """A worker in its own process group: Ctrl-C reaches only the agent, which lets its streams end."""
     return subprocess.Popen(
         [sys.executable, "-m", "dataplane.worker.main", str(descriptor)],
         pass_fds=(descriptor,),

@@ -1,8 +1,8 @@
 """One worker as the agent sees it: its process, which is restarted when it dies, and the instances that it hosts.
 
 A worker process may die at any time, also at its start, any number of times; or the machine has no memory to start one.
-The supervisor then starts another after a backoff and loads its instances again, while the node's other workers go on.
-The owner continues the requests that were lost with the process elsewhere, or keeps them until the next one is ready.
+The supervisor then starts another after a backoff and loads its instances again; the node's other workers continue. The
+owner continues the requests that were lost with the process elsewhere, or keeps them until the next one is ready.
 """
 
 import asyncio
@@ -121,9 +121,8 @@ class WorkerSupervisor:
         self.replaced = False
         """Whether the process is ended so that one with another engine can start."""
         self._process_started_s = time.monotonic()
-        self._switches_before = 0
-        self._preemptions_before = 0.0
-        self._load_before_s = 0.0
+        self._totals_before = (0, 0.0, 0.0)
+        """`switches_total`, `preemptions_total` and `load_s` of former processes."""
 
     @property
     def engine(self) -> EngineKind:
@@ -143,17 +142,17 @@ class WorkerSupervisor:
     @property
     def switches_total(self) -> int:
         """Model switches of all processes so far."""
-        return self._switches_before + self.stats.switches_total
+        return self._totals_before[0] + self.stats.switches_total
 
     @property
     def preemptions_total(self) -> float:
         """Requests preempted by all processes so far."""
-        return self._preemptions_before + self.stats.extra.get("preemptions", 0.0)
+        return self._totals_before[1] + self.stats.extra.get("preemptions", 0.0)
 
     @property
     def load_s(self) -> float:
         """Seconds for which loads of other models paused requests, of all processes so far."""
-        return self._load_before_s + self.stats.extra.get("load_s", 0.0)
+        return self._totals_before[2] + self.stats.extra.get("load_s", 0.0)
 
     @property
     def load(self) -> float:
@@ -220,7 +219,7 @@ class WorkerSupervisor:
         wanted = engine_of(instance, self._settings.engine)
         unusable = self._unusable(wanted)
         if unusable is None and wanted != self._engine:
-            return f"slot {self.index} runs {self._engine} for other models; {instance.model.name} wants {wanted}"
+            return f"worker {self.index} runs {self._engine} for other models; {instance.model.name} wants {wanted}"
         return unusable
 
     def _unusable(self, engine: EngineKind) -> str | None:
@@ -228,9 +227,9 @@ class WorkerSupervisor:
         if engine != "vllm":
             return None
         if self.kind != "both":
-            return f"slot {self.index} is a {self.kind} slot; vLLM needs one that does both"
+            return f"worker {self.index} is a {self.kind} worker; vLLM needs one that does both"
         if not self._alone:
-            return f"slot {self.index} serves together with others; vLLM needs one of its own"
+            return f"worker {self.index} is in a group with others; vLLM needs a worker of its own"
         try:
             check_version()
         except ModelLoadError as error:
@@ -257,7 +256,7 @@ class WorkerSupervisor:
         asked = configure(self._settings, self.index, kv_file, self._node.files, engine)
         link = await self._node.start_worker(asked, worker_environment(self._settings, self.index, os.environ))
         self._link, self.replaced = link, engine != self._engine
-        log.info("worker started", slot=self.index, kind=self.kind, engine=engine, pid=link.pid)
+        log.info("worker started", worker=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self.replaced:
             link.hang_up()
         try:
@@ -272,11 +271,10 @@ class WorkerSupervisor:
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
-            log.info("worker ended for another engine", slot=self.index, engine=self._engine)
+            log.info("worker ended for another engine", worker=self.index, engine=self._engine)
         else:
-            log.warning("worker lost", slot=self.index, end=end)
-        self._switches_before, self._preemptions_before = self.switches_total, self.preemptions_total
-        self._load_before_s = self.load_s
+            log.warning("worker lost", worker=self.index, end=end)
+        self._totals_before = self.switches_total, self.preemptions_total, self.load_s
         self.stats = EngineStats()
         self.hosted.worker_lost(end)
         if failures >= START_FAILURES_MAX:
@@ -304,7 +302,7 @@ class WorkerSupervisor:
         if not self._reported and not self.replaced and self._link is not None:
             self._reported = True
             self.worker_start_s = time.monotonic() - self._process_started_s
-            log.info("worker ready", slot=self.index, start_s=round(self.worker_start_s, 2))
+            log.info("worker ready", worker=self.index, start_s=round(self.worker_start_s, 2))
             self.hosted.worker_ready(self._link.send)
 
 

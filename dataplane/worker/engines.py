@@ -67,7 +67,7 @@ def make_vllm_engine(configure: Configure) -> Engine:
     from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
     from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
 
-    assert not configure.prefill_only, "the slot saw to that"
+    assert not configure.prefill_only, "agents run vLLM on workers that do both"
     settings = VllmEngineSettings(
         device=configure.device,
         dtype=configure.dtype,

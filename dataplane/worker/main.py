@@ -58,7 +58,7 @@ COMMANDS_MAX = 1024
 """Commands that may wait for the main loop: a few for each request of an agent's default `queue_max`."""
 FULL_PAUSE_MS = 1
 ORPHAN_GRACE_S = 1.0
-"""How long a step or a load may go on after the agent is gone."""
+"""How long a step or a load may continue after the agent is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,13 +113,13 @@ def test_a_slot_runs_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     install_vllm(TESTED[0], tmp_path, monkeypatch)
     errors = errors_of(asking("vllm"), asking("torch", "i2"))
     assert "/nowhere" in str(errors["i1"]), "its checkpoint is read next"
-    assert errors["i2"] == "slot 0 runs vllm for other models; model-i2 wants torch"
+    assert errors["i2"] == "worker 0 runs vllm for other models; model-i2 wants torch"
 
 
 def test_slots_that_serve_together_run_no_vllm() -> None:
     two = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
     errors = errors_of(asking("vllm"), together=True, slots=two)
-    assert errors["i1"] == "slot 0 serves together with others; vLLM needs one of its own"
+    assert errors["i1"] == "worker 0 is in a group with others; vLLM needs a worker of its own"
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
@@ -137,7 +137,7 @@ async def test_an_instance_follows_its_engine_where_the_slot_can(
 
     assert all("/nowhere" in error for error in await errors(1, "auto", "torch"))
     moved, stayed = await errors(2, "vllm", "torch")
-    assert moved == "slot 0 runs torch for other models; model-i1 wants vllm"
+    assert moved == "worker 0 runs torch for other models; model-i1 wants vllm"
     assert "/nowhere" in stayed
     assert all("/nowhere" in error for error in await errors(3, "vllm", "vllm"))
     assert worker.engine == "vllm"

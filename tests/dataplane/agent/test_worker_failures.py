@@ -97,7 +97,7 @@ def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
             with capture_logs() as logs:
                 await stream_beside(node, lambda: link._reader.feed_data(frame), lambda: slot.pid != pid)
             (line,) = [line for line in logs if line["event"] == "worker lost"]
-            assert (line["slot"], line["end"].split(":")[0]) == (0, "by FrameError")
+            assert (line["worker"], line["end"].split(":")[0]) == (0, "by FrameError")
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
             await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
