@@ -157,7 +157,7 @@ class ModelCache:
                 descriptor = self._begin(key, size_bytes, partial) if begin else self._folder.open(partial, os.O_RDWR)
             if begin:
                 return self._fill(key, descriptor, partial, complete, fill)
-            with _closing(descriptor):
+            with os.fdopen(descriptor, "r+b"):
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def request_space(self) -> None:
@@ -191,7 +191,7 @@ class ModelCache:
     def _fill(
         self, key: str, descriptor: int, partial: str, complete: str, fill: Callable[[memoryview], None]
     ) -> CachedModel:
-        with _closing(descriptor):
+        with os.fdopen(descriptor, "r+b"):
             try:
                 mapping = self._reserve(key, descriptor, partial)
                 fill(memoryview(mapping))
@@ -251,7 +251,11 @@ class ModelCache:
 
     def _held(self, name: str) -> bool:
         with self._folder.opened(name, os.O_RDWR) as descriptor:
-            return not _try_lock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -295,19 +299,3 @@ def _allocated(descriptor: int, size_bytes: int) -> bool:
 
 def _touch(descriptor: int) -> None:
     os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-@contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)
