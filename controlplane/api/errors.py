@@ -1,5 +1,6 @@
 """Errors of the API: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere, and never a bare 500."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
@@ -112,13 +113,11 @@ def translate_database(error: SQLAlchemyError) -> TidepoolError:
 def install(app: FastAPI) -> None:
     """Register the translations."""
 
-    async def on_tidepool(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, TidepoolError)
-        return error_response(request, error)
+    def answer(kind: type[Exception], translate: Callable[[Any], TidepoolError]) -> None:
+        async def handler(request: Request, error: Exception) -> JSONResponse:
+            return error_response(request, translate(error))
 
-    async def on_validation(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return error_response(request, translate_validation(error))
+        app.add_exception_handler(kind, handler)
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -128,10 +127,6 @@ def install(app: FastAPI) -> None:
             return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))
         return error_response(request, RoutingError(str(error.detail), status=error.status_code))
 
-    async def on_database(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, SQLAlchemyError)
-        return error_response(request, translate_database(error))
-
     async def on_disconnect(request: Request, _error: Exception) -> Response:
         if (record := record_of(request)) is not None:
             note_gone(record)
@@ -139,14 +134,14 @@ def install(app: FastAPI) -> None:
 
     async def on_any(request: Request, error: Exception) -> JSONResponse:
         log.exception("unhandled error", path=request.url.path, exc_info=error)
-        answer = error_response(request, InternalError("internal error; the request id finds it in the log"))
-        answer.headers["x-request-id"] = request.state.request_id  # this handler runs outside of `AnswerHeaders`
-        answer.headers["connection"] = "close"  # the server closes it after such an error
-        return answer
+        response = error_response(request, InternalError("internal error; the request id finds it in the log"))
+        response.headers["x-request-id"] = request.state.request_id  # this handler runs outside of `AnswerHeaders`
+        response.headers["connection"] = "close"  # the server closes it after such an error
+        return response
 
-    app.add_exception_handler(TidepoolError, on_tidepool)
-    app.add_exception_handler(RequestValidationError, on_validation)
+    answer(TidepoolError, lambda error: error)
+    answer(RequestValidationError, translate_validation)
+    answer(SQLAlchemyError, translate_database)
     app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(SQLAlchemyError, on_database)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
     app.add_exception_handler(Exception, on_any)

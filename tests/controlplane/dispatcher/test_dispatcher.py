@@ -58,6 +58,18 @@ async def ended(world: World, batch_id: str) -> Any:
     return world.batch(batch_id)
 
 
+def finished(world: World, agent: FakeAgent, batch_id: str, **changes: Any) -> Any:
+    """The batch once a dispatcher and one node have ended it."""
+
+    async def run() -> Any:
+        async with dispatchers(world, **changes):
+            return await ended(world, batch_id)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        return asyncio.run(run())
+
+
 async def holds(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not await asyncio.to_thread(condition):  # noqa: ASYNC110  (conditions are about other threads)
@@ -143,18 +155,11 @@ def test_lines_that_an_older_version_stored_are_validated_again(world: World, bl
         {"model": "tide", "prompt": ["older"], "max_tokens": 4, "request_id": None},
         {"model": "tide", "prompt": "older", "n": 2},
     )
-
-    async def run() -> Any:
-        async with dispatchers(world):
-            return await ended(world, batch_id)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        with world.database.transaction() as session:
-            batch = session.get_one(Batch, batch_id := world.add_batch())
-            add_requests(session, batch, (request_line(n, msgspec.json.encode(b)) for n, b in enumerate(bodies, 1)))
-            move_batch(session, batch, BatchState.IN_PROGRESS)
-        batch = asyncio.run(run())
+    with world.database.transaction() as session:
+        batch = session.get_one(Batch, batch_id := world.add_batch())
+        add_requests(session, batch, (request_line(n, msgspec.json.encode(b)) for n, b in enumerate(bodies, 1)))
+        move_batch(session, batch, BatchState.IN_PROGRESS)
+    batch = finished(world, agent, batch_id)
     [good], [failed] = lines_of(blobs, batch.output_file_id), lines_of(blobs, batch.error_file_id)
     assert (good["custom_id"], failed["custom_id"]) == ("c1", "c2")
     assert failed["response"]["body"]["error"]["code"] == "unsupported_parameter"
@@ -163,15 +168,7 @@ def test_lines_that_an_older_version_stored_are_validated_again(world: World, bl
 
 def test_what_a_node_refuses_is_an_error_line(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent("too long")
-
-    async def run() -> Any:
-        async with dispatchers(world):
-            return await ended(world, batch_id)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        batch_id = world.add_batch(lines=2)
-        batch = asyncio.run(run())
+    batch = finished(world, agent, world.add_batch(lines=2))
     assert batch.state == "completed"
     [failed], [good] = lines_of(blobs, batch.error_file_id), lines_of(blobs, batch.output_file_id)
     assert (failed["response"]["status_code"], failed["error"]) == (400, None)
@@ -201,15 +198,8 @@ def test_failures_of_nodes_are_tried_again_but_not_for_ever(world: World, blobs:
 
 def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(*["overloaded", "not ready"] * 4)
-
-    async def run() -> Any:
-        async with dispatchers(world, niw_attempts_max=1, release_pause_max_s=0.05):
-            return await ended(world, batch_id)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        batch_id = world.add_batch(lines=1)
-        batch = asyncio.run(run())
+    batch_id = world.add_batch(lines=1)
+    batch = finished(world, agent, batch_id, niw_attempts_max=1, release_pause_max_s=0.05)
     assert (batch.state, batch.completed, batch.error_file_id) == ("completed", 1, None)
     assert [asked.epoch for asked in agent.asked] == list(range(1, 18, 2)), "each claim has an epoch of its own"
     assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
@@ -217,15 +207,7 @@ def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
 
 def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore, redis_client: Redis) -> None:
     agent = FakeAgent("overloaded", "die", "overloaded", "worker lost")
-
-    async def run() -> Any:
-        async with dispatchers(world, release_pause_max_s=0.05):
-            return await ended(world, batch_id)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        batch_id = world.add_batch(lines=3)
-        assert asyncio.run(run()).completed == 3
+    assert finished(world, agent, world.add_batch(lines=3), release_pause_max_s=0.05).completed == 3
     assert len(agent.asked) == 3 + 4
     keys = [str(key) for key in redis_client.scan_iter("tidepool:demand:*")]
     counts = [count for key in keys for count in world.live.read_demand(int(key.rsplit(":", 1)[1])) or []]
@@ -235,15 +217,7 @@ def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: Blob
 
 def test_text_that_jsonb_would_refuse_is_kept(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(then="nul")
-
-    async def run() -> Any:
-        async with dispatchers(world):
-            return await ended(world, batch_id)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        batch_id = world.add_batch(lines=1)
-        [line] = lines_of(blobs, asyncio.run(run()).output_file_id)
+    [line] = lines_of(blobs, finished(world, agent, world.add_batch(lines=1)).output_file_id)
     assert line["response"]["body"]["choices"][0]["text"] == "the\0tide turns"
 
 

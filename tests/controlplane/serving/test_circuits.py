@@ -5,6 +5,7 @@ from controlplane.policies.decisions import Route
 from controlplane.policies.health import CircuitSettings
 from controlplane.serving.circuits import Circuits
 
+BROKEN = NodeError("broke off")
 ROUTE = Route(instance_id="i1", node_id="n1", region="east", utilization=0.0)
 OTHER = Route(instance_id="i2", node_id="n1", region="east", utilization=0.0)
 
@@ -25,7 +26,7 @@ def noted(error: NodeError, *, times: int = 3) -> tuple[Circuits, Clock]:
 
 
 def test_a_broken_connection_is_the_nodes_fault_and_an_error_the_instances() -> None:
-    assert noted(NodeError("broke off"))[0].avoided() == {"i1", "n1"}
+    assert noted(BROKEN)[0].avoided() == {"i1", "n1"}
     assert noted(NodeError("lost", status=503, code="worker_lost"))[0].avoided() == {"i1"}
 
 
@@ -35,7 +36,7 @@ def test_what_says_nothing_of_health_is_not_counted() -> None:
 
 
 def test_one_probe_then_all_or_nothing() -> None:
-    circuits, clock = noted(NodeError("broke off"))
+    circuits, clock = noted(BROKEN)
     clock.now_s = 1.5
     assert not circuits.avoided()
     circuits.note_sent(OTHER)
@@ -44,22 +45,24 @@ def test_one_probe_then_all_or_nothing() -> None:
     assert not circuits.avoided()
 
 
-def test_what_is_gone_is_forgotten() -> None:
-    circuits, clock = noted(NodeError("broke off"))
+def test_an_old_circuit_is_forgotten() -> None:
+    circuits, clock = noted(BROKEN)
     clock.now_s = 30.0
-    circuits.avoided()
-    assert set(circuits._circuits) == {"i1", "n1"}, "it may come back"
-    circuits.note_sent(ROUTE)  # a probe that nobody hears of again
-    clock.now_s = 200.0
-    circuits.avoided()
-    assert circuits._circuits == {}
+    circuits.note_end(ROUTE, BROKEN)
+    assert circuits.avoided() == {"i1", "n1"}, "one more failure opens it again"
+    clock.now_s = 300.0
+    assert not circuits.avoided()
+    circuits.note_end(ROUTE, BROKEN)
+    assert not circuits.avoided(), "one failure opens no new circuit"
 
 
-def test_what_is_well_again_is_forgotten() -> None:
-    circuits, _ = noted(NodeError("broke off"), times=2)
-    circuits.note_end(ROUTE, None)
-    assert circuits._circuits != {}
-    circuits, clock = noted(NodeError("broke off"))
+def test_failures_count_until_a_probe_succeeds() -> None:
+    circuits, clock = noted(BROKEN, times=2)
+    for outcome in (None, BROKEN, BROKEN, None, BROKEN, BROKEN, None, BROKEN):
+        assert not circuits.avoided()
+        circuits.note_end(ROUTE, outcome)
+    assert circuits.avoided() == {"i1", "n1"}, "most of them failed"
     clock.now_s = 2.0
     circuits.note_end(ROUTE, None)
-    assert circuits._circuits == {}
+    circuits.note_end(ROUTE, BROKEN)
+    assert not circuits.avoided()

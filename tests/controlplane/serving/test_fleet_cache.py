@@ -5,15 +5,13 @@ from itertools import pairwise
 
 import anyio
 import pytest
-from pydantic import SecretStr
 from redis import Redis
 from sqlalchemy.orm import Session
 
-from controlplane.errors import UnknownModelError
+from controlplane.errors import UnavailableError, UnknownModelError
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.store.fleet import Catalog, load_catalog
-from controlplane.store.redis.live import LiveStore
-from ops.local.ports import free_port
+from controlplane.store.redis.live import FleetView, LiveStore
 from tests.controlplane.world import PATIENCE_S, World
 
 
@@ -71,36 +69,49 @@ def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
     assert cache.instances("another") == ()
 
 
+class SwitchedLive(LiveStore):
+    """A Redis that is unavailable while `away`."""
+
+    away, reads = False, 0
+
+    def read_view(self) -> FleetView:
+        self.reads += 1
+        if self.away:
+            raise UnavailableError("Redis does not answer")
+        return super().read_view()
+
+    async def read_thrice(self) -> None:
+        """Wait for two whole reads of the view."""
+        until = self.reads + 3
+        with anyio.fail_after(PATIENCE_S):
+            while self.reads < until:  # noqa: ASYNC110  (another thread reads)
+                await anyio.sleep(0.01)
+
+
 def test_the_view_does_not_age_while_redis_is_away(world: World, redis_client: Redis) -> None:
     quick = world.settings.model_copy(update={"view_refresh_s": 0.05, "heartbeat_stale_s": 2.0})
-    away = LiveStore(world.settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")}))
+    live = SwitchedLive(world.settings)
 
     async def run() -> None:
-        cache = FleetCache(world.database, world.live, quick)
+        cache = FleetCache(world.database, live, quick)
         world.report("n1", "i1", region="us-east", url="http://n1")
         async with cache.following():
-            cache._live = away
-            while not cache._view_away:  # noqa: ASYNC110  (another task sets it)
-                await anyio.sleep(0.01)
+            live.away = True
+            await live.read_thrice()
             before = cache.instances()[0].age_s
-            await anyio.sleep(0.3)
+            await live.read_thrice()
             assert cache.instances()[0].age_s == before
             assert cache.missing() == []
             redis_client.flushdb()
-            cache._live = world.live
-            began = time.monotonic()
-            while cache._view_away:  # noqa: ASYNC110  (another task clears it)
-                await anyio.sleep(0.01)
+            live.away, began = False, time.monotonic()
+            await live.read_thrice()
             assert cache.instances()[0].age_s <= time.monotonic() - began, "its silence begins anew"
-            while cache.instances():  # noqa: ASYNC110  (Redis has forgotten it, and it is not heard again)
-                await anyio.sleep(0.05)
+            with anyio.fail_after(PATIENCE_S):
+                while cache.instances():  # noqa: ASYNC110  (Redis has lost it, and it does not report again)
+                    await anyio.sleep(0.05)
 
-    async def in_time() -> None:
-        with anyio.fail_after(PATIENCE_S):
-            await run()
-
-    anyio.run(in_time)
-    away.close()
+    anyio.run(run)
+    live.close()
 
 
 def test_made_up_names_share_a_read_and_reads_keep_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
