@@ -9,8 +9,8 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.forecast_backtest import backtest_file
-from ops.cli.forecast_import import import_recording, reading
-from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
+from ops.cli.forecast_import import import_recording, reading, send_demand, show_import
+from ops.client.api import CommandError, connected
 from ops.client.screen import AsJson, Columns, print_json, print_list, print_table, same, time_text
 
 CHUNK_BYTES = 2**18
@@ -33,7 +33,7 @@ def import_demand(
     \b
     start_s is the Unix time of a whole minute; an empty tokens_per_s is a gap.
     """
-    with connected(context) as api, file.open("rb") as raw, reading(file) as report:
+    with file.open("rb") as raw, reading(file) as report:
 
         def chunks() -> Iterator[bytes]:
             source: Any = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw
@@ -41,19 +41,8 @@ def import_demand(
                 yield chunk
                 report(raw.tell())
 
-        answer = api.send(
-            "POST",
-            "/admin/demand",
-            content=chunks(),
-            params={"kind": kind},
-            headers={"Content-Type": "text/csv"},
-            timeout=UPLOAD_TIMEOUT_S,
-        )
-    if as_json:
-        print_json(answer)
-        return
-    span = f", {time_text(answer['first_s'])} to {time_text(answer['last_s'])}" if answer["rows"] else ""
-    typer.echo(f"{answer['rows']} minutes of {answer['series']} endpoints are imported{span}")
+        answer = send_demand(context, chunks(), kind)
+    show_import(answer, as_json=as_json)
 
 
 @demands.command("show")

@@ -14,7 +14,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.client.api import UPLOAD_TIMEOUT_S, CommandError, connected
-from ops.client.screen import AsJson, print_json, progress_bar, time_text
+from ops.client.screen import AsJson, print_answer, progress_bar, time_text
 
 if TYPE_CHECKING:
     from forecasts.importers.formats import DemandFormat
@@ -98,7 +98,7 @@ def import_recording(
             answer = _sent(context, _minutes(rows, form), kind or "IW")
         else:
             answer = {"format": format, "out": str(out)} | _written(rows, file, out)
-    _show(answer, as_json=as_json)
+    show_import(answer, as_json=as_json)
 
 
 @contextmanager
@@ -161,11 +161,15 @@ def _sent(context: typer.Context, rows: "Iterable[DemandRow]", kind: str) -> Any
             csv.writer(text, lineterminator="\n").writerows(map(_fields, part))
             yield text.getvalue().encode()
 
+    return send_demand(context, chunks(), kind)
+
+
+def send_demand(context: typer.Context, chunks: Iterator[bytes], kind: str) -> Any:
+    """Send demand as CSV to the API, which imports all of it or nothing."""
     with connected(context) as api:
-        headers = {"Content-Type": "text/csv"}
-        params = {"kind": kind}
+        headers, params = {"Content-Type": "text/csv"}, {"kind": kind}
         return api.send(
-            "POST", "/admin/demand", content=chunks(), params=params, headers=headers, timeout=UPLOAD_TIMEOUT_S
+            "POST", "/admin/demand", content=chunks, params=params, headers=headers, timeout=UPLOAD_TIMEOUT_S
         )
 
 
@@ -211,12 +215,10 @@ def replaced(out: Path) -> Iterator[IO[str]]:
             part.unlink(missing_ok=True)
 
 
-def _show(answer: Any, *, as_json: bool) -> None:
-    if as_json:
-        print_json(answer)
-        return
+def show_import(answer: Any, *, as_json: bool) -> None:
+    """Print how much demand was imported, into the API or into the file `out`."""
     span = f", {time_text(answer['first_s'])} to {time_text(answer['last_s'])}" if answer["rows"] else ""
+    text = f"{answer['rows']} minutes of {answer['series']} endpoints are imported{span}"
     if "out" in answer:
-        typer.echo(f"{answer['out']}: {answer['rows']} rows of {answer['series']} series, {answer['gaps']} gaps{span}")
-    else:
-        typer.echo(f"{answer['rows']} minutes of {answer['series']} endpoints are imported{span}")
+        text = f"{answer['out']}: {answer['rows']} rows of {answer['series']} series, {answer['gaps']} gaps{span}"
+    print_answer(answer, text, as_json=as_json)

@@ -66,14 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command. Exit status: 0 well, 1 refused or failed, 2 used wrongly."""
     try:
         app(args=None if arguments is None else list(arguments), prog_name="tidepool")
-    except CommandError as error:
-        sys.stderr.write(f"error: {error}\n")
-        raise SystemExit(1) from None
-    except ModuleNotFoundError as error:
-        missing = missing_extra(error)
-        if missing is None:
+    except (CommandError, ModuleNotFoundError) as error:
+        message = missing_extra(error) if isinstance(error, ModuleNotFoundError) else str(error)
+        if message is None:
             raise
-        sys.stderr.write(f"error: {missing}\n")
+        sys.stderr.write(f"error: {message}\n")
         raise SystemExit(1) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

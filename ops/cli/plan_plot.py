@@ -14,7 +14,7 @@ from ops.client.screen import AsJson, print_answer, time_text
 
 if TYPE_CHECKING:
     from ops.plots.panels import Curve
-    from ops.plots.plan_plot import PlanPanel
+    from ops.plots.plan_plot import Band, PlanPanel
 
 HOUR_S = 3600
 BUCKET_S = 300
@@ -65,7 +65,7 @@ def plan_panels(
     api: Api, answer: Mapping[str, Any], *, model: str | None, region: str | None, hours: int
 ) -> "tuple[list[PlanPanel], int, float]":
     """Panels of the busiest endpoints, how many endpoints there are, and the quantile of the forecast."""
-    from ops.plots.plan_plot import Band, PlanPanel
+    from ops.plots.plan_plot import PlanPanel
 
     plan = answer["plan"]
     inputs = _inputs_of(api, plan["id"])
@@ -97,7 +97,7 @@ def plan_panels(
                 origin_s=origin_s,
                 history=_curve(demand, demand["since_s"], origin_s),
                 came=_curve(demand, origin_s, demand["until_s"]),
-                forecast=[Band(**band) for band in _bands(expected.get(endpoint), rows.get(endpoint), origin_s)],
+                forecast=_bands(expected.get(endpoint), rows.get(endpoint), origin_s),
                 capacity=_capacity(cells.get(endpoint, []), rates, origin_s, plan["window_start_s"]),
                 note=(expected.get(endpoint) or {}).get("stand_in") or "",
             )
@@ -115,22 +115,20 @@ def _inputs_of(api: Api, plan_id: str) -> Any:
         raise
 
 
-def _bands(expected: Any, row: Any, origin_s: int) -> list[dict[str, float]]:
+def _bands(expected: Any, row: Any, origin_s: int) -> "list[Band]":
     """The forecast window by window; of a fallback forecast, its one peak for the whole hour."""
+    from ops.plots.plan_plot import Band
+
     if expected is None:
         return []
     upper = expected["peak_upper"]
     path = [upper] if row is None or expected["stand_in"] else row["path"]
     share = expected["peak_q50"] / upper if upper else 1.0
     width_s = HOUR_S / len(path)
+    starts_s = (origin_s + width_s * at for at in range(len(path)))
     return [
-        {
-            "start_s": origin_s + width_s * place,
-            "end_s": origin_s + width_s * (place + 1),
-            "q50": share * value,
-            "upper": value,
-        }
-        for place, value in enumerate(path)
+        Band(start_s=start_s, end_s=start_s + width_s, q50=share * value, upper=value)
+        for start_s, value in zip(starts_s, path, strict=True)
     ]
 
 

@@ -102,17 +102,8 @@ class System:
 
     def tidepool(self, *words: str) -> Any:
         """What a command answers as JSON."""
-        argv = [
-            sys.executable,
-            "-m",
-            "ops.cli.main",
-            "--url",
-            self.url,
-            "--key",
-            self.keys[Role.ADMIN],
-            *words,
-            "--json",
-        ]
+        program = (sys.executable, "-m", "ops.cli.main")
+        argv = [*program, "--url", self.url, "--key", self.keys[Role.ADMIN], *words, "--json"]
         return json.loads(subprocess.run(argv, capture_output=True, check=True, env=self._environment).stdout)
 
     def start_server(self, name: str) -> None:
