@@ -59,7 +59,7 @@ def set_latency(
     origin: str,
     destination: str,
     ms: Annotated[float, typer.Argument(min=0, max=60_000, help="Round-trip time in milliseconds.")],
-    one_way: Annotated[bool, typer.Option("--one-way", help="Leave the opposite direction as it is.")] = False,
+    one_way: Annotated[bool, typer.Option("--one-way", help="Set this direction only.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Set the latency between two regions: traffic that its home region cannot take tries the nearest region first."""

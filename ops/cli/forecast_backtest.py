@@ -32,7 +32,8 @@ def backtest_file(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="CSV; packed by gzip or not.")],
     quantile: Annotated[float, typer.Option(help="Of the hour's peak, to be covered: above 0.5, below 1.")] = 0.9,
     origins: Annotated[
-        int | None, typer.Option(min=1, help="The newest so many hours. Default: all in a series' second half.")
+        int | None,
+        typer.Option(min=1, help="How many of the newest hours to forecast. Default: the second half of a series."),
     ] = None,
     predictions: Annotated[
         Path | None, typer.Option(dir_okay=False, help="Write every prediction to this CSV (.gz packs it).")

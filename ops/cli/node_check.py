@@ -30,7 +30,7 @@ def check_node(
     ],
     device: Annotated[Device, typer.Option(help="Where to run.")] = "cpu",
     dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = "float32",
-    switches: Annotated[int, typer.Option(min=0, help="Go on until there were so many switches.")] = 50,
+    switches: Annotated[int, typer.Option(min=0, help="The least number of switches.")] = 50,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each model.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to make from each prompt, at most.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,

@@ -33,7 +33,7 @@ def solve(
     """Solve a placement problem offline: how many instances of what, where, in which pools, and why.
 
     \b
-    The file's schema: tidepool plan schema. Both options override what the file says.
+    The file's schema: tidepool plan schema. Both options override the file.
     What cannot be served is listed; that is an answer too. Exit status 1: refused, or no solver answered.
     """
     from controlplane.policies.placement.choose import choose_placement

@@ -100,7 +100,7 @@ def simulate(
       azure-2023  Azure's trace, a line for each request
       azure-2024  the same of 2024, or its requests per 10 s
       sageserve   prompt tokens per minute: Poisson requests of the mean of traffic.prompt_tokens; "dev" is NIW
-      servegen    one model's clients by 10 minutes, dealt out to regions by turns (traffic.lengths: their lengths)
+      servegen    one model's clients by 10 minutes, spread over the regions (traffic.lengths: their lengths)
       aegaeon     one workload, by name: --set traffic.workload=synth-40-0.1-1.0-1.0
       burstgpt, mooncake   a line for each request
       csv         start_s,region,model,tokens_per_s[,tier], as `tidepool forecast import` writes it

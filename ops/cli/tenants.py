@@ -36,7 +36,7 @@ def _limit(text: str) -> int | None:
 
 
 def _option(words: str) -> Any:
-    return typer.Option(metavar="NUMBER|none", help=f"{words}; none: without limit. Left out: as it is.")
+    return typer.Option(metavar="NUMBER|none", help=f"{words}; none: without limit. Default: unchanged.")
 
 
 @tenants.command("list")

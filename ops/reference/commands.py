@@ -11,8 +11,8 @@ from ops.cli.main import app
 from ops.reference.markdown import block, code, page, plain, table
 
 _INTRODUCTION = """\
-Every command explains itself with `--help`. Exit status: 0 done, 1 refused or failed, 2 wrong usage. Commands that ask
-the API find it as `--url` says, and print JSON with `--json`."""
+Every command has `--help`. Exit status: 0 done, 1 refused or failed, 2 wrong usage. Commands that call
+the API find its address as `--url` describes, and print JSON with `--json`."""
 _AS_IT_STANDS = "\b\n"
 """Begins a paragraph of a help text whose lines are kept."""
 
