@@ -4,7 +4,7 @@ Origin n is before bucket n, so that a series of `buckets` values has buckets + 
 
     origin      0     1     2     3
     bucket      | v0  | v1  | v2  |
-    trailing(count=2) at origin 2: v0, v1          coming(count=1) at origin 2: v2
+    trailing(count=2) at origin 2: v0, v1          next(count=1) at origin 2: v2
 """
 
 import numpy as np
@@ -22,7 +22,7 @@ def trailing_max(values: FloatArray, count: int) -> FloatArray:
     return _maxima(_before(values, count))
 
 
-def coming_max(values: FloatArray, count: int) -> FloatArray:
+def next_max(values: FloatArray, count: int) -> FloatArray:
     """Largest known value of the `count` buckets after each origin, NaN if fewer follow; shape (buckets + 1,)."""
     result = np.full(len(values) + 1, np.nan)
     if len(values) >= count:
@@ -39,7 +39,7 @@ def days_before(values: FloatArray, per_day: int, days: int) -> FloatArray:
     return table
 
 
-def carried_over(values: FloatArray, count: int) -> FloatArray:
+def forward_filled(values: FloatArray, count: int) -> FloatArray:
     """Gaps filled with the last known value, for at most `count` buckets after it."""
     indices = np.arange(len(values))
     newest = np.maximum.accumulate(np.where(np.isnan(values), -1, indices))

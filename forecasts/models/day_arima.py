@@ -37,9 +37,9 @@ def _fit_fourier(history: DemandSeries, settings: ForecastSettings, known: Param
 
 
 def _fourier_path(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    rest, coming, unscale = _without_day(history, settings)
+    rest, ahead, unscale = _without_day(history, settings)
     recent = rest[-history.buckets_in(settings.arima.history_s) :]
-    return unscale(coming + _as_fit(params).path(recent, settings.windows))
+    return unscale(ahead + _as_fit(params).path(recent, settings.windows))
 
 
 def _fit_seasonal(history: DemandSeries, settings: ForecastSettings, known: Params | None) -> Params:

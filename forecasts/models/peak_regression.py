@@ -14,7 +14,7 @@ from forecasts.models.baselines import DAY_S, DAYS_MAX, scaled_to_peak
 from forecasts.models.forecaster import Forecaster, ForecastError, Params
 from forecasts.series import DemandSeries, FloatArray
 from forecasts.settings import ForecastSettings
-from forecasts.windows import carried_over, coming_max, days_before, known_mean, trailing_max, trailing_mean
+from forecasts.windows import days_before, forward_filled, known_mean, next_max, trailing_max, trailing_mean
 
 RIDGE = 0.001
 HALF_LIFE_S = 2 * DAY_S
@@ -70,14 +70,14 @@ def _table(history: DemandSeries, settings: ForecastSettings, *, days: int, floo
     The target is then the difference from the past days' mean, shrunk towards zero while there are few of them.
     """
     hour = history.buckets_in(3600.0)
-    values = carried_over(history.values, 3 * hour)
+    values = forward_filled(history.values, 3 * hour)
     half_hour = trailing_mean(values, max(1, hour // 2))
 
     def relative(statistic: FloatArray) -> FloatArray:
         ratio = np.log(np.maximum(statistic, floor)) - np.log(np.maximum(half_hour, floor))
         return np.asarray(np.clip(ratio, -LOG_RATIO_MAX, LOG_RATIO_MAX))
 
-    target = relative(coming_max(history.values, settings.windows))
+    target = relative(next_max(history.values, settings.windows))
     recent = [
         relative(trailing_max(values, hour)),
         relative(trailing_mean(values, max(1, hour // 4))),
