@@ -96,7 +96,7 @@ def plan_panels(
                 title=f"{endpoint[0]} in {endpoint[1]}",
                 origin_s=origin_s,
                 history=_curve(demand, demand["since_s"], origin_s),
-                came=_curve(demand, origin_s, demand["until_s"]),
+                actual=_curve(demand, origin_s, demand["until_s"]),
                 forecast=_bands(expected.get(endpoint), rows.get(endpoint), origin_s),
                 capacity=_capacity(cells.get(endpoint, []), rates, origin_s, plan["window_start_s"]),
                 note=(expected.get(endpoint) or {}).get("stand_in") or "",

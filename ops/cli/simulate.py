@@ -142,7 +142,7 @@ def _simulated(
         loaded = load_scenario(path, trace=trace, settings=settings or ())
         if policy is not None:
             loaded = loaded.with_strategy(policy)
-        result = run(loaded, seed=seed, told=_Progress(loaded)).result
+        result = run(loaded, seed=seed, report=_Progress(loaded)).result
         if not result.requests:
             raise CommandError(f"{loaded.name}: no request arrived: see [traffic] and planning.learn_s")
         if json_out:

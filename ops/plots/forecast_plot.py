@@ -1,4 +1,4 @@
-"""A backtest as a picture: what was known, the band that was forecast hour by hour, and what came."""
+"""A backtest as a picture: what was known, the hourly forecasts, and actual demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ops.plots.panels import (
-    CAME,
+    ACTUAL,
     DAY_S,
     FORECAST,
     HISTORY,
@@ -31,12 +31,12 @@ class ForecastPanel:
 
     Attributes:
         title: which series.
-        demand: all of it; before the first origin it is drawn as history, after it as what came.
+        demand: all of it; before the first origin it is drawn as history, after it as actual demand.
         origin_s: shape (origins,), Unix times, ascending.
         horizon_s: how far each forecast reaches.
         peak_q50: shape (origins,), the median of the peak; NaN where nothing was known.
         peak_upper: the same for the upper quantile.
-        actual_peak: the same for the peak that came; NaN = a gap.
+        actual_peak: the same for the actual peak; NaN = a gap.
         error: weighted error of the median, a share of 1; None = no origin with an outcome.
         coverage: share of origins whose peak stayed under the upper quantile.
     """
@@ -82,9 +82,9 @@ def _draw(axes: "Axes", panel: ForecastPanel, quantile: float) -> None:
     end_s = float(origins[-1]) + panel.horizon_s
     first_s = max(float(demand.start_s[0]), float(origins[0]) - max(DAY_S, (end_s - float(origins[0])) / 4))
     known = (demand.start_s >= first_s) & (demand.start_s < origins[0])
-    came = (demand.start_s >= origins[0]) & (demand.start_s < end_s)
+    actual = (demand.start_s >= origins[0]) & (demand.start_s < end_s)
     draw_curve(axes, _part(demand, known), "history", HISTORY)
-    draw_curve(axes, _part(demand, came), "what came", CAME)
+    draw_curve(axes, _part(demand, actual), "actual demand", ACTUAL)
     upper = f"q{100 * quantile:g}"
     for place, origin_s in enumerate(origins):
         if np.isnan(panel.peak_q50[place]):
@@ -96,7 +96,7 @@ def _draw(axes: "Axes", panel: ForecastPanel, quantile: float) -> None:
         axes.fill_between(span, [low, low], [high, high], color=FORECAST, alpha=0.3, linewidth=0, label=band)
         axes.plot(span, [low, low], color=FORECAST, linewidth=1.2, label="q50" if first else None)
     middles = (origins + panel.horizon_s / 2) / DAY_S
-    axes.plot(middles, panel.actual_peak, ".", color=CAME, markersize=3, label="peak that came")
+    axes.plot(middles, panel.actual_peak, ".", color=ACTUAL, markersize=3, label="actual peak")
     finish_panel(axes, f"{panel.title}   {_scores(panel, upper)}", first_s=first_s, end_s=end_s)
 
 

@@ -40,10 +40,10 @@ class PageError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A table's cell. `mood`: good, bad or empty; `word`: stands on the left."""
+    """A table's cell. `verdict`: good, bad or empty; `word`: aligned left."""
 
     text: str
-    mood: str = ""
+    verdict: str = ""
     word: bool = False
 
 
@@ -92,5 +92,5 @@ def write_page(path: Path, text: str) -> None:
 
 
 def _cell(tag: str, cell: Cell) -> str:
-    classes = " ".join(name for name in (cell.mood, "word" if cell.word else "") if name)
+    classes = " ".join(name for name in (cell.verdict, "word" if cell.word else "") if name)
     return f'<{tag} class="{classes}">{escape(cell.text)}</{tag}>'

@@ -23,7 +23,7 @@ DAY_S = 86_400.0
 PANELS_MAX = 12
 """Most panels of one picture: more cannot be read."""
 
-HISTORY, CAME, FORECAST, CAPACITY, NOW = "#8a8a8a", "#1a1a1a", "#0072b2", "#d55e00", "#555555"
+HISTORY, ACTUAL, FORECAST, CAPACITY, NOW = "#8a8a8a", "#1a1a1a", "#0072b2", "#d55e00", "#555555"
 _PANEL_WIDTH_IN, _PANEL_HEIGHT_IN, _HEAD_IN, _FOOT_IN = 11.0, 2.9, 0.7, 0.5
 _SVG_WIDTH_IN = 10.5
 _SVG_STYLE: dict[Any, Any] = {

@@ -1,8 +1,8 @@
-"""A plan as a picture: demand until it was made, the forecast it rests on, the capacity it places, and what came.
+"""A plan as a picture: demand until it was made, its forecast, the capacity it places, and actual demand.
 
 `draw_plan` takes nothing but numbers, so that it serves commands, tests and the simulator. From the admin API:
 
-    history, came       GET /admin/demand: the points before the plan's origin, and from the origin on
+    history, actual     GET /admin/demand: the points before the plan's origin, and from the origin on
     forecast            GET /admin/forecasts?origin_s=...: each window of `path` (q50), and the same raised to the upper
                         quantile (`path` * peak_upper / peak_q50); a window lasts 3600 s / number of windows
     capacity            GET /admin/plans/{id}: instances before and after, times the profile's tokens per second of
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ops.plots.panels import (
-    CAME,
+    ACTUAL,
     CAPACITY,
     DAY_S,
     FORECAST,
@@ -67,7 +67,7 @@ class PlanPanel:
         title: for example "llama-8b in us-east".
         origin_s: Unix time from which was forecast; a line is drawn there.
         history: demand before the origin; None = nothing known.
-        came: demand from the origin on; None = nothing came yet.
+        actual: demand from the origin on; None = none yet.
         forecast: windows, ascending; may be empty where the endpoint has no forecast.
         capacity: steps, ascending, from before the plan to its end; may be empty.
         note: a few words behind the title, such as the plan's reason for this endpoint.
@@ -76,7 +76,7 @@ class PlanPanel:
     title: str
     origin_s: float
     history: Curve | None
-    came: Curve | None
+    actual: Curve | None
     forecast: Sequence[Band]
     capacity: Sequence[Capacity]
     note: str = ""
@@ -125,7 +125,7 @@ def total_panel(panels: Sequence[PlanPanel], title: str) -> PlanPanel:
         title=title,
         origin_s=panels[0].origin_s,
         history=_total_curve([panel.history for panel in panels if panel.history is not None]),
-        came=_total_curve([panel.came for panel in panels if panel.came is not None]),
+        actual=_total_curve([panel.actual for panel in panels if panel.actual is not None]),
         forecast=[
             Band(
                 start_s=start_s,
@@ -164,8 +164,8 @@ def _total_curve(curves: Sequence[Curve]) -> Curve | None:
 def _draw(axes: "Axes", panel: PlanPanel, quantile: float) -> None:
     if panel.history is not None:
         draw_curve(axes, panel.history, "history", HISTORY)
-    if panel.came is not None:
-        draw_curve(axes, panel.came, "what came", CAME)
+    if panel.actual is not None:
+        draw_curve(axes, panel.actual, "actual demand", ACTUAL)
     for place, band in enumerate(panel.forecast):
         span = [band.start_s / DAY_S, band.end_s / DAY_S]
         label = f"forecast, q50 to q{100 * quantile:g}" if place == 0 else None
@@ -202,7 +202,7 @@ def _draw_capacity(axes: "Axes", steps: Sequence[Capacity]) -> None:
 def _span(panel: PlanPanel) -> tuple[float, float]:
     spans = [(band.start_s, band.end_s) for band in panel.forecast]
     spans += [(step.start_s, step.end_s) for step in panel.capacity]
-    for curve in (panel.history, panel.came):
+    for curve in (panel.history, panel.actual):
         if curve is not None and len(curve.start_s):
             spans.append((float(curve.start_s[0]), float(curve.start_s[-1]) + curve.bucket_s))
     if not spans:

@@ -1,4 +1,4 @@
-"""From a scenario to a result: build the world, run it, and say what came of it."""
+"""From a scenario to a result: build the world, run it, and sum it up."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -23,20 +23,20 @@ from ops.simulator.world.summary import result_of
 from ops.simulator.world.usage import Use
 from ops.simulator.world.world import World, WorldSettings
 
-Told = Callable[[float, int], None]
-"""Called with the simulated time and the requests that came so far."""
+Report = Callable[[float, int], None]
+"""Called with the simulated time and the number of requests so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The world at its end, the fleet where instances came and went, and the result of both."""
+    """The world at its end, its fleet if it was scaled, and the result of both."""
 
     world: World
     fleet: Fleet | None
     result: Result
 
 
-def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda now_s, requests: None) -> Outcome:
+def simulate(scenario: Scenario, *, seed: int | None = None, report: Report = lambda now_s, requests: None) -> Outcome:
     """Run a scenario to its end.
 
     Raises:
@@ -49,7 +49,7 @@ def simulate(scenario: Scenario, *, seed: int | None = None, told: Told = lambda
     began_s = time.perf_counter()
     world, fleet, prices = build_world(scenario, seed)
     for now_s in world.run():
-        told(now_s, world.arrived)
+        report(now_s, world.arrived)
     result = result_of(
         world,
         fleet,

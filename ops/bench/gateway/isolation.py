@@ -47,7 +47,7 @@ class Arrival:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """`ttft_s`: from sending to the first token; None if none came, for the `reason`."""
+    """`ttft_s`: from sending to the first token; None without one, for the `reason`."""
 
     arrival: Arrival
     ttft_s: float | None

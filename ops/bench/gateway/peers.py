@@ -1,4 +1,4 @@
-"""The processes beside the gateway in its benchmark, as thin as Python allows.
+"""The other processes of the gateway's benchmark, as thin as Python allows.
 
 `upstream PORT TOKENS SECONDS` answers as a node agent (`/generate`) and as an OpenAI server (`/v1/...`): so many tokens
 with so many seconds between them, whose text is the time of writing in nanoseconds. `hop PORT UPSTREAM_URL` is the

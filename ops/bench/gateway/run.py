@@ -109,7 +109,7 @@ _CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One address that clients may ask. `pid`: the process that stands there; None for the upstream itself."""
+    """An address for clients. `pid`: of its process; None for the upstream itself."""
 
     name: str
     port: int
@@ -225,7 +225,7 @@ def main(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what the gateway costs beside a bare hop.
+    """Measure the cost of the gateway against a bare hop.
 
     \b
     Examples:

@@ -2,9 +2,9 @@
 
 On the workloads of its artifact: ShareGPT lengths, Poisson arrivals, 120 s at rate 0.1 (40 models: 60 s). Published for
 90 % service attainment at that rate: 70 models (paper, H800), 72 (the artifact's simulator, H100), 44 for request-level
-switching (ServerlessLLM), 32 for static multiplexing (MuxServe). Six GPUs prefill and ten decode unless told otherwise.
+switching (ServerlessLLM), 32 for static multiplexing (MuxServe). Six GPUs prefill and ten decode by default.
 
-The testbed: 16 GPUs, models of 7B to 13B. Token k is due 10 s + k * 0.1 s after its request came. Step times: the
+The testbed: 16 GPUs, models of 7B to 13B. Token k is due 10 s + k * 0.1 s after its request arrived. Step times: the
 artifact's H100 profiles, where a switch takes bytes / 16 GB/s, as its simulator assumes; or any other profile.
 """
 

@@ -1,6 +1,6 @@
 """Many models that are rarely used, in the simulator: `python -m ops.bench.papers.aegaeon_fleet --help`.
 
-`active`: how many models have a request in service at a time, beside theorem 3.1: M (1 - exp(-rate T)).
+`active`: the number of models with a request in service, against theorem 3.1: M (1 - exp(-rate T)).
 `gpus`: a fleet shaped like section 7.5: 28 models of 1.8B to 7B on one H20 each, 19 of 32B to 72B on four. Of the
 rates, 0.037 on average and 1.13 at most, one model has the highest. Published: 1,192 GPUs before, 213 after. The 1,192
 held many instances of each model, for peaks and failures in several regions, which nobody outside can simulate: what is
@@ -72,7 +72,7 @@ def active(
     plot: Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pdf.", dir_okay=False)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Models with a request in service, by time and beside theorem 3.1."""
+    """Models with a request in service over time, against theorem 3.1."""
     check_plot(plot)
     part = Part(name="all", kinds=SMALL, gpus=1, rates_per_s=[rate_per_s] * models)
     with work_folder() as folder:

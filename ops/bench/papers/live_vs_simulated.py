@@ -1,4 +1,4 @@
-"""The same small scenario, run live and simulated: how far the simulator is from what it stands for.
+"""The same small scenario, run live and simulated: the error of the simulator.
 
 Live: a whole stack of real processes on this machine, with one node on the replay engine whose one slot has memory for
 two of three models. Simulated: a pool of that slot. Both get the same requests at the same times.

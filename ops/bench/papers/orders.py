@@ -38,7 +38,7 @@ COLUMNS: Columns = {
 
 @dataclass(frozen=True, kw_only=True)
 class Missed:
-    """Shares of the requests whose first token came late, and the third quartiles; means over seeds."""
+    """Shares of requests with a late first token, and third quartiles of TTFT; means over seeds."""
 
     order: Order
     fast_missed: float

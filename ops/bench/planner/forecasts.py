@@ -2,7 +2,7 @@
 
 Every hour of a series' second half is forecast from what was known then, by the champion and by each forecaster alone,
 in one run. Over-provision compares at one coverage: the last hour's maximum is taken times the least factor, known with
-hindsight only, that covers as many of these hours as the champion's upper quantile did; that stands as it was said.
+hindsight only, that covers as many of these hours as the champion's upper quantile did, which is not scaled.
 """
 
 import time
@@ -23,7 +23,7 @@ from forecasts.models.arima import ArimaOrder, fit_order
 from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.models.forecaster import ForecastError
 from forecasts.selection.select import forecast_peak
-from forecasts.series import DemandRow, DemandSeries, FloatArray
+from forecasts.series import DemandSeries, FloatArray
 from forecasts.settings import DEFAULT_FORECASTERS, ArimaSettings, ForecastSettings
 from ops.client.screen import AsJson, notes, print_json, print_table
 
@@ -45,8 +45,6 @@ PROCESSES = 2
 COVERAGE = (0.87, 0.93)
 LESS_THAN_LAST_HOUR = 0.75
 FASTER_THAN_GRID = 20.0
-
-_Rows = Callable[[], Sequence[DemandRow]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds for all series with `PROCESSES` processes; `grid_s` is told from `GRID_SERIES` of them, `grid_few_s`."""
+    """Seconds for all series with `PROCESSES` processes; `grid_s` is scaled up from `grid_few_s`."""
 
     series: int
     forecast_s: float
@@ -160,12 +158,12 @@ def _scaled_last_hour(predictions: Sequence[Prediction], coverage: float) -> flo
         for one in predictions
         if one.forecaster == LAST_HOUR_MAX and one.actual and one.peak_q50
     ]
-    said, came = np.array(rows).T
-    factor = np.sort(came / said)[max(0, round(coverage * len(rows)) - 1)]
-    return float(np.maximum(0.0, said * factor - came).sum() / came.sum())
+    forecast, actual = np.array(rows).T
+    factor = np.sort(actual / forecast)[max(0, round(coverage * len(rows)) - 1)]
+    return float(np.maximum(0.0, forecast * factor - actual).sum() / actual.sum())
 
 
-def measure_speed(weeks: Sequence[DemandSeries], settings: ForecastSettings) -> Speed:
+def measure_speed(weeks: Sequence[DemandSeries], settings: ForecastSettings, count: int = SPEED_SERIES) -> Speed:
     """Forecast noisy copies of recorded weeks one hour on, the state of the hour before given, and refit a few by grid.
 
     What is kept (orders, parameters, past errors) is that of the week a copy is of.
@@ -173,7 +171,7 @@ def measure_speed(weeks: Sequence[DemandSeries], settings: ForecastSettings) -> 
     rng = np.random.default_rng(0)
     hour_before = [forecast_peak(week.before(week.end_s - settings.horizon_s), settings).state for week in weeks]
     work = []
-    for number in range(SPEED_SERIES):
+    for number in range(count):
         week = weeks[number % len(weeks)]
         noisy = week.values * np.exp(rng.normal(0.0, SPEED_NOISE, len(week.values)))
         work.append((replace(week, values=noisy), settings, hour_before[number % len(weeks)]))
@@ -186,9 +184,7 @@ def measure_speed(weeks: Sequence[DemandSeries], settings: ForecastSettings) -> 
         list(pool.map(_fit_grid, [series.values for series, _, _ in work[:GRID_SERIES]]))
         grid_few_s = time.monotonic() - began_s
     grid_s = grid_few_s * len(work) / len(work[:GRID_SERIES])
-    return Speed(
-        series=SPEED_SERIES, forecast_s=forecast_s, grid_few_s=grid_few_s, grid_s=grid_s, faster=grid_s / forecast_s
-    )
+    return Speed(series=count, forecast_s=forecast_s, grid_few_s=grid_few_s, grid_s=grid_s, faster=grid_s / forecast_s)
 
 
 def _forecast_one(work: tuple[DemandSeries, ForecastSettings, Any]) -> float:
@@ -238,7 +234,7 @@ def main(
 
 def _print(rows: Sequence[Accuracy], timed: Speed | None) -> None:
     percent: Callable[[float], str] = "{:.1%}".format
-    judged = [(row, _misses(row)) for row in rows]
+    judged = [(row, missed_targets(row)) for row in rows]
     print_table(
         "Champion, second half of each series",
         {
@@ -265,7 +261,7 @@ def _print(rows: Sequence[Accuracy], timed: Speed | None) -> None:
         print_table(title, {name: name for name in ("forecast_s", "grid_few_s", "grid_s", "faster")}, [asdict(timed)])
 
 
-def _misses(row: Accuracy) -> str:
+def missed_targets(row: Accuracy) -> str:
     """Which targets of the issue this series misses."""
     found = []
     if row.to_table_best > 1.0:

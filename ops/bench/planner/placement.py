@@ -1,7 +1,7 @@
 """How well and how fast placement is solved: by prices against the plain integer program, large fleets, pools.
 
 Seconds are of one thread; `cpu_s` is what the process itself used, which a busy machine lengthens less than `wall_s`.
-The plain program is SageServe 5's as it stands, for PuLP: no pools, nothing tightened; demand not served and minima not
+The plain program is SageServe 5's, for PuLP: no pools, no tightening; demand not served and minima not
 held are priced as everywhere.
 """
 

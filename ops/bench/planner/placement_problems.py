@@ -30,7 +30,7 @@ GPU_TYPES = (
 
 MODEL_SIZES_1E9 = (1.5, 3.0, 7.0, 8.0, 13.0, 14.0, 27.0, 32.0, 70.0, 72.0, 120.0, 235.0)
 BYTES_PER_PARAMETER = 2.6
-"""bf16 weights, and the KV cache beside them."""
+"""bf16 weights, and the KV cache."""
 A100_FLOPS_AT_SLO = 90e12
 WINDOWS = 12
 

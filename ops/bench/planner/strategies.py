@@ -203,7 +203,7 @@ class Run:
         def report(now_s: float, _: int) -> None:
             progress.show(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
 
-        result = simulate(scenario, seed=self.seed, told=report).result
+        result = simulate(scenario, seed=self.seed, report=report).result
         figures = figures_of(result, thetas_of(scenario), scenario.scaling.instances_min, time.process_time() - began_s)
         document = {"digest": digest_of(scenario), **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

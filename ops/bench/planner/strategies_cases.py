@@ -36,7 +36,7 @@ class Parts:
         headroom: from there to what the plan counts on: the upper quantile, the forecast's error, beta of NIW.
         minimum: what the minimum of instances adds to that (without a plan: to the demand).
         rounding: whole instances, less what epsilon lets other regions serve.
-        beside: what was there beyond the plan, or without one: starts, drains, thresholds, what a strategy puts off.
+        beside: beyond the plan, or without one: starts, drains, thresholds, delays of a strategy.
     """
 
     demand: float

@@ -1,16 +1,14 @@
-"""What happens next: a heap of events, those that live by clocks of their own, and the log by whose hash two runs are
-compared.
+"""The event loop: a heap of events, followers with clocks of their own, and the log by whose hash runs are compared.
 
-Events of one moment run in this order, whatever the order in which they were asked for:
+Events of one moment run in this order, whatever the order in which they were scheduled:
 
-1. END: a step, a fast-forward of steps or a transfer is over. What it frees is free for all that follows.
-2. ARRIVAL: a request comes, at the gateway or at an instance. It sees what ended at its moment.
-3. TICK: views are taken, deferred requests are released. They see all of their moment.
+1. END: a step, a fast-forward of steps or a transfer ends. What it frees is free for all that follows.
+2. ARRIVAL: a request arrives at the gateway or at an instance. It sees what ended at its moment.
+3. TICK: views are renewed, deferred requests are released. They see all of their moment.
 
-Within a kind the one asked for first runs first. An event may ask for another of its own moment, but of no earlier one.
+Within a kind the one scheduled first runs first. An event may schedule another of its own moment, but no earlier one.
 
-What nobody else notices needs no event: a `Follower` lags behind, and lives through what it missed when it is looked
-at.
+What changes nothing for others needs no event: a `Follower` is advanced lazily, when it is read.
 """
 
 from collections.abc import Callable
@@ -23,12 +21,12 @@ from typing import Any, Protocol, TypeVarTuple
 
 import numpy as np
 
-Told = TypeVarTuple("Told")
+Arguments = TypeVarTuple("Arguments")
 
 _RECORD = np.dtype([("at_s", "<f8"), ("what", "<i8"), ("request", "<i8"), ("value", "<i8")])
 _record = Struct("<dqqq").pack
 _RECORDS_MAX = 4096
-"""So many are hashed at once."""
+"""Records that are hashed at once."""
 
 
 class Kind(IntEnum):
@@ -40,45 +38,45 @@ class Kind(IntEnum):
 
 
 END, ARRIVAL, TICK = Kind
-"""They are asked for often, and a member is found faster by a name of its own."""
+"""Names of their own, which are faster than attributes of the enumeration."""
 
 
 class Clocked(Protocol):
-    """What lives by a clock of its own."""
+    """A part of the simulation with a clock of its own."""
 
     @property
     def next_s(self) -> float:
-        """When something ends there next; infinite: nothing is there."""
+        """The moment at which something ends next; infinite: nothing runs."""
 
     def advance(self, now_s: float) -> None:
-        """Live through all that ends by then."""
+        """Simulate up to a moment."""
 
 
 class Follower(Clocked, Protocol):
-    """One that lags behind while nobody looks."""
+    """One that is advanced lazily."""
 
     def keep_up(self) -> None:
-        """Lag behind no more."""
+        """Advance now, and by events from now on."""
 
 
 class Events:
-    """The events to come, and the present moment: that of the event that runs."""
+    """The scheduled events, and the present moment: that of the running event."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.count = 0
         self.stopped = False
-        """Whether `run` is to end with the event that runs."""
+        """Whether `run` ends with the running event."""
         self._heap: list[tuple[float, Kind, int, Callable[..., None], tuple[Any, ...]]] = []
         self._asked = 0
         self._followers: dict[Follower, None] = {}
         self._keeps_up = False
 
-    def at(self, at_s: float, kind: Kind, action: Callable[[*Told], None], *told: *Told) -> None:
+    def at(self, at_s: float, kind: Kind, action: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         """Schedule `action` with its arguments at a moment that has not passed."""
         assert at_s >= self.now_s, f"{at_s} lies before {self.now_s}"
         self._asked += 1
-        heappush(self._heap, (at_s, kind, self._asked, action, told))
+        heappush(self._heap, (at_s, kind, self._asked, action, arguments))
 
     def run_before(self, at_s: float, kind: Kind) -> None:
         """Run all events before a moment and kind, and move there. The caller runs that event; it is counted here."""
@@ -119,7 +117,7 @@ class Events:
 
 
 class Alarm:
-    """Has something with its own clock keep up: an event wherever something ends there."""
+    """Advances something with a clock of its own by events, one wherever something ends there."""
 
     def __init__(self, clocked: Clocked, events: Events) -> None:
         self._clocked = clocked
@@ -141,8 +139,8 @@ class Alarm:
 
 
 class EventLog:
-    """Everything that happened to requests, as one hash. Records are told in any order, and count in that of their
-    moments; within a moment, as they were told.
+    """Everything that happened to requests, as one hash. Records are ordered by their moments, and within a moment as
+    they were added.
     """
 
     def __init__(self) -> None:

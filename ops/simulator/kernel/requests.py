@@ -22,7 +22,7 @@ class Request(Struct, frozen=True, gc=False):
 
 
 class Served(Struct, eq=False):
-    """A request on its way. `back_s`: how long its tokens travel to where it came from; all times are at the instance.
+    """A request in flight. `back_s`: the latency of its tokens to its origin; all times are at the instance.
 
     `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
     moves by exactly that much in all, so it is also the overdue time of `scheduling.attainment.service_share`.

@@ -112,7 +112,7 @@ class Line:
         return None if self.difference is None or not self.a else self.difference / abs(self.a)
 
     @property
-    def mood(self) -> str:
+    def verdict(self) -> str:
         """Whether the second is good or bad against the first; empty: neither, or too close."""
         if self.difference is None or self.a is None or self.b is None or not self.better:
             return ""
@@ -168,7 +168,7 @@ def compare_page(names: tuple[str, str], a: Result, b: Result) -> str:
     ]
     below = "; ".join(f"{name}: {about(one)}" for name, one in zip(names, (a, b), strict=True))
     footer = f"Event logs {a.event_log_hash} and {b.event_log_hash}"
-    return page(f"{names[0]} beside {names[1]}", below, parts, footer)
+    return page(f"{names[0]} and {names[1]}", below, parts, footer)
 
 
 def _whole(a: Result, b: Result) -> Iterator[Line]:
@@ -258,8 +258,8 @@ def _cells(line: Line) -> list[Cell]:
         Cell(text=line.name, word=True),
         Cell(text=a),
         Cell(text=b),
-        Cell(text=difference, mood=line.mood),
-        Cell(text=share, mood=line.mood),
+        Cell(text=difference, verdict=line.verdict),
+        Cell(text=share, verdict=line.verdict),
     ]
 
 

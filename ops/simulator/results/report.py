@@ -26,7 +26,7 @@ def report(result: Result) -> str:
         section(
             "Attainment",
             "Service: mean share of a request's time in which no token was overdue. Token: share of all tokens that "
-            "came by their place in the schedule. The worst models first.",
+            "were made by their deadline. The worst models first.",
             figures.attainment(result),
         ),
         section(

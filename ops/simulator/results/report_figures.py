@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ops.plots.panels import CAME, FORECAST, add_legend, draw_svg
+from ops.plots.panels import ACTUAL, FORECAST, add_legend, draw_svg
 from ops.simulator.results.drawing import FloatArray, add_up, draw_bars, finish_time_axis, thin, values_of
 from ops.simulator.results.results import EndpointSeries, Result, Series, State
 
@@ -140,7 +140,7 @@ def first_tokens(result: Result) -> str | None:
     def paint(figure: "Figure") -> None:
         late, ended = figure.subplots(2, 1, sharex=True, height_ratios=[1.6, 1.0])
         for tier in tiers:
-            colour = TIER_COLOURS.get(tier.tier, CAME)
+            colour = TIER_COLOURS.get(tier.tier, ACTUAL)
             late.plot(*thin(series, tier.ttft_p95_s, np.nanmax), color=colour, linewidth=1.2, label=tier.tier)
             times, counts = thin(series, tier.ended, np.nanmean)
             ended.plot(times, counts * 60 / series.step_s, color=colour, linewidth=1.2)
@@ -215,8 +215,8 @@ def _demand_panel(axes: "Axes", series: Series, title: str, endpoints: Sequence[
     from matplotlib.ticker import EngFormatter  # noqa: PLC0415 - heavy
 
     times, demand = thin(series, add_up([one.demand for one in endpoints]), np.nanmean)
-    axes.fill_between(times, demand, step="post", color=CAME, alpha=0.12, linewidth=0)
-    axes.step(times, demand, where="post", color=CAME, linewidth=1.0, label="demand")
+    axes.fill_between(times, demand, step="post", color=ACTUAL, alpha=0.12, linewidth=0)
+    axes.step(times, demand, where="post", color=ACTUAL, linewidth=1.0, label="demand")
     forecast = add_up([one.forecast for one in endpoints])
     if not np.isnan(forecast).all():
         axes.step(
@@ -264,7 +264,7 @@ def _draw_planned(axes: "Axes", series: Series, columns: Sequence[Sequence[int |
     planned = add_up(columns)
     if not np.isnan(planned).all():
         times, counts = thin(series, planned, np.nanmax)
-        axes.step(times, counts, where="post", color=CAME, linewidth=1.1, linestyle="--", label=label)
+        axes.step(times, counts, where="post", color=ACTUAL, linewidth=1.1, linestyle="--", label=label)
 
 
 def _steps(series: Series) -> int:

@@ -63,7 +63,7 @@ class EndpointSeries(Part):
     """A model in a region, step by step.
 
     Attributes:
-        demand: interactive input tokens/s that came from there.
+        demand: interactive input tokens/s from there.
         forecast: what the plan of the hour counts on, at its peak; None: no plan.
         planned: instances that the plan wants; None: no plan.
         serving: mean count of serving instances with GPUs of their own, by kind (mixed, IW, NIW).
@@ -111,8 +111,8 @@ class TierSeries(Part):
 
 
 class Series(Part):
-    """Everything that is told step by step; all lists are of one length. `gpus`: mean count of GPUs that are held, by
-    what for; none where servers that stand all the time share them. `switches`: of models, on all slots.
+    """All series; their lists have one length. `gpus`: mean count of GPUs in use, by state; empty if nothing is scaled.
+    `switches`: of models, on all slots.
     """
 
     start_s: float

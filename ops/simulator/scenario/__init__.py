@@ -1,1 +1,1 @@
-"""Scenario files: what may stand in them, and what they are made from."""
+"""Scenario files: their tables, and what is built from them."""

@@ -60,7 +60,7 @@ def _with(held: Any, keys: list[str], value: Any, setting: str) -> Any:
         place = int(first)
         return [*held[:place], _with(held[place], rest, value, setting), *held[place + 1 :]]
     if not isinstance(held, dict):
-        raise ChangeError(f"--set {setting}: {first} stands below a value that is no table")
+        raise ChangeError(f"--set {setting}: {first} is below a value that is no table")
     return held | {first: _with(held.get(first, {}) if rest else None, rest, value, setting)}
 
 

@@ -1,7 +1,7 @@
-"""A scenario from a running Tidepool: its fleet, and what came in the past as what comes next.
+"""A scenario from a running Tidepool: its fleet, and its past demand as the traffic.
 
-The demand of the last hours comes again; what came before is what forecasts learn from. The admin API does not tell
-everything that a simulation must know: `notes` says what was assumed, and the file can be edited.
+The demand of the last hours is the traffic; forecasts learn from the demand before. The admin API does not report
+everything that a simulation needs: `notes` lists the assumptions, and the file can be edited.
 """
 
 import csv
@@ -26,8 +26,8 @@ class LiveError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveFleet:
-    """Answers of the admin API, as they came. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: of
-    instances that have told theirs, both by GPU type. `pooling`: how the plan in force pools; None: it does not say.
+    """Answers of the admin API. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: reported by instances,
+    both by GPU type. `pooling`: settings of pools in the plan in force; None: it has none.
     """
 
     gpu_types: Sequence[str]
@@ -87,7 +87,7 @@ def cut_demand(rows: Iterable[tuple[int, str, str, float, str]], *, simulated_s:
     """
     ordered = sorted(rows)
     if not ordered:
-        raise LiveError("no demand is known: nothing came, or none was imported")
+        raise LiveError("no demand is known: no request arrived, or none was imported")
     until_s = ordered[-1][0] + 60
     since_s = max(-(-ordered[0][0] // HOUR_S) * HOUR_S, until_s - simulated_s - learn_s_max)
     if until_s - since_s < HOUR_S:
@@ -100,7 +100,7 @@ def cut_demand(rows: Iterable[tuple[int, str, str, float, str]], *, simulated_s:
 def live_scenario(
     fleet: LiveFleet, demand: LiveDemand, *, demand_file: str, profiles: Mapping[str, str]
 ) -> LiveScenario:
-    """The scenario. `demand_file`: where its demand lies, beside it; `profiles`: by GPU type.
+    """The scenario. `demand_file`: its demand, in the same folder; `profiles`: by GPU type.
 
     Raises:
         LiveError: the fleet serves nothing that could be simulated.
@@ -173,8 +173,10 @@ def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
     rates = {key: row for key, row in rates.items() if key[1] in gpu_types}
     models = [row for row in fleet.models if row["name"] in {model for model, _ in rates}]
     wanted = fleet.pooling is not None and fleet.pooling["enabled"]
-    told = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
-    return _Kept(gpu_types=gpu_types, models=models, rates=rates, pooling=fleet.pooling if wanted and told else None)
+    reported = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
+    return _Kept(
+        gpu_types=gpu_types, models=models, rates=rates, pooling=fleet.pooling if wanted and reported else None
+    )
 
 
 def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
@@ -243,8 +245,8 @@ def _memory(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> dict[str, int]:
 
 def _kv_bytes(fleet: LiveFleet, kept: _Kept, gpu_type: str) -> int:
     """What instances reported; else what the largest model leaves of nine tenths of a GPU's memory."""
-    if told := fleet.kv_bytes.get(gpu_type):
-        return int(statistics.median(told))
+    if reported := fleet.kv_bytes.get(gpu_type):
+        return int(statistics.median(reported))
     return max(1, round(0.9 * _gpu_bytes(fleet, gpu_type) - _largest_bytes(kept, gpu_type)))
 
 
@@ -269,7 +271,7 @@ def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[
         yield "One start time holds for all models and GPU types: that of the slowest."
     for gpu_type in kept.gpu_types:
         if not fleet.kv_bytes.get(gpu_type):
-            yield f"No instance on {gpu_type} told its KV memory: it is what the largest model leaves of 9/10 of a GPU."
+            yield f"No instance on {gpu_type} reported its KV memory: it is what the largest model leaves of 9/10 GPU."
     if any(slot["workers"] > 1 for node in _alive(fleet) for slot in node["slots"]):
         yield "Workers that serve together are taken as slots of their own."
     pooled = sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types)

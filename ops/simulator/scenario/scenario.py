@@ -68,7 +68,7 @@ class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
     `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
-    pools, `weights_bytes` beside it are per GPU. Where dedicated instances are scaled, `instances` are those there at
+    pools, `weights_bytes` are per GPU. Where dedicated instances are scaled, `instances` are those there at
     the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own,
     the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in the place of its
     profile's.
@@ -108,9 +108,9 @@ class FleetPart(Part):
 
 
 class PolicyPart(Part):
-    """What the policies are told besides their own defaults. `switching`: of request-level serving.
+    """Settings of the policies. `switching`: of request-level serving.
     `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
-    offers one, waiting for as long as it is told after each refusal; TTFT counts from the first. `view_s`: how often
+    sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
     instances report and deferred requests are released. `kv_pressure`: what slots of pools do when KV has no room; a
     model's weights are in 32 layers.
     """
@@ -137,7 +137,7 @@ class PolicyPart(Part):
 
 
 class TargetPart(Part):
-    """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request came."""
+    """Token k, from 0, is due `ttft_s` + k * `tbt_s` after the request arrived."""
 
     ttft_s: Annotated[Positive, Field(le=OBJECTIVE_TTFT_MAX_S)]
     tbt_s: Annotated[Positive, Field(le=OBJECTIVE_TBT_MAX_S)]
@@ -270,8 +270,8 @@ def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[st
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = _key(first["loc"])
-        said = first["msg"].removeprefix("Value error, ")
-        raise ScenarioError(f"{path}: {key + ': ' if key else ''}{said}") from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise ScenarioError(f"{path}: {key + ': ' if key else ''}{message}") from error
 
 
 def _key(places: tuple[int | str, ...]) -> str:

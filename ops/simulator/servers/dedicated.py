@@ -10,9 +10,8 @@ switch, that is all there is to a turn. Where only one thing can be done it is d
                                                               v    |
                                                               away (host memory, which has no limit here)
 
-It has a clock of its own: it lives through the past when it is told what time it is, and between two looks at it nobody
-need know how far it has come. Two simplifications: KV that leaves makes room at once, and no prompt is begun while KV
-waits to come back.
+It has a clock of its own and is advanced lazily. Two simplifications: KV that is swapped out frees its memory at once,
+and no prompt is begun while swapped KV waits to be loaded.
 """
 
 from bisect import insort
@@ -31,8 +30,8 @@ _ANY = 2**62
 
 
 class Instance:
-    """Serves. `ended` is told of each request when its last token is out, or it is handed over. `next_s`: when what
-    runs now will be over, or KV arrives; infinite: nothing is here. All else is as of the last moment lived through.
+    """One instance. `ended` is called for each request with its last token, or the first if it is handed over.
+    `next_s`: the next end of a step or of a load; infinite: there is none. All else is as of the last `advance`.
     """
 
     def __init__(self, model: ModelCosts, settings: InstanceSettings, ended: Callable[[Served], None]) -> None:

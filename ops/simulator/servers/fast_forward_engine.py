@@ -1,18 +1,18 @@
-"""The live slot's replay engine, taking many decode steps at once where nothing could change in between.
+"""The live slot's replay engine, taking many decode steps at once where nothing can change in between.
 
-Everything a slot does (turns, switches, prefetching, KV in and out, preemption) is the engine's own. The sequences of a
-turn go on in a fast-forward until the first of:
+Everything a slot does (time slices, switches, prefetching, KV transfers, preemption) is the engine's own. The sequences
+of a time slice decode in one fast-forward until the first of:
 
-- a sequence's last token, or KV memory running out: then the engine must look again;
-- the end of the model's turn, unless it is alone: live, a lone turn is renewed whenever its short quota is used up, and
-  who comes waits for the rest of it. Here nobody waits, unless `renews` asks for that, at the price of short
+- a sequence's last token, or the end of free KV memory: then the engine must decide again;
+- the end of the model's time slice, unless it is alone: live, a lone slice is renewed whenever its short quantum is
+  used up, and a new request waits for the rest of it. Here none waits, unless `renews` is set, at the price of short
   fast-forwards;
-- a transfer that is over, or somebody from outside: the fast-forward ends with the step that runs then.
+- the end of a transfer, or a new request: the fast-forward ends with the step that runs then.
 
-While prompts wait on the slot it goes step by step, since the turn policy weighs them before each; and while layers
-are given up. Sequences past their prefill ride (`fast_forward_models`); whenever there might be too little room for KV,
-all get off, and the live rules of who makes way are asked. Nobody hears of a rider before its last token: until then
-the slot that prefilled it keeps its KV, which takes room of host memory only, and that is as good as endless here.
+The slot goes step by step while prompts wait, since the scheduling policy weighs them before each step, and while
+layers are offloaded. Sequences past their prefill are batched (`fast_forward_models`); whenever KV memory might run
+out, the batches are dissolved, and the live rules of preemption apply. A batched sequence has no output before its last
+token: until then the slot that prefilled it keeps its KV, which takes host memory only, and that has no limit here.
 """
 
 import math
@@ -34,16 +34,24 @@ from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
 
 
 class _Silent(Answers):
-    """Tokens that nobody reads."""
+    """Answers whose tokens are not read."""
 
     def next_token(self, sequence: ReplaySequence) -> int | None:
         return 0
 
 
 class FastForwardEngine(ReplayEngine):
-    """`fast_forward` waits for the steps of a fast-forward and says which it was at last: perhaps fewer. After a
-    `step`, `fast_forwarded` are its decode steps, None if it made no tokens that way. `ridden_tokens` are those of
-    riders: they are written down in `served`, and of each rider only the last one comes as an output.
+    """The replay engine with fast-forwards.
+
+    Args:
+        fast_forward: waits for the steps of a fast-forward, and returns the steps that were taken: perhaps fewer.
+        served: the record of a request by its id.
+        renews: whether a lone time slice ends with its quantum, as live.
+
+    Attributes:
+        fast_forwarded: the decode steps of the last `step`; None if it made no tokens that way.
+        batched_tokens_made: tokens of batched sequences in it, recorded in `served`; only the last token of each
+            sequence is an output.
     """
 
     def __init__(
@@ -62,9 +70,9 @@ class FastForwardEngine(ReplayEngine):
         self._served = served
         self._renews = renews
         self._may_lend = settings.kv_pressure in ("auto", "remap")
-        self._ridden: dict[str, FastForwardModel] = {}
+        self._batched_models: dict[str, FastForwardModel] = {}
         self.fast_forwarded: FastForward | None = None
-        self.ridden_tokens = 0
+        self.batched_tokens_made = 0
 
     @property
     def switches_total(self) -> int:
@@ -108,7 +116,7 @@ class FastForwardEngine(ReplayEngine):
         asked now for those before, so that it knows for how long there were none.
         """
         if self.requests.prefills.groups:
-            self._get_off_all()
+            self._dissolve_batches()
         facts, fast_forward = super()._facts(now_s), self.fast_forwarded
         if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
             last_s = fast_forward.pace.seconds(fast_forward.steps) - fast_forward.pace.seconds(fast_forward.steps - 1)
@@ -120,11 +128,11 @@ class FastForwardEngine(ReplayEngine):
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
         assert isinstance(model, FastForwardModel)
-        self.fast_forwarded, self.ridden_tokens = None, 0
+        self.fast_forwarded, self.batched_tokens_made = None, 0
         if turn.kind == "prefill":
             return super()._run(turn, model, now_s)
         if self._steps_singly(model):
-            self._get_off_all()
+            self._dissolve_batches()
             return super()._run(turn, model, now_s)
         there_s = self._steps.load_weights(turn, model, now_s)
         if there_s is None:
@@ -133,7 +141,7 @@ class FastForwardEngine(ReplayEngine):
         if there_s > now_s:
             self._steps.sleep_until(there_s)
             return []
-        if not singles and not model.riders:
+        if not singles and not model.batched:
             self._steps.wait(now_s)
             return None
         return self._decode(model, singles, now_s)
@@ -147,33 +155,33 @@ class FastForwardEngine(ReplayEngine):
         return bool(lends) or model.kv_needed_bytes() > self.kv.free_bytes
 
     def _ready(self, model: FastForwardModel) -> list[ReplaySequence]:
-        """Allocate KV for one step. Returns the decoding sequences with KV that are not riders."""
+        """Allocate KV for one step. Returns the unbatched sequences with KV."""
         model.look()
         if len(model.decoding) > self._slot.batch_max or model.kv_needed_bytes() > self.kv.free_bytes:
-            self._get_off_all()
+            self._dissolve_batches()
             return [chunk.sequence for chunk in self._step_batches.decode(model)]
-        if not model.roomy:
-            self.kv.grow_unseen(len(model.riders) * model.kv_bytes_per_token)
-            model.roomy = True
-        standing, model.standing = model.standing, []
-        for sequence in standing:
+        if not model.has_next_kv:
+            self.kv.grow_unseen(len(model.batched) * model.kv_bytes_per_token)
+            model.has_next_kv = True
+        unbatched, model.unbatched = model.unbatched, []
+        for sequence in unbatched:
             kv = sequence.kv
             if kv.location is KvLocation.DEVICE:
                 self.kv.grow(kv, len(sequence.tokens))
-                model.get_on(sequence, self._served(sequence.request.request_id))
+                model.join_batch(sequence, self._served(sequence.request.request_id))
                 continue
             if kv.location is KvLocation.HOST:
                 self.kv.swap_in(kv)
-            model.standing.append(sequence)
-        if model.riders:
-            self._ridden[model.name] = model
+            model.unbatched.append(sequence)
+        if model.batched:
+            self._batched_models[model.name] = model
         return []
 
     def _decode(self, model: FastForwardModel, singles: list[ReplaySequence], now_s: float) -> Made[SequenceKv]:
         """Run a fast-forward of all ready sequences."""
-        riders = len(model.riders)
-        batch = riders + len(singles)
-        context_tokens = model.riding_tokens + (sum([one.cached for one in singles]) if singles else 0)
+        batched = len(model.batched)
+        batch = batched + len(singles)
+        context_tokens = model.batched_tokens + (sum([one.cached for one in singles]) if singles else 0)
         pace = decode_pace(model.latency, context_tokens, batch)
         most = self._steps_max(model, singles, batch, pace, now_s)
         if most > 1:
@@ -181,21 +189,21 @@ class FastForwardEngine(ReplayEngine):
         self.fast_forwarded = self._fast_forward(FastForward(now_s, pace, most))
         steps = self.fast_forwarded.steps
         over = []
-        if riders:
-            self.ridden_tokens = riders * steps
-            self.kv.grow_unseen(riders * (steps - 1) * model.kv_bytes_per_token)
-            over = model.ride(self.fast_forwarded)
+        if batched:
+            self.batched_tokens_made = batched * steps
+            self.kv.grow_unseen(batched * (steps - 1) * model.kv_bytes_per_token)
+            over = model.advance_batch(self.fast_forwarded)
         for sequence in singles:
             sequence.cached += steps
             sequence.tokens.extend([0] * (steps - 1))
             grown = self.kv.grow(sequence.kv, len(sequence.tokens))
             assert grown, "there is room for the fast-forward"
-        told = singles + over
-        if len(told) > 1:
-            told.sort(key=lambda sequence: sequence.key)
+        outputs = singles + over
+        if len(outputs) > 1:
+            outputs.sort(key=lambda sequence: sequence.key)
         self._log.steps_total += steps - 1
-        self._log.tokens_total += steps * batch - len(told)
-        return [(sequence, 0) for sequence in told]
+        self._log.tokens_total += steps * batch - len(outputs)
+        return [(sequence, 0) for sequence in outputs]
 
     def _steps_max(
         self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
@@ -212,7 +220,7 @@ class FastForwardEngine(ReplayEngine):
             ends_s = move_s
         return steps if ends_s == math.inf else min(steps, pace.steps_to(ends_s - now_s))
 
-    def _get_off_all(self) -> None:
-        for model in self._ridden.values():
-            model.get_off_all()
-        self._ridden.clear()
+    def _dissolve_batches(self) -> None:
+        for model in self._batched_models.values():
+            model.dissolve_batch()
+        self._batched_models.clear()

@@ -1,8 +1,8 @@
 """A model of a pool's slot, and its sequences that decode in closed form.
 
-Those that ride make a token in every decode step of the model: `Batch` knows what each has made without being told step
-by step. What the live engine's books say of a rider (its tokens, its KV) is as of when it got on, until it gets off; a
-sum over all riders is always right. Nobody else may look at a rider's books: who wants to has all get off first.
+A batched sequence makes a token in every decode step of the model: `Batch` computes what it has made. The live engine's
+state of such a sequence (its tokens, its KV) is as of when it joined the batch, until it leaves; sums over the batch
+are always right. To read the state of a batched sequence, dissolve the batch first.
 """
 
 from collections.abc import Callable
@@ -20,35 +20,35 @@ _ANY = 2**62
 
 @dataclass(eq=False, kw_only=True)
 class FastForwardModel(ReplayModel):
-    """One model. `roomy`: each rider has room for the KV of its next token already."""
+    """One model. `has_next_kv`: the batched sequences have KV for their next tokens already."""
 
-    riders: dict[int, ReplaySequence] = field(default_factory=dict)
-    """By their `order`."""
-    standing: list[ReplaySequence] = field(default_factory=list)
-    """Those past their prefill that do not ride, in the order of service, as of the last `look`."""
-    roomy: bool = True
+    batched: dict[int, ReplaySequence] = field(default_factory=dict)
+    """By `order`."""
+    unbatched: list[ReplaySequence] = field(default_factory=list)
+    """The others that decode, in the order of service, as of the last `look`."""
+    has_next_kv: bool = True
     _batch: Batch = field(init=False)
     _known: list[ReplaySequence] = field(default_factory=list)
     _tbt_s: float = 0.0
     _facts: BatchFacts | None = None
     _context: int = 0
-    """Tokens with KV of those that `_facts` are about."""
+    """Tokens with KV of the sequences in `_facts`."""
 
     def __post_init__(self) -> None:
-        """Begin without riders."""
+        """Begin with an empty batch."""
         self._batch = Batch(self.latency, _ANY)
 
     @property
-    def riding_tokens(self) -> int:
+    def batched_tokens(self) -> int:
         return self._batch.context_tokens
 
     def look(self) -> None:
         """Update the sequences that decode, if they have changed."""
         decoding = self.decoding
         if self._known is not decoding:
-            riders = self.riders
+            batched = self.batched
             self._known, self._facts = decoding, None
-            self.standing = [one for one in decoding if one.order not in riders]
+            self.unbatched = [one for one in decoding if one.order not in batched]
             self._tbt_s = min([one.tbt_s for one in decoding], default=0.0)
 
     def batch_facts(
@@ -57,7 +57,7 @@ class FastForwardModel(ReplayModel):
         """See `ServedModel`; computed again only if something has changed."""
         decoding = self.decoding
         if now_s is not None or len(decoding) > batch_max:
-            self.get_off_all()
+            self.dissolve_batch()
             return super().batch_facts(
                 now_s=now_s, switch_s=switch_s, prefetched=prefetched, ready=ready, batch_max=batch_max
             )
@@ -65,8 +65,8 @@ class FastForwardModel(ReplayModel):
         if self._known is not decoding:
             self.look()
         context = self._batch.context_tokens
-        if self.standing:
-            context += sum([one.cached for one in self.standing])
+        if self.unbatched:
+            context += sum([one.cached for one in self.unbatched])
         facts = self._facts
         if facts is None or context != self._context or switch_s != facts.switch_s or prefetched != facts.prefetched:
             facts = BatchFacts(
@@ -83,46 +83,44 @@ class FastForwardModel(ReplayModel):
     def kv_needed_bytes(self) -> int:
         """KV of the next step: swapped KV is loaded, and each sequence grows by a token."""
         tokens = len(self._known)
-        if self.standing:
-            tokens += sum([one.kv.moved_tokens for one in self.standing if one.kv.location is KvLocation.HOST])
+        if self.unbatched:
+            tokens += sum([one.kv.moved_tokens for one in self.unbatched if one.kv.location is KvLocation.HOST])
         return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:
-        """Steps until a rider ends; `_ANY` without riders."""
-        return self._batch.steps_max(0) if self.riders else _ANY
+        """Steps until a batched sequence ends; `_ANY` without any."""
+        return self._batch.steps_max(0) if self.batched else _ANY
 
-    def get_on(self, sequence: ReplaySequence, served: Served) -> None:
-        """Make a rider of a sequence that has KV for its next token, as all riders have."""
-        assert self.roomy or not self.riders
-        self.roomy = True
-        self.riders[sequence.order] = sequence
+    def join_batch(self, sequence: ReplaySequence, served: Served) -> None:
+        """Batch a sequence that has KV for its next token, as all batched ones have."""
+        assert self.has_next_kv or not self.batched
+        self.has_next_kv = True
+        self.batched[sequence.order] = sequence
         self._batch.join(Sequence(served=served, order=sequence.order, cached=sequence.cached))
 
-    def ride(self, fast_forward: FastForward) -> list[ReplaySequence]:
-        """Take the steps of a fast-forward; those that have made their last token get off, and still have to be told of
-        it.
-        """
-        self.roomy = False
+    def advance_batch(self, fast_forward: FastForward) -> list[ReplaySequence]:
+        """Take the steps of a fast-forward. Returns the ended sequences, whose last output is pending."""
+        self.has_next_kv = False
         return [
-            self._get_off(one, told=1)
+            self._leave_batch(one, pending=1)
             for one in self._batch.advance(fast_forward, fast_forward.ended_s(fast_forward.steps))
         ]
 
-    def get_off_all(self) -> None:
-        """Make no sequence a rider."""
+    def dissolve_batch(self) -> None:
+        """Take all sequences out of the batch."""
         for one in self._batch.dissolve():
-            self._get_off(one, told=0)
+            self._leave_batch(one, pending=0)
         self.look()
 
-    def _get_off(self, one: Sequence, *, told: int) -> ReplaySequence:
-        """Update the engine's state of a rider. `told`: tokens that are added with its output."""
-        sequence = self.riders.pop(one.order)
-        sequence.tokens.extend([0] * (one.cached - sequence.cached - told))
+    def _leave_batch(self, one: Sequence, *, pending: int) -> ReplaySequence:
+        """Update the engine's state of a sequence. `pending`: tokens that are added with its output."""
+        sequence = self.batched.pop(one.order)
+        sequence.tokens.extend([0] * (one.cached - sequence.cached - pending))
         sequence.cached = one.cached
-        sequence.kv.device_bytes = (one.cached + self.roomy) * self.kv_bytes_per_token
+        sequence.kv.device_bytes = (one.cached + self.has_next_kv) * self.kv_bytes_per_token
         self._known = []
         return sequence
 
 
 ServedOf = Callable[[str], Served]
-"""What a request, by its id, has got so far."""
+"""The record of a request, by its id."""

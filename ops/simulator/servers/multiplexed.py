@@ -1,8 +1,8 @@
 """The baseline of static multiplexing (MuxServe): each GPU keeps a few models for good, two in the paper's tests.
 
-No GPU ever switches; a model that no GPU has room for is not served. Within a GPU its models take turns by the live
-slot's own policy, with switches that cost nothing. MuxServe runs them side by side on shares of the GPU's cores: a step
-that hangs on memory bandwidth does not get faster by that, but a prefill of one model beside a decode of another would.
+No GPU ever switches; a model that fits on no GPU is not served. The models of a GPU have time slices by the live slot's
+own policy, with switches that take no time. MuxServe runs them concurrently on shares of the GPU's cores: that makes no
+step faster that is bound by memory bandwidth, but a prefill of one model can overlap with a decode of another.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -46,7 +46,7 @@ class PoolServer:
                 kind,
                 replace(settings, prefill_only=kind == "prefill"),
                 events,
-                self._heard,
+                self._on_step,
                 self._served,
                 gpus=gpus,
             )
@@ -157,16 +157,16 @@ class PoolServer:
                 load=load,
             )
 
-    def _heard(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:
+    def _on_step(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:
         """Pass on the outputs that change something for the dispatcher, without their tokens."""
-        if ridden_tokens := slot.engine.ridden_tokens:
+        if batched_tokens_made := slot.engine.batched_tokens_made:
             model = slot.engine.present_model
             assert model is not None
-            self._left_tokens[model] -= ridden_tokens
+            self._left_tokens[model] -= batched_tokens_made
         for output in outputs:
             assert output.error is None, output.error
             served, inflight = self._in_flight[output.request_id]
-            if output.token_ids and served.left:  # a rider's tokens are written down already
+            if output.token_ids and served.left:  # the tokens of a batched sequence are counted already
                 self._count(served, fast_forward, slot.now_s)
             ends = output.finish_reason is not None
             if ends or output.kv is not None or inflight.kv_at is not None or inflight.queued_at is not None:

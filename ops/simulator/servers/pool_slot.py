@@ -21,7 +21,7 @@ from ops.simulator.servers.pool import PoolServer
 
 
 class PoolSlot:
-    """One slot of so many GPUs. `ended` is told of each request when its last token is out."""
+    """One slot of so many GPUs. `ended` is called for each request with its last token."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from ops.simulator.kernel.requests import Sequence
 
 
 class Prompts:
-    """Those that wait, in groups where all of one model stand. `new`: those that came since the last step."""
+    """Waiting prompts, in groups by model. `new`: arrived since the last step."""
 
     def __init__(self, model: ModelCosts, settings: PrefillSettings) -> None:
         self._model = model

@@ -20,7 +20,7 @@ Ended = Callable[[Served], None]
 Switching = Literal["first-come", "shortest-first", "line-per-gpu"]
 """A request goes to the GPU that serves its model, as long as its KV memory may hold it; else it waits for an idle one
 in one line over all models, the first or (its length known beforehand: Aegaeon's ServerlessLLM+) the shortest first.
-`line-per-gpu`: it stands in line at a GPU from the beginning, as in the simulator of Aegaeon's artifact.
+`line-per-gpu`: it joins the queue of one GPU at once, as in the simulator of Aegaeon's artifact.
 """
 LINE_MAX = 4
 """Requests of one model in a row at a GPU, from which on another GPU is to take some."""

@@ -12,8 +12,8 @@ from ops.simulator.servers.dedicated import Instance
 
 
 class DedicatedServer:
-    """One instance. Meets `presence.Server`. `ended` is told of each request when its last token is out: as soon as
-    somebody looks, or at that moment while it drains.
+    """One instance. Meets `presence.Server`. `ended` is called for each request with its last token: when the
+    instance is next read, or at that moment while it drains.
 
     A server that closes takes no more requests and says when the last one is out; one that is lost answers no more.
     """

@@ -21,7 +21,7 @@ from ops.simulator.servers.fast_forward_models import ServedOf
 STATS_S = 0.25
 """How old what a slot tells of itself may be: as with a worker."""
 
-Heard = Callable[["SlotProcess", list[EngineOutput], FastForward | None], None]
+OnStep = Callable[["SlotProcess", list[EngineOutput], FastForward | None], None]
 """Called with what a step made, and its decode steps."""
 
 
@@ -34,7 +34,7 @@ class SlotProcess:
         kind: WorkerKind,
         settings: ReplaySettings,
         events: Events,
-        heard: Heard,
+        on_step: OnStep,
         served: ServedOf,
         *,
         gpus: int = 1,
@@ -49,7 +49,7 @@ class SlotProcess:
         )
         self._gpus = gpus
         self._events = events
-        self._heard = heard
+        self._on_step = on_step
         self._inbox: list[Callable[[], None]] = []
         self._stats = EngineStats()
         self._stats_s = float("-inf")
@@ -124,8 +124,8 @@ class SlotProcess:
                 began_s = self._events.now_s
                 outputs = self.engine.step()
                 self.busy_s += self._events.now_s - began_s
-                if outputs or self.engine.ridden_tokens:
-                    self._heard(self, outputs, self.engine.fast_forwarded)
+                if outputs or self.engine.batched_tokens_made:
+                    self._on_step(self, outputs, self.engine.fast_forwarded)
             else:
                 self._parked = True
                 self._greenlet.parent.switch()

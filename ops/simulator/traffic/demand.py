@@ -1,4 +1,4 @@
-"""What came, minute by minute: the record that forecasts are made from, as the live service measures it."""
+"""Demand by minute, from which forecasts are made, as the live service measures it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -19,10 +19,10 @@ _Minutes = defaultdict[tuple[str, str], defaultdict[int, int]]
 
 
 class Demand:
-    """Input tokens by minute and endpoint: interactive ones where they came from, deferred ones where they were first
+    """Input tokens by minute and endpoint: interactive ones at their origin, deferred ones where they were first
     sent. Each request counts once, those that are refused for lack of capacity included.
 
-    Minutes are counted from 0 s; only those that are over are told.
+    Minutes are counted from 0 s; only whole ones are returned.
     """
 
     def __init__(self) -> None:

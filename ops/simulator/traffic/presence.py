@@ -1,4 +1,4 @@
-"""Which servers stand, and what is known of their instances.
+"""The registered servers, and views of their instances.
 
 A view of a model's instances is of the first look after a tick, and as old as that, but for what was sent since.
 """
@@ -36,11 +36,11 @@ class Server(Protocol):
 
 
 class Presence:
-    """Those that stand. `servers`: each one that ever did or worked for one that did, once."""
+    """The registered servers. `servers`: all that ever were, or worked for one that was."""
 
     def __init__(self) -> None:
         self.servers: dict[Server, None] = {}
-        self._standing: dict[str, Server] = {}
+        self._registered: dict[str, Server] = {}
         self._of_model: dict[str, dict[Server, None]] = {}
         self._numbers: dict[str, int] = {}
         self._views: dict[str, dict[str, InstanceFacts]] = {}
@@ -49,8 +49,8 @@ class Presence:
         """Register a server under the ids of its instances."""
         self.servers[server] = None
         for report in server.reports():
-            assert report.instance_id not in self._standing
-            self._standing[report.instance_id] = server
+            assert report.instance_id not in self._registered
+            self._registered[report.instance_id] = server
             self._of_model.setdefault(report.endpoint.model, {})[server] = None
             self._numbers.setdefault(report.instance_id, len(self._numbers))
 
@@ -61,12 +61,12 @@ class Presence:
     def withdraw(self, server: Server) -> None:
         """Unregister a server, if it is registered. Requests on the way to it are sent elsewhere."""
         for report in server.reports():
-            self._standing.pop(report.instance_id, None)
+            self._registered.pop(report.instance_id, None)
             self._of_model.get(report.endpoint.model, {}).pop(server, None)
 
     def at(self, instance_id: str) -> Server | None:
         """The server of an instance, if it is registered."""
-        return self._standing.get(instance_id)
+        return self._registered.get(instance_id)
 
     def tick(self) -> None:
         """Discard the views."""

@@ -86,7 +86,7 @@ def checked(buckets: Iterable[Bucket], path: Path, scale: float) -> Iterator[Buc
     over_s = 0.0
     for start_s, width_s, flows in buckets:
         if start_s < over_s - _ROUNDING_S:
-            raise DemandFileError(f"{path}: {start_s:.10g} s after its time 0 lies before {over_s:.10g} s, told above")
+            raise DemandFileError(f"{path}: {start_s:.10g} s after its time 0 lies before {over_s:.10g} s above")
         most = scale * max((flow.requests for flow in flows), default=0.0)
         if most > REQUESTS_MAX:
             about = f"{most:.3g} requests in the {width_s:.10g} s from {start_s:.10g} s on"

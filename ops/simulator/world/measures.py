@@ -58,7 +58,7 @@ class Histogram:
 
 @dataclass(kw_only=True)
 class Tally:
-    """What came of the requests of one model and tier. A failed request kept nothing."""
+    """Figures of the requests of one model and tier. A failed request has no token in time."""
 
     ended: int = 0
     failed: int = 0
@@ -116,7 +116,7 @@ class Tally:
 
 
 class Block:
-    """Requests of one model and tier that were served, as columns: times are where they came from, in seconds."""
+    """Requests of one model and tier that were served, as columns: times are at the origin, in seconds."""
 
     def __init__(self, served: Sequence[Served]) -> None:
         first_s = np.array([one.first_s for one in served])

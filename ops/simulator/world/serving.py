@@ -121,7 +121,7 @@ def _request_level(
 
 
 def spec_of(name: str, model: ModelPart) -> ModelSpec:
-    """A model as a node is told of it."""
+    """A model as a node gets it."""
     return ModelSpec(
         name=name,
         path="-",

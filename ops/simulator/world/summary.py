@@ -1,4 +1,4 @@
-"""What came of a world, as the document of `results`."""
+"""The result of a world, as the document of `results`."""
 
 from collections.abc import Mapping
 

@@ -42,7 +42,7 @@ _BLOCK = 1024
 class WorldSettings:
     """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time.
     `learn_s`: requests before this moment are counted as demand, not served. `admission` None: all are let in.
-    `tries_max`: how often a client offers a request, waiting for as long as it is told after each refusal.
+    `tries_max`: how often a client sends a request, after the Retry-After of each refusal.
     """
 
     regions: tuple[str, ...]
@@ -71,7 +71,7 @@ class World:
         self.recorder = Recorder(endpoints, self.usage, self.demand)
         self.deferred = Deferred(settings.release, settings.targets[Tier.NIW].ttft_s)
         self.tallies: defaultdict[tuple[str, Tier], Tally] = defaultdict(Tally)
-        """What came of requests, by model and tier: complete when the world is over."""
+        """Figures of requests by model and tier, complete at the end."""
         self.failures: dict[str, int] = {}
         self.in_flight = 0
         self.arrived = 0
@@ -201,7 +201,7 @@ class World:
             if len(tried) < _ATTEMPTS_MAX:
                 self._send(request, within, tried)
             else:
-                self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it came there")
+                self._fail(request, f"{_ATTEMPTS_MAX} instances were gone when it arrived")
         elif not server.fits(request):
             self._fail(request, "longer than an instance's KV memory")
         else:

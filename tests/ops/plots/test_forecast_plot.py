@@ -43,7 +43,7 @@ def test_the_picture_says_what_it_shows(tmp_path: Path) -> None:
     text = path.read_text()
     for words in ("Backtest of 100 %", "a $x_ in &lt;us&gt;", "error 10.0%, q95 covers 90.0%", "input tokens/s", "UTC"):
         assert f"<!-- {words}" in text or words in text, words
-    for words in ("history", "what came", "forecast, q50 to q95", "peak that came"):
+    for words in ("history", "actual demand", "forecast, q50 to q95", "actual peak"):
         assert words in text, words
 
 

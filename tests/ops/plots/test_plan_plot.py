@@ -19,7 +19,7 @@ def panel(title: str = "llama in us", scale: float = 1.0) -> PlanPanel:
         title=title,
         origin_s=ORIGIN_S,
         history=curve(ORIGIN_S - 120, scale, np.nan),
-        came=curve(ORIGIN_S, 2 * scale),
+        actual=curve(ORIGIN_S, 2 * scale),
         forecast=[
             Band(start_s=ORIGIN_S + 300 * i, end_s=ORIGIN_S + 300 * (i + 1), q50=scale, upper=2 * scale) for i in (0, 1)
         ],
@@ -40,7 +40,7 @@ def test_a_plan_is_drawn_with_all_its_parts(tmp_path: Path) -> None:
         "llama in us   home demand",
         "b in us",
         "history",
-        "what came",
+        "actual demand",
         "forecast, q50 to q90",
     ):
         assert words in text, words
@@ -49,8 +49,8 @@ def test_a_plan_is_drawn_with_all_its_parts(tmp_path: Path) -> None:
 
 
 def test_parts_may_be_unknown_but_not_all(tmp_path: Path) -> None:
-    bare = PlanPanel(title="new", origin_s=ORIGIN_S, history=None, came=None, forecast=(), capacity=())
-    some = PlanPanel(title="new", origin_s=ORIGIN_S, history=None, came=None, forecast=panel().forecast, capacity=())
+    bare = PlanPanel(title="new", origin_s=ORIGIN_S, history=None, actual=None, forecast=(), capacity=())
+    some = PlanPanel(title="new", origin_s=ORIGIN_S, history=None, actual=None, forecast=panel().forecast, capacity=())
     assert draw_plan([some], tmp_path / "a.png", title="T", quantile=0.9) == 0
     with pytest.raises(PlotError, match="new: there is nothing to draw"):
         draw_plan([bare], tmp_path / "b.png", title="T", quantile=0.9)

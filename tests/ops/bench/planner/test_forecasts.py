@@ -9,7 +9,7 @@ from forecasts.importers.series_file import EndpointSeries
 from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
-from ops.bench.planner.forecasts import Accuracy, _misses, measure_accuracy, measure_speed
+from ops.bench.planner.forecasts import Accuracy, measure_accuracy, measure_speed, missed_targets
 
 BARE = ForecastSettings(forecasters=("same hour yesterday",), origins_max=2)
 
@@ -39,16 +39,15 @@ def test_what_is_missed_is_named() -> None:
         last_hour_over_provision=0.4,
         seconds=1.0,
     )
-    assert _misses(good) == ""
+    assert missed_targets(good) == ""
     bad = replace(good, error=0.3, to_table_best=1.01, coverage=0.86, over_provision=0.31)
-    assert _misses(bad) == "error, last hour, coverage, over-provision"
+    assert missed_targets(bad) == "error, last hour, coverage, over-provision"
 
 
 @pytest.mark.slow
-def test_speed_is_of_all_series_and_of_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.bench.planner.forecasts.SPEED_SERIES", 3)
+def test_speed_is_of_all_series_and_of_the_grid() -> None:
     week = DemandSeries(start_s=0, bucket_s=300, values=100 + np.random.default_rng(0).normal(size=100))
-    found = measure_speed([week], BARE)
+    found = measure_speed([week], BARE, 3)
     assert found.series == 3
     assert found.grid_s == pytest.approx(found.grid_few_s)  # all three were fitted
     assert found.faster == pytest.approx(found.grid_s / found.forecast_s)

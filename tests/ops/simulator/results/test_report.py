@@ -181,13 +181,13 @@ def test_a_comparison_tells_better_from_worse() -> None:
         totals=result().totals.model_copy(update=totals).model_dump(), token_attainment=0.89
     )
     lines = {line.name: line for line in compare(result(), better(cost=200.0, switches=3, unplaced=0))}
-    assert (lines["cost"].difference, lines["cost"].share, lines["cost"].mood) == (-50.0, -0.2, "good")
+    assert (lines["cost"].difference, lines["cost"].share, lines["cost"].verdict) == (-50.0, -0.2, "good")
     assert lines["cost"].texts() == ("250.00 $", "200.00 $", "-50.00 $", "-20.0%")
     assert lines["token attainment"].texts()[2:] == ("-1.00 pt", "")
-    assert lines["token attainment"].mood == "bad"
-    assert lines["model switches"].mood == ""
+    assert lines["token attainment"].verdict == "bad"
+    assert lines["model switches"].verdict == ""
     assert (lines["GPU hours on H20"].a, lines["GPU hours on H800"].a) == (60.0, 40.0), "without what is lent out"
-    assert (lines["cost of H800"].b, lines["cost of H800"].mood) == (200.0, "")
+    assert (lines["cost of H800"].b, lines["cost of H800"].verdict) == (200.0, "")
     assert (lines["GPU hours pooled"].a, lines["GPU hours, all but spot"].a) == (30.0, 100.0)
     assert "asked for without room" not in lines, "nothing in both"
     assert "IW-F: TBT p95" not in lines, "known of neither"
@@ -198,8 +198,8 @@ def test_a_comparison_tells_better_from_worse() -> None:
 
 def test_figures_near_each_other_are_not_called_better() -> None:
     line = Line(part="all", name="x", unit="s", better="less", a=1.0, b=1.004)
-    assert line.mood == ""
-    assert Line(part="all", name="x", unit="s", better="less", a=1.0, b=1.02).mood == "bad"
+    assert line.verdict == ""
+    assert Line(part="all", name="x", unit="s", better="less", a=1.0, b=1.02).verdict == "bad"
     assert Line(part="all", name="x", unit="s", better="less", a=None, b=1.0).texts() == ("-", "1 s", "", "")
 
 

@@ -40,7 +40,7 @@ def test_an_unknown_trace_is_refused(trace: str) -> None:
         ("seed", "must be KEY=VALUE"),
         ("a..b=1", "must be KEY=VALUE"),
         ("fleet.instances.2.count=1", "2 is no place in a list of 2"),
-        ("traffic.kind.x=1", "x stands below a value that is no table"),
+        ("traffic.kind.x=1", "x is below a value that is no table"),
     ],
 )
 def test_a_change_that_leads_nowhere_is_named(setting: str, said: str) -> None:

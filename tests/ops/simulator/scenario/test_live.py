@@ -58,7 +58,7 @@ def test_each_type_has_its_own_rates_prices_and_memory() -> None:
     assert [(one["gpu_type"], one["count"]) for one in fleet["instances"]] == [("A", 1), ("B", 1)]
     assert (models["m"]["tokens_per_s"], models["m"]["gpus"]) == ({"A": 5.0, "B": 3.0}, {"A": 2, "B": 1})
     assert (models["n"]["tokens_per_s"], models["n"]["gpus"]) == ({"A": 4.0}, {"A": 1})
-    assert "No instance on B told its KV memory" in made.text()
+    assert "No instance on B reported its KV memory" in made.text()
     assert "No instance on A" not in made.text()
     assert "1 pooled instances are left out" in made.text()
     assert "pools" not in made.document["planning"]

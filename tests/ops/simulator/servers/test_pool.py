@@ -69,14 +69,14 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     made: dict[int, Served] = {}
     late: set[bool] = set()
 
-    def heard(slot: SlotProcess, outputs: list, fast_forward: FastForward | None) -> None:  # type: ignore[type-arg]
+    def on_step(slot: SlotProcess, outputs: list, fast_forward: FastForward | None) -> None:  # type: ignore[type-arg]
         for output in outputs:
             if output.token_ids:
                 served = made[int(output.request_id)]
                 if served.left:
                     served.fast_forward(fast_forward) if fast_forward else served.token(events.now_s)
 
-    slot = SlotProcess(0, "both", settings, events, heard, lambda request_id: made[int(request_id)], renews=True)
+    slot = SlotProcess(0, "both", settings, events, on_step, lambda request_id: made[int(request_id)], renews=True)
     slot.load(MODELS)
 
     def come(request: Request) -> None:

@@ -51,7 +51,7 @@ def check_slots(fleet: Fleet) -> None:
     assert all(not counted[place] for place in pools), "a pool's GPUs are the pool's"
 
 
-def standing(fleet: Fleet, model: str) -> bool:
+def is_served(fleet: Fleet, model: str) -> bool:
     held = (one for one in fleet.hosted.values() if one.endpoint.model == model)
     return any(one.server.accepting and one.node.name not in fleet.down for one in held)
 
@@ -74,7 +74,7 @@ def run_with_plans(operated: Operated, wanted: list[tuple[float, set[str]]]) -> 
         while plans and plans[0][0] <= world.events.now_s:
             before, now = now, plans.pop(0)[1]
             safe &= before & now
-        serving = {model for model in MODELS if standing(fleet, model)}
+        serving = {model for model in MODELS if is_served(fleet, model)}
         if wanted:
             assert safe <= serving, f"{safe - serving} lost its last at {world.events.now_s}"
         safe |= serving & now
@@ -136,7 +136,7 @@ def test_the_last_of_a_pool_keeps_its_slot() -> None:
     assert operated.at(95.0) == {"a@east-0", "b@east-1"}
     one = operated.fleet.hosted[before["b"]]
     assert (one.gpus, one.pooled, type(one.server)) == (1, False, PooledServer)
-    assert standing(operated.fleet, "b")
+    assert is_served(operated.fleet, "b")
     assert operated.fleet.starts["local"] == 3, "b was loaded once"
     assert one.ref not in operated.fleet.pools
 
