@@ -91,7 +91,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._share = DecodeShare()
         self._last_model: str | None = None
         self._loads = 0
-        self._held = 0
+        self._hold = 0
         self._log = SliceLog()
 
     @abstractmethod
@@ -207,7 +207,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._log.turn(turn, now_s)
         outputs = self.requests.take_ended()
         if turn is None:
-            self._held = 0
+            self._hold = 0
             self._wait(now_s)
             return outputs
         self._last_model = turn.model
@@ -217,8 +217,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
             self._log.step(len(made), prompts=prompts)
             outputs += [self.requests.take(sequence, token) for sequence, token in made]
-        self._held = hold_prefills(
-            self._held,
+        self._hold = hold_prefills(
+            self._hold,
             turn.kind,
             ran=made is not None,
             made_tokens=self._log.tokens_total > tokens_before,
@@ -244,7 +244,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """The facts for the scheduler. After a prefill that found no memory for its KV, prefills are held back."""
         requests = self.requests
         busy = [self.models[model.name] for model in requests.busy_models]
-        prefills = PrefillQueue() if self._held else requests.prefills
+        prefills = PrefillQueue() if self._hold else requests.prefills
         unready = frozenset([model.name for model in busy if not self._is_ready(model)])
         return SlotFacts(
             prefills=prefills,

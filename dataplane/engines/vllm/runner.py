@@ -142,7 +142,7 @@ class Runner:
         Raises:
             ModelLoadError: vLLM does not free its KV; the model stays awake.
         """
-        assert self._copy is not None, "keep_host_copy comes first"
+        assert self._copy is not None, "call keep_host_copy first"
         is_reset = self.engine.reset_prefix_cache(reset_running_requests=True)
         if not is_reset:
             raise ModelLoadError(

@@ -65,9 +65,9 @@ class KvStore:
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
-        self.here = KvCache(arena, slab_bytes)
+        self.device_cache = KvCache(arena, slab_bytes)
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
-        self.away = KvCache(self._host_slabs, slab_bytes)
+        self.host_cache = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
         memory = host_memory(self._host_slabs.slabs * slab_bytes, host_file)
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
@@ -112,28 +112,30 @@ class KvStore:
 
     def free_blocks(self, shape: KvShape) -> int:
         """Blocks of this shape that could be allocated now."""
-        return self.here.free_blocks(shape) + self._arena.free_kv_slabs * self.here.blocks_per_slab(shape)
+        return self.device_cache.free_blocks(shape) + self._arena.free_kv_slabs * self.device_cache.blocks_per_slab(
+            shape
+        )
 
     def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
         """See `KvCapacity`; in whole slabs."""
         wanted = len(kv.host) if kv.location is KvLocation.HOST else blocks_for(tokens, kv.shape.block_tokens)
-        missing_blocks = wanted - len(kv.blocks) - self.here.free_blocks(kv.shape)
-        missing_slabs = -(-missing_blocks // self.here.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
+        missing_blocks = wanted - len(kv.blocks) - self.device_cache.free_blocks(kv.shape)
+        missing_slabs = -(-missing_blocks // self.device_cache.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
         return max(missing_slabs, 0) * self._device.slab_bytes
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
-        free_blocks = self._host_slabs.free_slabs * self.away.blocks_per_slab(kv.shape)
-        return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.away.free_blocks(kv.shape)
+        free_blocks = self._host_slabs.free_slabs * self.host_cache.blocks_per_slab(kv.shape)
+        return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.host_cache.free_blocks(kv.shape)
 
     def lies_in(self, kv: SequenceKv, slabs: Container[int]) -> bool:
         """Whether one of its blocks is in one of these slabs of the arena."""
-        per_slab = self.here.blocks_per_slab(kv.shape)
+        per_slab = self.device_cache.blocks_per_slab(kv.shape)
         return any(block // per_slab in slabs for block in kv.blocks)
 
     def view(self, shape: KvShape, dtype: torch.dtype) -> torch.Tensor:
         """The arena as blocks of a shape `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`."""
         if (shape, dtype) not in self._views:
-            slab_bytes, per_slab = self._device.slab_bytes, self.here.blocks_per_slab(shape)
+            slab_bytes, per_slab = self._device.slab_bytes, self.device_cache.blocks_per_slab(shape)
             slabs = self._device.bytes.view(-1, slab_bytes)[:, : per_slab * shape.block_bytes]
             sizes = (per_slab, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
             self._views[shape, dtype] = slabs.view(dtype).view(self._arena.slabs, *sizes)
@@ -141,14 +143,14 @@ class KvStore:
 
     def capacity_blocks(self, shape: KvShape) -> int:
         """Blocks of this shape that fit in the KV region."""
-        return (self._arena.slabs - self._arena.weights_slabs) * self.here.blocks_per_slab(shape)
+        return (self._arena.slabs - self._arena.weights_slabs) * self.device_cache.blocks_per_slab(shape)
 
     def capacity_tokens(self, shape: KvShape) -> int:
         """Tokens whose KV one request alone can have: in the arena and, if it is to be exported, in host memory."""
         tokens = self.capacity_blocks(shape) * shape.block_tokens
         if self._host_file is None:
             return tokens
-        return min(tokens, self._host_slabs.slabs * self.away.blocks_per_slab(shape) * shape.block_tokens)
+        return min(tokens, self._host_slabs.slabs * self.host_cache.blocks_per_slab(shape) * shape.block_tokens)
 
     def check_fits(self, shape: KvShape) -> None:
         """Check that KV of this shape fits in the arena.
@@ -161,9 +163,9 @@ class KvStore:
 
     def check(self, held: Sequence[SequenceKv]) -> None:
         """Assert that the blocks in use are those of `held`, each once."""
-        self.here.check()
-        self.away.check()
-        for cache, blocks in ((self.here, "blocks"), (self.away, "host")):
+        self.device_cache.check()
+        self.host_cache.check()
+        for cache, blocks in ((self.device_cache, "blocks"), (self.host_cache, "host")):
             used_bytes = sum(usage.used_bytes - usage.moving_bytes for usage in cache.usage().values())
             mine = [kv for kv in held if blocks == "blocks" or kv.file is None]
             known_bytes = sum(len(getattr(kv, blocks)) * kv.shape.block_bytes for kv in mine)
@@ -173,7 +175,7 @@ class KvStore:
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
         if missing > 0:
             try:
-                kv.blocks += self.here.allocate(kv.shape, missing)
+                kv.blocks += self.device_cache.allocate(kv.shape, missing)
             except OutOfBlocksError:
                 return False
         kv.location = KvLocation.DEVICE
@@ -183,10 +185,10 @@ class KvStore:
         assert kv.location is KvLocation.DEVICE
         needed = blocks_for(tokens, kv.shape.block_tokens)
         try:
-            kv.host = self.away.allocate(kv.shape, needed)
+            kv.host = self.host_cache.allocate(kv.shape, needed)
         except OutOfBlocksError:
             return False
-        self.here.free(kv.shape, kv.blocks[needed:])
+        self.device_cache.free(kv.shape, kv.blocks[needed:])
         kv.blocks = kv.blocks[:needed]
         kv.location, kv.tries = KvLocation.SWAPPING_OUT, 0
         self._send(kv)
@@ -195,7 +197,7 @@ class KvStore:
     def swap_in(self, kv: SequenceKv) -> bool:
         assert kv.location is KvLocation.HOST
         try:
-            kv.blocks = self.here.allocate(kv.shape, len(kv.host))
+            kv.blocks = self.device_cache.allocate(kv.shape, len(kv.host))
         except OutOfBlocksError:
             return False
         kv.location, kv.tries = KvLocation.SWAPPING_IN, 0
@@ -205,8 +207,8 @@ class KvStore:
     def settle(self) -> None:
         """Complete the transfers that have ended: free their source, or repeat them if they failed."""
         self._arena.settle()
-        self.here.settle()
-        self.away.settle()
+        self.device_cache.settle()
+        self.host_cache.settle()
         for kv in [kv for kv in self._moving if kv.event.done()]:
             self._moving.remove(kv)
             if kv.event.error is None:
@@ -227,9 +229,9 @@ class KvStore:
         if kv in self._moving:
             self._moving.remove(kv)
         if kv.blocks:
-            self.here.free(kv.shape, kv.blocks, after=kv.event)
+            self.device_cache.free(kv.shape, kv.blocks, after=kv.event)
         if kv.host and kv.file is None:
-            self.away.free(kv.shape, kv.host, after=kv.event)
+            self.host_cache.free(kv.shape, kv.host, after=kv.event)
         kv.blocks, kv.host, kv.file = [], [], None
         kv.location, kv.event = KvLocation.NONE, PASSED
 
@@ -261,18 +263,18 @@ class KvStore:
         return True
 
     def _send(self, kv: SequenceKv) -> None:
-        host = kv.file or self._host
+        file = kv.file or self._host
         pairs = [
-            (self._device.block(kv.shape, block), host.block(kv.shape, away))
-            for block, away in zip(kv.blocks, kv.host, strict=True)
+            (self._device.block(kv.shape, block), file.block(kv.shape, host_block))
+            for block, host_block in zip(kv.blocks, kv.host, strict=True)
         ]
         after = [record_event(self._device.bytes.device)]  # the kernels that use these blocks
         kv.sent_s = time.monotonic()
         if kv.location is KvLocation.SWAPPING_OUT:
-            kv.event = self._out.submit([Copy(source=here, target=away) for here, away in pairs], after)
+            kv.event = self._out.submit([Copy(source=device, target=host) for device, host in pairs], after)
             self.swapped_out_total += 1
         else:
-            kv.event = self._in.submit([Copy(source=away, target=here) for here, away in pairs], after)
+            kv.event = self._in.submit([Copy(source=host, target=device) for device, host in pairs], after)
             self.swapped_in_total += 1
         self._moving.append(kv)
 
@@ -280,11 +282,11 @@ class KvStore:
         rate = self._rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self._rates.kv_in
         rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
         if kv.location is KvLocation.SWAPPING_OUT:
-            self.here.free(kv.shape, kv.blocks)
+            self.device_cache.free(kv.shape, kv.blocks)
             kv.blocks, kv.location = [], KvLocation.HOST
         else:
             if kv.file is None:
-                self.away.free(kv.shape, kv.host)
+                self.host_cache.free(kv.shape, kv.host)
             kv.host, kv.file, kv.location = [], None, KvLocation.DEVICE
         kv.event = PASSED
 

@@ -176,7 +176,7 @@ class WeightStore:
     def remapped(self, model: HostModel) -> RemappedLayers:
         """The layers of a model that has `layer_slabs`, for remapping."""
         resident, count = self._residents[model.name], self.layer_slabs(model)
-        assert count is not None, f"{model.name} cannot give up layers"
+        assert count is not None, f"{model.name} cannot offload layers"
         if resident.remapped is None:
             first = self._arena.runs[model.name].start + -(-model.skeleton.shards[0].size_bytes // self._slab_bytes)
             layers = range(model.skeleton.geometry.layers)
