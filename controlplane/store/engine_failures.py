@@ -1,6 +1,7 @@
 """On which engines models failed, by GPU type: kept so that nobody tries again and again. See `policies.engines`."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 
 from sqlalchemy import case, func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -27,7 +28,7 @@ def note_engine_failure(session: Session, instance: Instance, *, forget_s: float
     """
     error = f"{instance.node}: {instance.error}"[:_ERROR_CHARACTERS_MAX]
     place = {"model": instance.model, "gpu_type": instance.gpu_type, "engine": instance.engine}
-    long_ago = EngineFailureRow.failed_at < func.now() - func.make_interval(0, 0, 0, 0, 0, 0, forget_s)
+    long_ago = EngineFailureRow.failed_at < func.now() - timedelta(seconds=forget_s)
     latest = {"failed_at": func.now(), "error": error}
     times = session.scalar(
         insert(EngineFailureRow)

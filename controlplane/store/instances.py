@@ -271,7 +271,7 @@ def forget_stopped(session: Session, *, keep_s: float, count_max: int) -> int:
     """Delete at most `count_max` instances that were stopped longer ago, with their leases; returns how many. The audit
     log keeps what it says of them.
     """
-    before = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    before = func.now() - timedelta(seconds=keep_s)
     old = (
         Instance.desired == Desired.STOPPED,
         Instance.observed == InstanceState.STOPPED,

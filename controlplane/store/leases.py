@@ -117,7 +117,7 @@ def return_lease(session: Session, instance_id: str) -> InstanceLease:
 
 def give_notice(session: Session, instance_ids: Iterable[str], *, notice_s: float) -> list[InstanceLease]:
     """Let active leases end in `notice_s` seconds; one that has notice already, or ends sooner, keeps its end."""
-    reclaim_at = func.least(InstanceLease.expires_at, func.now() + func.make_interval(0, 0, 0, 0, 0, 0, notice_s))
+    reclaim_at = func.least(InstanceLease.expires_at, func.now() + timedelta(seconds=notice_s))
     noticed = session.scalars(
         update(InstanceLease)
         .where(ACTIVE, InstanceLease.instance_id.in_(list(instance_ids)), InstanceLease.reclaim_at.is_(None))

@@ -3,7 +3,7 @@ fleet's lock.
 """
 
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import uuid_utils
@@ -348,7 +348,7 @@ def forget_plans(session: Session, *, keep_s: int, count_max: int) -> int:
     """
     in_force = Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED))
     restorable = select(Plan.previous_plan_id).where(in_force, Plan.previous_plan_id.is_not(None))
-    made_before = func.now() - func.make_interval(0, 0, 0, 0, 0, 0, keep_s)
+    made_before = func.now() - timedelta(seconds=keep_s)
     old = list(
         session.scalars(
             select(Plan.id)
