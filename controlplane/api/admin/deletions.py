@@ -1,4 +1,4 @@
-"""Deleting what the fleet is made of. Refused (409 `in_use`) while anything uses it, with what that is."""
+"""Deleting parts of the fleet. A deletion is refused (409 `in_use`) with the list of users while there are any."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Demand: a recorded week comes in as CSV, and what is known of an endpoint can be read back."""
+"""Demand: recorded demand is imported as CSV, and an endpoint's demand can be read."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""A demand file as it is uploaded: CSV with a header line, read a line at a time, refused with line and field."""
+"""Parsing an uploaded demand file: CSV with a header line, read line by line; an error names line and field."""
 
 import csv
 import math
@@ -25,13 +25,13 @@ def read_rows(lines: TextIO, *, kind: str, models: Collection[str], regions: Col
     reader = csv.reader(lines, strict=True)
     try:
         header = next(reader, [])
-        places = _places(header)
+        positions = _positions(header)
         for fields in reader:
             if not fields:
                 continue
             if len(fields) != len(header):
                 raise _error(reader.line_num, None, f"{len(fields)} columns, the header has {len(header)}")
-            start_s, region, model, tokens = (fields[place].strip() for place in places)
+            start_s, region, model, tokens = (fields[position].strip() for position in positions)
             if region not in regions:
                 raise _error(reader.line_num, "region", f"'{region}' is not registered")
             if model not in models:
@@ -45,7 +45,7 @@ def read_rows(lines: TextIO, *, kind: str, models: Collection[str], regions: Col
         raise _error(reader.line_num, None, f"not CSV: {error}") from error
 
 
-def _places(header: list[str]) -> list[int]:
+def _positions(header: list[str]) -> list[int]:
     names = [name.strip().removeprefix("\ufeff") for name in header]
     for column in COLUMNS:
         if names.count(column) != 1:
@@ -76,6 +76,6 @@ def _number(text: str, line: int, field: str) -> float:
         raise _error(line, field, f"is no number: '{text[:50]}'") from None
 
 
-def _error(line: int, field: str | None, complaint: str) -> InvalidValueError:
+def _error(line: int, field: str | None, message: str) -> InvalidValueError:
     where = f"line {line}: {field}" if field else f"line {line}"
-    return InvalidValueError(f"{where}: {complaint}", param=field)
+    return InvalidValueError(f"{where}: {message}", param=field)

@@ -1,4 +1,4 @@
-"""Events: what the system did by itself. What people changed is in the audit."""
+"""Events: state changes made by the system. Changes made by people are in the audit."""
 
 from datetime import datetime
 from typing import Annotated, Literal

@@ -39,7 +39,7 @@ Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False)]
-"""Of a step, or of a part of one."""
+"""The duration of a step, or of a part of one."""
 
 RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]

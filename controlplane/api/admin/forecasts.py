@@ -1,4 +1,4 @@
-"""What the coming hour was expected to reach, who said so, and why."""
+"""Forecasts of the coming hour, with the forecaster and the reason for choosing it."""
 
 from datetime import datetime
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Instances: what is wanted of each and what its node last said."""
+"""Instances: desired state, and the state that the node last reported."""
 
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""What moves from second to second: endpoints, objectives, the NIW queue. For `tidepool top` and dashboards."""
+"""State that changes by the second, for `tidepool top` and dashboards: endpoints, objectives, the batch queue."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Nodes: who joined, what each holds and says, and taking one out of service."""
+"""Nodes: the registered ones, their instances and last heartbeats, and draining one."""
 
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""Pins: an operator keeps an endpoint at so many instances until some time, whatever plans and load say."""
+"""Pins (replica overrides): an operator fixes an endpoint's number of instances until a time."""
 
 import time
 from datetime import UTC, datetime, timedelta

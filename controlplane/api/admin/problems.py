@@ -1,4 +1,4 @@
-"""How the admin API's failures look in the OpenAPI document: RFC 9457 problems, validation errors (400) among them."""
+"""Error responses of the admin API in the OpenAPI document: RFC 9457 problems, also for validation errors (400)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The request log: how interactive requests went, through whichever gateway they came."""
+"""The request log: the outcome of interactive requests of all gateways."""
 
 from datetime import datetime
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Spot instances: what is lent out while idle, who leases it, and giving it back."""
+"""Spot (donated idle) instances and their leases."""
 
 from collections.abc import Mapping
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""One summary for people."""
+"""The summary of the whole system."""
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field

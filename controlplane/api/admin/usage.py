@@ -1,4 +1,4 @@
-"""Usage: what tenants asked of which models."""
+"""Usage of models by tenant."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
