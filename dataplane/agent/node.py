@@ -48,7 +48,8 @@ class Agent:
         self.changed = asyncio.Event()
         self.registry = CollectorRegistry()
         self._measures = RequestMeasures(self.registry)
-        self._generation = 0
+        self.generation = 0
+        """The desired state that this node follows; 0 before it received one."""
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
         self._prompts = PromptTokenizer(settings)
@@ -62,11 +63,6 @@ class Agent:
         self.groups = tuple(WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups)
         workers = (worker for group in self.groups for worker in group.workers)
         self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
-
-    @property
-    def generation(self) -> int:
-        """The desired state that this node follows; 0 before it received one."""
-        return self._generation
 
     @property
     def host_bytes(self) -> int:
@@ -91,12 +87,12 @@ class Agent:
         Raises:
             StaleGenerationError: this node follows a newer one.
         """
-        if desired.generation < self._generation:
+        if desired.generation < self.generation:
             raise StaleGenerationError(
-                f"generation {desired.generation} is older than {self._generation}, which this node follows",
+                f"generation {desired.generation} is older than {self.generation}, which this node follows",
                 param="generation",
             )
-        self._generation = desired.generation
+        self.generation = desired.generation
         self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}
         for number, group in enumerate(self.groups):
@@ -121,7 +117,7 @@ class Agent:
 
     def forget_generation(self) -> None:
         """Accept any generation next: the control plane does not know this node and counts from the start again."""
-        self._generation = 0
+        self.generation = 0
 
     def reports(self) -> tuple[InstanceReport, ...]:
         misplaced = [
@@ -151,7 +147,7 @@ class Agent:
         return Heartbeat(
             node=self.settings.node,
             boot_id=self.boot_id,
-            generation=self._generation,
+            generation=self.generation,
             instances=self.reports(),
             switches_total=self.switches_total,
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),

@@ -97,6 +97,8 @@ class WorkerSupervisor:
         self.index = index
         self.kind = settings.kinds[index]
         self.gpus = settings.slots[index].gpus
+        self.engine: EngineKind = settings.engine
+        """The engine of its process, or of the next one."""
         self.restarts_total = 0
         self.stats = EngineStats()
         self.stats_s = time.monotonic()
@@ -115,7 +117,6 @@ class WorkerSupervisor:
             on_change=owner.instance_changed,
         )
         self._alone = (index,) in settings.groups
-        self._engine: EngineKind = settings.engine
         self._link: WorkerLink | None = None
         self._reported = False
         self.replaced = False
@@ -123,11 +124,6 @@ class WorkerSupervisor:
         self._process_started_s = time.monotonic()
         self._totals_before = (0, 0.0, 0.0)
         """`switches_total`, `preemptions_total` and `load_s` of former processes."""
-
-    @property
-    def engine(self) -> EngineKind:
-        """The engine of its process, or of the next one."""
-        return self._engine
 
     @property
     def pid(self) -> int | None:
@@ -182,8 +178,8 @@ class WorkerSupervisor:
         desired = tuple(desired)
         asked = [engine_of(instance, self._settings.engine) for instance in desired]
         usable = [engine for engine in asked if self._unusable(engine) is None]
-        if usable and self._engine not in usable:
-            self._engine = usable[0]
+        if usable and self.engine not in usable:
+            self.engine = usable[0]
             self.hosted.engine_changed()
             if self._link is not None:
                 self.replaced = True
@@ -218,8 +214,8 @@ class WorkerSupervisor:
         """Why an instance cannot run on this worker at present."""
         wanted = engine_of(instance, self._settings.engine)
         unusable = self._unusable(wanted)
-        if unusable is None and wanted != self._engine:
-            return f"worker {self.index} runs {self._engine} for other models; {instance.model.name} wants {wanted}"
+        if unusable is None and wanted != self.engine:
+            return f"worker {self.index} runs {self.engine} for other models; {instance.model.name} wants {wanted}"
         return unusable
 
     def _unusable(self, engine: EngineKind) -> str | None:
@@ -252,10 +248,10 @@ class WorkerSupervisor:
         """
         self._reported = self.replaced = False
         kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
-        engine, self._process_started_s = self._engine, time.monotonic()
+        engine, self._process_started_s = self.engine, time.monotonic()
         asked = configure(self._settings, self.index, kv_file, self._node.files, engine)
         link = await self._node.start_worker(asked, worker_environment(self._settings, self.index, os.environ))
-        self._link, self.replaced = link, engine != self._engine
+        self._link, self.replaced = link, engine != self.engine
         log.info("worker started", worker=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self.replaced:
             link.hang_up()
@@ -271,7 +267,7 @@ class WorkerSupervisor:
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
-            log.info("worker ended for another engine", worker=self.index, engine=self._engine)
+            log.info("worker ended for another engine", worker=self.index, engine=self.engine)
         else:
             log.warning("worker lost", worker=self.index, end=end)
         self._totals_before = self.switches_total, self.preemptions_total, self.load_s

@@ -241,15 +241,6 @@ def encode_line(event: StreamEvent) -> bytes:
 _event_decoder: msgspec.json.Decoder[StreamEvent] = msgspec.json.Decoder(StreamEvent)
 
 
-def decode_line(line: bytes | str) -> StreamEvent:
-    """The event of one stream line.
-
-    Raises:
-        msgspec.ValidationError: the line is no event of this protocol.
-    """
-    return _event_decoder.decode(line)
-
-
 def decode_lines(lines: bytes) -> list[StreamEvent]:
     """The events of whole stream lines.
 

@@ -84,10 +84,6 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     request_id: str
 
 
-class AskStats(msgspec.Struct, frozen=True, kw_only=True, tag="ask_stats"):
-    """Answered by Stats."""
-
-
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
     """The instance takes requests."""
 
@@ -120,12 +116,12 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """The statistics of the engine; sent when they changed, at most every 0.25 s, and when asked for."""
+    """The statistics of the engine; sent when they changed, at most every 0.25 s."""
 
     stats: EngineStats
 
 
-Command = Configure | Load | Unload | Add | Cancel | Release | AskStats
+Command = Configure | Load | Unload | Add | Cancel | Release
 Report = Loaded | LoadFailed | Refused | Outputs | Stats
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -31,7 +31,6 @@ from dataplane.runtime.tracing import RequestSpans, start_tracing
 from dataplane.worker.engines import make_engine
 from dataplane.worker.frames import (
     Add,
-    AskStats,
     Cancel,
     Command,
     Configure,
@@ -151,8 +150,6 @@ class Worker:
                 self._spans.end(command.request_id)
             case Release():
                 self._engine.release(command.request_id)
-            case AskStats():
-                self._send_stats(always=True)
             case Configure():
                 raise AssertionError("a worker is configured once, before its loop")
 

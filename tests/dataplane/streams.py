@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from dataplane.protocol.messages import Failed, Generate, StreamEvent, Token, decode_line
+from dataplane.protocol.messages import Failed, Generate, StreamEvent, Token, decode_lines
 from tests.dataplane.replay_node import Node
 
 
@@ -35,7 +35,7 @@ async def stream(node: Node, body: Generate) -> AsyncGenerator[StreamEvent, None
             yield msgspec.json.decode(await response.aread(), type=Failed)
             return
         async for line in response.aiter_lines():
-            yield decode_line(line)
+            yield decode_lines(line.encode())[0]
 
 
 async def read(

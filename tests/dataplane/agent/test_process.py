@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from dataplane.agent.settings import AgentSettings, WorkerSettings
-from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_line
+from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_lines
 from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings
 
 RUN = (
@@ -116,8 +116,8 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         headers = {"authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=control.join.url, headers=headers, timeout=60) as client:
             body = msgspec.json.encode(generate(max_tokens=5))
-            lines = client.post("/generate", content=body).text.splitlines()
-            assert decode_line(lines[-1]) == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=5)
+            events = decode_lines(client.post("/generate", content=body).content)
+            assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=5)
             (slot,) = client.get("/state").json()["slots"]
         assert is_running(slot["pid"])
         process.send_signal(number)
@@ -136,8 +136,8 @@ def test_sigterm_hands_over_and_sigint_does_not() -> None:
         wait_until(lambda: control.heartbeat is not None and control.heartbeat.leaving)
         headers = {"authorization": f"Bearer {KEY}"}
         with httpx.Client(base_url=control.join.url, headers=headers, timeout=60) as client:
-            answer = client.post("/generate", content=msgspec.json.encode(generate(max_tokens=5))).text
-            assert isinstance(decode_line(answer.splitlines()[-1]), Finished), "it serves on"
+            answer = client.post("/generate", content=msgspec.json.encode(generate(max_tokens=5)))
+            assert isinstance(decode_lines(answer.content)[-1], Finished), "it serves on"
         control.wanted = msgspec.structs.replace(control.wanted, handing_over=True, instances=())
         assert process.wait(60) == 0
     with control_plane() as control, agent_process(control) as process:

@@ -13,7 +13,6 @@ from dataplane.memory.model_cache import HostMemoryError
 from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.worker.frames import (
-    AskStats,
     Cancel,
     Command,
     Load,
@@ -127,7 +126,7 @@ def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
         bench.send(load("i1", 1, "tide"))
         for _ in range(50):
             assert isinstance(bench.report(lambda report: isinstance(report, Outputs)), Outputs)
-        bench.send(Cancel(request_id="r1"), Release(request_id="r2"), AskStats())
+        bench.send(Cancel(request_id="r1"), Release(request_id="r2"), Unload(instance_id="other"))
         bench.report(lambda report: isinstance(report, Stats))
         bench.engine.gate("tide").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=1)

@@ -20,7 +20,6 @@ from dataplane.worker import main
 from dataplane.worker.frames import (
     LENGTH,
     Add,
-    AskStats,
     Cancel,
     Load,
     Loaded,
@@ -83,7 +82,6 @@ async def test_round_trip() -> None:
     assert len(made) == 3
     link.send(Unload(instance_id="i1"))
     link.send(Unload(instance_id="i1"))
-    link.send(AskStats())
     link.send(Add(request=request("late")))
     refused = await until(reports, Refused)
     assert (refused.request_id, refused.status, refused.code) == ("late", 409, "instance_not_ready")
@@ -154,7 +152,7 @@ def test_a_busy_worker_leaves_commands_unread_and_still_notices_the_end_of_its_a
         threading.Thread(target=listen, args=(theirs, stream, commands), daemon=True).start()
         ours.settimeout(1.0)
         with pytest.raises(TimeoutError):
-            ours.sendall(encode_frame(AskStats()) * 10**6)
+            ours.sendall(encode_frame(Cancel(request_id="r1")) * 10**6)
         assert commands.qsize() <= main.COMMANDS_MAX
         ours.close()
         assert ended.wait(30)
