@@ -5,6 +5,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import httpx2 as httpx
@@ -15,6 +16,7 @@ import uvicorn
 from dataplane.agent.http import make_app
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
+from dataplane.agent.worker_link import WorkerLink
 from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, ModelSpec, Sampling
 from tests.event_loop import PATIENCE_S, until
 
@@ -75,6 +77,14 @@ def install_vllm(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     monkeypatch.syspath_prepend(folder)
+
+
+class OpenLink(WorkerLink):
+    """A link to a worker whose reader and writer tests can use."""
+
+    def __init__(self, process: Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(process, reader, writer)
+        self.reader, self.writer = reader, writer
 
 
 class Node:

@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
@@ -14,8 +14,8 @@ from dataplane.agent import worker_link
 from dataplane.agent.settings import WorkerSettings
 from dataplane.agent.workers import BACKOFF_MIN_S
 from dataplane.protocol.messages import Finished, Sampling
-from dataplane.worker.frames import LENGTH, Cancel
-from tests.dataplane.replay_node import Node, generate, instance, running_node, settings
+from dataplane.worker.frames import LENGTH, Cancel, Configure
+from tests.dataplane.replay_node import Node, OpenLink, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
 
 SLOT = WorkerSettings(gpus=1, memory_bytes=2 * 2**20)
@@ -87,15 +87,21 @@ def test_a_worker_that_cannot_be_started_is_tried_again_and_reported(monkeypatch
     ids=["no length", "no msgpack", "no report"],
 )
 def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
+    links: dict[int, OpenLink] = {}
+
+    async def start(configure: Configure, environment: Mapping[str, str]) -> OpenLink:
+        link = await OpenLink.start(configure, environment)
+        links[link.pid] = link
+        return link
+
     async def scenario() -> None:
-        async with running_node(two_slots()) as node:
+        async with running_node(two_slots(), start_worker=start) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
             slot = node.agent.workers[0]
-            link, pid = slot._link, slot.pid
-            assert link is not None
+            pid = slot.pid
             assert pid is not None
             with capture_logs() as logs:
-                await stream_beside(node, lambda: link._reader.feed_data(frame), lambda: slot.pid != pid)
+                await stream_beside(node, lambda: links[pid].reader.feed_data(frame), lambda: slot.pid != pid)
             (line,) = [line for line in logs if line["event"] == "worker lost"]
             assert (line["worker"], line["end"].split(":")[0]) == (0, "by FrameError")
             with pytest.raises(ProcessLookupError):

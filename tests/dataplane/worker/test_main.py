@@ -7,13 +7,11 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
-from subprocess import Popen
 from typing import Any, TypeVar
 
 import pytest
 
 from dataplane.agent.host_files import HostFiles
-from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import configure
 from dataplane.engines.interface import EngineRequest
 from dataplane.worker import main
@@ -31,7 +29,7 @@ from dataplane.worker.frames import (
     Unload,
     encode_frame,
 )
-from tests.dataplane.replay_node import model, settings
+from tests.dataplane.replay_node import OpenLink, model, settings
 from tests.event_loop import asynchronous
 
 Kind = TypeVar("Kind")
@@ -41,14 +39,6 @@ def request(request_id: str, max_tokens: int = 3, instance_id: str = "i1") -> En
     return EngineRequest(
         request_id=request_id, instance_id=instance_id, tier="NIW", prompt=(1, 2), max_tokens=max_tokens
     )
-
-
-class OpenLink(WorkerLink):
-    """A link whose `writer` tests can use."""
-
-    def __init__(self, process: Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        super().__init__(process, reader, writer)
-        self.writer = writer
 
 
 async def start() -> tuple[OpenLink, AsyncIterator[Report]]:
