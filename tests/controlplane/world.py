@@ -13,6 +13,7 @@ import msgspec
 import uuid_utils
 import uvicorn
 from sqlalchemy import text, update
+from sqlalchemy.orm import Session
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -31,6 +32,7 @@ from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.joining import join_node
 from controlplane.store.keys import make_key
 from controlplane.store.plans import Plan, PlanEntry, add_plan, apply_plan
+from controlplane.store.queue import Claim, batch_groups, claim
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
@@ -329,6 +331,11 @@ class World:
     def batch(self, batch_id: str) -> Batch:
         with self.database.transaction() as session:
             return session.get_one(Batch, batch_id)
+
+
+def claim_waiting(session: Session, count: int = 10, *, lease_s: int = 60) -> list[Claim]:
+    """Lease up to `count` requests of each batch and model."""
+    return claim(session, {(group.batch, group.model): count for group in batch_groups(session)}, lease_s=lease_s)
 
 
 def request_line(number: int, body: bytes | None = None) -> NewRequest:

@@ -14,7 +14,7 @@ from controlplane.store import queue
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Outcome
 from dataplane.protocol.messages import Generate
-from tests.controlplane.world import World
+from tests.controlplane.world import World, claim_waiting
 
 NESTED = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": %s}'
 
@@ -109,9 +109,7 @@ def test_its_batch_ends(world: World, blobs: BlobStore, written: list[bytes]) ->
         return
     assert batch.state == "in_progress", "one look is enough"
     with world.database.transaction() as session:
-        held = queue.claim(
-            session, {(group.batch, group.model): 9 for group in queue.batch_groups(session)}, lease_s=60
-        )
+        held = claim_waiting(session)
         assert len(held) == batch.total > 0
         outcomes = [Outcome(claim=each, status_code=200, body={"echo": str(decode(each.body))}) for each in held]
         assert len(queue.finish(session, outcomes)) == batch.total

@@ -39,7 +39,7 @@ from dataplane.agent.fences import Fences
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import StaleEpochError
-from tests.controlplane.world import World
+from tests.controlplane.world import World, claim_waiting
 
 LINES = 4
 ATTEMPTS_MAX = 3
@@ -161,8 +161,7 @@ class CrashPoints(RuleBasedStateMachine):
     @rule(target=held, who=who, count=st.integers(1, LINES), death=death)
     def claim_and_send(self, who: int, count: int, death: Death = None) -> tuple[int, list[Claim]]:
         def step(session: Session) -> list[Claim]:
-            wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
-            return queue.claim(session, wanted, lease_s=600) if wanted else []
+            return claim_waiting(session, count, lease_s=600)
 
         claims = self._do(who, step, death, alone=True) or []
         for claim in claims:

@@ -14,9 +14,9 @@ from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_batch_requests, result_lines
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import get_file
-from controlplane.store.queue import Outcome, batch_groups, claim, finish, give_back
+from controlplane.store.queue import Outcome, claim, finish, give_back
 from controlplane.store.usage import UsageHour
-from tests.controlplane.world import MODEL, World
+from tests.controlplane.world import MODEL, World, claim_waiting
 
 
 class CrashError(BaseException):
@@ -36,8 +36,7 @@ def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
 
 def answer_all(world: World) -> None:
     with world.database.transaction() as session:
-        wanted = {(group.batch, group.model): 10 for group in batch_groups(session)}
-        held = claim(session, wanted, lease_s=60)
+        held = claim_waiting(session)
         outcomes = [
             Outcome(claim=each, status_code=200, body={"n": each.line}, input_tokens=7, output_tokens=3)
             for each in held

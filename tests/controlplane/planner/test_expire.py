@@ -13,16 +13,11 @@ from controlplane.planner.expire import expire, sweep
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import fleet_index
-from controlplane.store.queue import batch_groups, claim, expire_leases
+from controlplane.store.queue import expire_leases
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, Instance, InstanceLease
-from tests.controlplane.world import World
-
-
-def lease_all(session: Session, count: int) -> None:
-    """Up to `count` requests of each batch."""
-    claim(session, {(group.batch, group.model): count for group in batch_groups(session)}, lease_s=60)
+from tests.controlplane.world import World, claim_waiting
 
 
 def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
@@ -33,7 +28,7 @@ def test_everything_that_is_over(world: World, blobs: BlobStore) -> None:
     with blobs.writing(file_id) as stream:
         stream.write(b"x")
     with world.database.transaction() as session:
-        lease_all(session, 1)
+        claim_waiting(session, 1)
         session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE line = 1"))
         session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
         session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
@@ -65,7 +60,7 @@ def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobS
     world.place("n2")
     late, _ = world.add_batch(lines=1), world.add_batch(lines=1)
     with world.database.transaction() as session:
-        lease_all(session, 1)
+        claim_waiting(session, 1)
         session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
         session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
         session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
@@ -162,7 +157,7 @@ def test_old_rows_of_the_request_log_are_forgotten(world: World, blobs: BlobStor
 def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:
     world.add_batch(lines=2)
     with world.database.transaction() as session:
-        lease_all(session, 2)
+        claim_waiting(session, 2)
         session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
         session.execute(text("UPDATE queued_requests SET attempts = 5 WHERE line = 2"))
     with world.database.transaction() as session:

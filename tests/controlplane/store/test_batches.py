@@ -20,7 +20,7 @@ from controlplane.store.batches import (
     result_lines,
 )
 from controlplane.store.queue import Claim, Outcome
-from tests.controlplane.world import World, request_line
+from tests.controlplane.world import World, claim_waiting, request_line
 
 S = BatchState
 PATHS = {
@@ -33,11 +33,6 @@ PATHS = {
     S.CANCELLING: [S.CANCELLING],
     S.CANCELLED: [S.CANCELLING, S.CANCELLED],
 }
-
-
-def claim(session: Session, count: int) -> list[Claim]:
-    wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
-    return queue.claim(session, wanted, lease_s=60)
 
 
 def finish(session: Session, held: Claim, status_code: int = 200) -> None:
@@ -70,7 +65,7 @@ def test_cancelling_at_every_state(world: World) -> None:
 def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
     batch_id = world.add_batch(lines=4)
     with world.database.transaction() as session:
-        done, _running = claim(session, 2)
+        done, _running = claim_waiting(session, 2)
         finish(session, done)
         assert begin_attempt(session, Due.END) is None
         with pytest.raises(NotFoundError):
@@ -96,7 +91,7 @@ def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:
 def test_counts(world: World) -> None:
     batch_id, empty = world.add_batch(lines=5), world.add_batch()
     with world.database.transaction() as session:
-        held = claim(session, 3)
+        held = claim_waiting(session, 3)
         finish(session, held[0])
         finish(session, held[1], status_code=400)
         rows = [session.get_one(Batch, batch_id), session.get_one(Batch, empty)]
@@ -110,7 +105,7 @@ def test_counts(world: World) -> None:
 def test_the_counts_of_an_ended_batch_are_its_last_ones(world: World) -> None:
     batch_id = world.add_batch(lines=2)
     with world.database.transaction() as session:
-        for held in claim(session, 2):
+        for held in claim_waiting(session, 2):
             finish(session, held)
         batch = session.get_one(Batch, batch_id)
         batch.completed, batch.input_tokens = 2, 14
@@ -127,7 +122,7 @@ def test_a_batch_that_ends_while_it_is_looked_at_keeps_its_counts(world: World) 
     with world.database.transaction() as reader:
         seen = reader.get_one(Batch, batch_id)
         with world.database.transaction() as session:
-            [held] = claim(session, 1)
+            [held] = claim_waiting(session, 1)
             finish(session, held)
             batch = session.get_one(Batch, batch_id)
             batch.completed = 1
@@ -152,7 +147,7 @@ def test_all_lines_or_none(world: World) -> None:
 def test_results_come_in_the_order_of_the_lines(world: World) -> None:
     batch_id = world.add_batch(lines=1200)
     with world.database.transaction() as session:
-        for held in reversed(claim(session, 1200)):
+        for held in reversed(claim_waiting(session, 1200)):
             finish(session, held)
         batch = session.get_one(Batch, batch_id)
         assert [custom_id for custom_id, _ in result_lines(session, batch)] == [f"c{n}" for n in range(1, 1201)]

@@ -17,14 +17,13 @@ from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch, counts_of, end_batch_requests
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.queue import Claim, Outcome
-from tests.controlplane.world import MODEL, World, until
+from tests.controlplane.world import MODEL, World, claim_waiting, until
 
 
 def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
     """Up to `count` requests of each batch."""
     with world.database.transaction() as session:
-        wanted = {(group.batch, group.model): count for group in queue.batch_groups(session)}
-        return queue.claim(session, wanted, lease_s=lease_s)
+        return claim_waiting(session, count, lease_s=lease_s)
 
 
 def finish(world: World, *held: Claim, status_code: int = 200) -> int:
