@@ -48,11 +48,11 @@ def join(
 ) -> None:
     """A node of us-east with slots of so many GPUs, shared by so many workers."""
     specs = tuple(SlotSpec(gpus=gpus, memory_bytes=80 << 30, workers=workers) for _ in range(slots))
-    said = Join(
+    request = Join(
         node=name, region="us-east", gpu_type="H800", url=url, slots=specs, engine="replay", host_bytes=host_bytes
     )
     with world.database.transaction() as session:
-        join_node(session, said)
+        join_node(session, request)
         fleet.touch_node(session, name)
 
 
@@ -69,7 +69,7 @@ def expect(world: World, tokens_per_s: Mapping[str, float], *, origin_s: int) ->
             quantile=0.9,
             path=[value] * 12,
             candidates={},
-            reason="told so",
+            reason="of the test",
         )
         for name, value in tokens_per_s.items()
     ]

@@ -44,9 +44,9 @@ def test_an_absent_broker_is_two_lines_however_many_ticks_it_lasts(
             tick(connection, 3)
     away.release()
     here.release()
-    said = [(line["log_level"], line["event"]) for line in lines]
+    logged = [(line["log_level"], line["event"]) for line in lines]
     down, up = ("warning", "the broker is away; no loop is started until it is back"), ("info", "the broker is back")
-    assert said == [down, up] * 2
+    assert logged == [down, up] * 2
     assert caplog.records == []
 
 

@@ -32,7 +32,7 @@ URL = "http://127.0.0.1:9"
 
 
 class FakeWorker:
-    """The agent's end of a worker that loads what it is told to, unless its engine is one of `broken`."""
+    """The agent's end of a worker that loads models, unless its engine is one of `broken`."""
 
     broken: frozenset[str] = frozenset()
     pid = 1
@@ -64,7 +64,7 @@ class FakeWorker:
 
 
 class Fleet:
-    """A node of one slot, and the control plane that it follows. Time passes as it is told."""
+    """A node of one slot, and the control plane that it follows. The test advances its time."""
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world, self.settings = world, settings
@@ -84,7 +84,7 @@ class Fleet:
             session.get_one(Model, "tide").engine = engine
 
     async def scale(self, *, later_s: float = 61.0) -> int:
-        """Let the scale loop run, and the node do what it is told; how many moved."""
+        """Run scaling, and let the node follow its desired state; how many instances moved."""
         with self.world.database.transaction() as session:
             fleet.touch_node(session, "n1")
         self.world.report("n1", "none", region="us-east", url=URL)

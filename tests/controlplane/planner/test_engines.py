@@ -42,8 +42,8 @@ def settle(world: World, settings: Settings, *, late_s: float = 0.0) -> int:
         return moved
 
 
-def told(world: World) -> tuple[int, list[tuple[str, str]]]:
-    """The node's generation, and what it is told of its instances, with the reasons that people are shown."""
+def desired(world: World) -> tuple[int, list[tuple[str, str]]]:
+    """The generation of the node's desired state, and the engine of each instance with its reason."""
     with world.database.transaction() as session:
         desired = desired_of(session, "n1")
         reasons = {row.id: row.engine_reason or "" for row in session.scalars(select(Instance))}
@@ -59,25 +59,25 @@ def choose(world: World, engine: EngineChoice) -> None:
 def test_live_instances_move_one_after_the_other(world: World, settings: Settings) -> None:
     join(world, "torch")
     assert settle(world, settings) == 0
-    first, engines = told(world)
+    first, engines = desired(world)
     assert engines == [("torch", "not measured on both engines: the one that its node prefers")] * 2
     choose(world, "vllm")
     assert [settle(world, settings, late_s=late_s) for late_s in (61, 30, 61, 61)] == [1, 0, 1, 0]
-    assert told(world) == (first + 2, [("vllm", "chosen for the model")] * 2)
+    assert desired(world) == (first + 2, [("vllm", "chosen for the model")] * 2)
 
 
 def test_slots_of_several_workers_stay_on_the_torch_engine(world: World, settings: Settings) -> None:
     join(world, "vllm", workers=2)
     choose(world, "vllm")
     assert settle(world, settings) == 0
-    assert told(world)[1] == [("torch", "2 workers of its slot serve together: only the torch engine does that")] * 2
+    assert desired(world)[1] == [("torch", "2 workers of its slot serve together: only the torch engine does that")] * 2
 
 
 def test_the_faster_engine_is_taken_where_both_were_measured(world: World, settings: Settings) -> None:
     join(world, "vllm")
     settle(world, settings)
-    assert [engine for engine, _ in told(world)[1]] == ["vllm", "vllm"]
+    assert [engine for engine, _ in desired(world)[1]] == ["vllm", "vllm"]
     with world.database.transaction() as session:
         session.get_one(Profile, ("tide", "H800")).engine_rates = {"torch": 415.0, "vllm": 124.0}
     assert [settle(world, settings, late_s=61) for _ in range(3)] == [1, 1, 0]
-    assert told(world)[1] == [("torch", "measured: torch 415, vLLM 124 tokens/s")] * 2
+    assert desired(world)[1] == [("torch", "measured: torch 415, vLLM 124 tokens/s")] * 2

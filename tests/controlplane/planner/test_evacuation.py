@@ -1,4 +1,4 @@
-"""Nodes that go: their instances are served elsewhere before they drain, and a node is told when it may leave."""
+"""Evacuation of nodes: instances are replaced elsewhere before they drain; then the node's agent may end."""
 
 import pytest
 from sqlalchemy import select, text
@@ -21,20 +21,20 @@ def settings(settings: Settings) -> Settings:
 
 
 def beat(world: World, name: str, *, leaving: bool = False, ready: bool = True) -> DesiredInstances:
-    """A node follows what it is told, and says so; what it is told then."""
+    """A node follows its desired state and reports so; returns its next desired state."""
     with world.database.transaction() as session:
         fleet.touch_node(session, name, leaving=leaving)
-        told = desired_of(session, name)
+        desired = desired_of(session, name)
         reports = tuple(
             InstanceReport(
                 instance_id=each.instance_id, model=MODEL, slot=each.slot, state="ready" if ready else "loading"
             )
-            for each in told.instances
+            for each in desired.instances
             if not each.draining
         )
-        said = Heartbeat(node=name, boot_id="b", generation=told.generation, instances=reports, leaving=leaving)
-        observe(session, said)
-        world.live.write_heartbeat(said, region="us-east", gpu_type="H800", url=URL)
+        heartbeat = Heartbeat(node=name, boot_id="b", generation=desired.generation, instances=reports, leaving=leaving)
+        observe(session, heartbeat)
+        world.live.write_heartbeat(heartbeat, region="us-east", gpu_type="H800", url=URL)
         return desired_of(session, name)
 
 

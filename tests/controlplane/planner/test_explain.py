@@ -1,4 +1,4 @@
-"""A plan's explanation, from real rows: it tells what was kept, and holds forecasts against what came."""
+"""A plan's explanation, from real rows: the stored inputs and answers, and forecasts against the measured demand."""
 
 import pytest
 
@@ -57,7 +57,7 @@ def test_a_plan_is_told_from_expectation_to_certainty(fleet: World, settings: Se
         put_forecasts(session, [a_forecast(EAST, NOW_S - 3600, 2000.0), a_forecast(EAST, NOW_S, 2500.0)])
     plan_id = plan_hour(fleet.database, settings, now_s=NOW_S)
     assert plan_id is not None
-    told = explain(fleet, plan_id)
+    text = explain(fleet, plan_id)
     for words in (
         f"Plan {plan_id} for ",
         "Made by the schedule",
@@ -71,7 +71,7 @@ def test_a_plan_is_told_from_expectation_to_certainty(fleet: World, settings: Se
         "In this very hour, 1 of 1 peaks",
         "a gap of",
     ):
-        assert words in told, f"{words!r} is missing in:\n{told}"
+        assert words in text, f"{words!r} is missing in:\n{text}"
 
 
 def test_a_rollback_says_that_nobody_solved_it(fleet: World, settings: Settings) -> None:
@@ -80,9 +80,9 @@ def test_a_rollback_says_that_nobody_solved_it(fleet: World, settings: Settings)
     assert second is not None
     with fleet.database.transaction() as session:
         restored = roll_back(session, second, window_start_s=0, by="ann", note="too few").id
-    told = explain(fleet, restored)
-    assert f"the placement of plan {first} again; too few" in told
-    assert "Approved by ann" in told
-    assert "No solver was asked" in told
+    text = explain(fleet, restored)
+    assert f"the placement of plan {first} again; too few" in text
+    assert "Approved by ann" in text
+    assert "No solver was asked" in text
     with pytest.raises(NotFoundError), fleet.database.transaction() as session:
         explanation_of(session, "plan_none")

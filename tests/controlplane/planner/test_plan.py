@@ -70,7 +70,7 @@ def expect(world: World, tokens_per_s: float) -> None:
             quantile=0.9,
             path=[tokens_per_s] * 12,
             candidates={},
-            reason="told so",
+            reason="of the test",
         )
         put_forecasts(session, [forecast])
 

@@ -47,13 +47,13 @@ class Fleet:
     def beat(self) -> None:
         """One heartbeat of every node, and what it is told."""
         for name, node in self.nodes.items():
-            said = node.agent.heartbeat()
+            heartbeat = node.agent.heartbeat()
             with self.world.database.transaction() as session:
                 fleet.touch_node(session, name)
-                observe(session, said)
-                told = desired_of(session, name)
-            self.world.live.write_heartbeat(said, region="us-east", gpu_type="H800", url=str(node.client.base_url))
-            node.agent.apply(told)
+                observe(session, heartbeat)
+                desired = desired_of(session, name)
+            self.world.live.write_heartbeat(heartbeat, region="us-east", gpu_type="H800", url=str(node.client.base_url))
+            node.agent.apply(desired)
 
     def turn(self, watched: str | None = None) -> None:
         """A heartbeat and a run of the scale loop. A moment in which nobody serves `watched` is a gap."""

@@ -1,4 +1,4 @@
-"""Scaling holds a pinned endpoint at its count, whatever plan, load and limits say, and lets go when the pin ends."""
+"""Scaling keeps an endpoint with a replica override at its count, whatever plan, load and limits are, until it ends."""
 
 from datetime import UTC, datetime
 
@@ -36,10 +36,10 @@ def test_a_pin_stands_above_limits_and_plan(world: World, settings: Settings, st
     ready(world, "n1")
     assert wanted(world) == {"running": 3}
     run(world, settings, now_s=NOW_S + 59)
-    assert wanted(world) == {"running": 3}, "an idle endpoint, but pinned"
+    assert wanted(world) == {"running": 3}, "an idle endpoint, but overridden"
     for second in range(61, 70):
         run(world, settings, now_s=NOW_S + second)
-    assert wanted(world).get("running", 0) <= 2, "the pin is over, and its limits hold again"
+    assert wanted(world).get("running", 0) <= 2, "the override is over, and its limits apply again"
 
 
 def test_a_pin_of_none_drains_all(world: World, settings: Settings) -> None:
@@ -49,7 +49,7 @@ def test_a_pin_of_none_drains_all(world: World, settings: Settings) -> None:
     ready(world, "n1")
     pin_id = override(world, 0)
     run(world, settings)
-    assert "running" not in wanted(world), "a minimum gives way to a pin"
+    assert "running" not in wanted(world), "an override goes before a minimum"
     with world.database.transaction() as session:
         remove_override(session, pin_id)
     run(world, settings)

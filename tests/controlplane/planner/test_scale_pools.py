@@ -56,12 +56,12 @@ def follow(world: World, *, own: dict[str, int], pooled: tuple[str, ...] = (), g
 
 
 def follow_desired(world: World, *nodes: str, hold_back: tuple[str, ...] = ()) -> None:
-    """The nodes do as they are told: all is loaded, or drained and gone, but what of some models is not loaded yet."""
+    """The nodes follow their desired state: all is loaded, or drained and gone; models of `hold_back` still load."""
     loaded = {row.id for row in live_rows(world) if row.observed in {"ready", "spot"}}
     for name in nodes:
         with world.database.transaction() as session:
             desired = desired_of(session, name)
-            told = [i for i in desired.instances if not i.draining]
+            kept = [i for i in desired.instances if not i.draining]
             reports = tuple(
                 InstanceReport(
                     instance_id=i.instance_id,
@@ -70,11 +70,11 @@ def follow_desired(world: World, *nodes: str, hold_back: tuple[str, ...] = ()) -
                     state=_state(i.spot, held_back=i.model.name in hold_back and i.instance_id not in loaded),
                     kv_capacity_bytes=1 << 30,
                 )
-                for i in told
+                for i in kept
             )
-            said = Heartbeat(node=name, boot_id="b", generation=desired.generation, instances=reports)
-            observe(session, said)
-        world.live.write_heartbeat(said, region="us-east", gpu_type="H800", url=URL)
+            heartbeat = Heartbeat(node=name, boot_id="b", generation=desired.generation, instances=reports)
+            observe(session, heartbeat)
+        world.live.write_heartbeat(heartbeat, region="us-east", gpu_type="H800", url=URL)
 
 
 def _state(spot: bool, *, held_back: bool) -> InstanceState:
@@ -106,12 +106,12 @@ def test_a_full_fleet_forms_a_pool_and_nobody_goes_before_the_pool_serves(world:
     follow(world, own={"a": 0, "b": 0, "c": 1}, pooled=("a", "b"))
     assert run(world, settings).changes() == {"started": 2}
     pool = next(row.node for row in live_rows(world) if row.pooled)
-    assert pool in {node_of["a"], node_of["b"]}, "where one of the two stands"
+    assert pool in {node_of["a"], node_of["b"]}, "where one of the two runs"
     assert run(world, settings).changes() == {}, "both still load, so nothing else moves"
     follow_desired(world, "n1", "n2", "n3", hold_back=("b",))
     scaled = run(world, settings)
-    on_pool, beside = scaled.drained, scaled.donated
-    assert on_pool + beside == (0 if node_of["b"] == pool and pool == node_of["a"] else 1), "a may go, b not yet"
+    on_pool, elsewhere = scaled.drained, scaled.donated
+    assert on_pool + elsewhere == (0 if node_of["b"] == pool and pool == node_of["a"] else 1), "a may go, b not yet"
     follow_desired(world, "n1", "n2", "n3")
     run(world, settings)
     follow_desired(world, "n1", "n2", "n3")

@@ -32,13 +32,13 @@ def settings(settings: Settings) -> Settings:
 
 
 def held(world: World, name: str = "n1") -> list[DesiredInstance]:
-    """What the node is told to hold."""
+    """The instances of the node's desired state."""
     with world.database.transaction() as session:
         return list(desired_of(session, name).instances)
 
 
 def heartbeat(world: World, *, used: float = 0.0, busy: frozenset[str] = frozenset()) -> None:
-    """The node follows what it is told, as an agent does; `busy` instances have requests left."""
+    """The node follows its desired state, as an agent does; `busy` instances have requests left."""
     with world.database.transaction() as session:
         desired = desired_of(session, "n1")
         reports = tuple(
@@ -139,7 +139,7 @@ def test_another_model_takes_the_place_of_spot_instances(world: World, settings:
     assert scaled.changes() == {"redeployed": 1, "started": 1}, "one in its place, one on the free GPU"
     assert wanted(world) == {"running": 4, "stopped": 1}
     names = sorted(each.model.name for each in held(world))
-    assert names == ["tide", "tide", "wave", "wave"], "the node is told of both in one go"
+    assert names == ["tide", "tide", "wave", "wave"], "one desired state has both"
 
 
 def test_a_lease_is_revoked_with_notice_and_once(world: World, settings: Settings) -> None:
@@ -338,4 +338,4 @@ def test_kinds_follow_the_strategy(world: World, settings: Settings) -> None:
     heartbeat(world, used=0.5)
     assert sorted(each.kind for each in held(world)) == ["IW", "NIW"]
     run(world, settings)
-    assert sorted(each.kind for each in held(world)) == ["mixed", "mixed"], "shared again, and the node is told"
+    assert sorted(each.kind for each in held(world)) == ["mixed", "mixed"], "shared again, also in the desired state"

@@ -160,9 +160,9 @@ def test_a_model_is_served_as_its_own_type_serves_it() -> None:
     assert both.totals.gpu_types["H20"].cost < both.totals.gpu_types["H800"].cost
 
 
-def test_a_fleet_of_one_type_is_the_same_however_it_is_said() -> None:
+def test_a_fleet_of_one_type_is_the_same_with_explicit_types() -> None:
     plain = scaled("lt-ua")
-    said = scaled(
+    explicit = scaled(
         "lt-ua",
         models=[{"gpus": {"H800": 1}, **one} for one in models(a={"H800": 400.0}, b={"H800": 600.0})],
         fleet={
@@ -174,7 +174,7 @@ def test_a_fleet_of_one_type_is_the_same_however_it_is_said() -> None:
             ],
         },
     )
-    assert volatile(simulate(plain).result) == volatile(simulate(said).result)
+    assert volatile(simulate(plain).result) == volatile(simulate(explicit).result)
 
 
 def test_reactive_scaling_takes_the_type_that_has_room() -> None:
@@ -203,7 +203,7 @@ def test_the_example_takes_h20_while_they_are_cheap(placements: list[tuple[Place
 
 
 def bad(folder: Path) -> Iterator[tuple[tuple[str, str], str]]:
-    """A change of the example, and what is said of it."""
+    """A change of the example, and the error of it."""
     (folder / "other.toml").write_text(PROFILE.read_text().replace("cost_per_hour = 2.5", "cost_per_hour = 2.6"))
     rates, h20 = (
         "tokens_per_s = { H800 = 1900, H20 = 1250 } ",
@@ -232,10 +232,10 @@ def bad(folder: Path) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def test_errors_name_the_key(tmp_path: Path) -> None:
-    for change, said in bad(tmp_path):
+    for change, message in bad(tmp_path):
         with pytest.raises((ScenarioError, ProfileError)) as caught:
             build_world(load_scenario(changed(TYPES, tmp_path, change)), 1)
-        assert said in str(caught.value), change
+        assert message in str(caught.value), change
 
 
 def test_what_is_not_scaled_is_of_the_type_of_the_fleet(tmp_path: Path) -> None:

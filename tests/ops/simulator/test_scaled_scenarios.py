@@ -25,7 +25,7 @@ def test_the_examples_are_some(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "said"),
+    ("before", "after", "message"),
     [
         ('strategy = "lt-i"', 'strategy = "lt-x"', "scaling.strategy: Input should be 'lt-i'"),
         ("instances_max = 6", "instances_max = 1", "scaling: instances_min 2 is above instances_max 1"),
@@ -51,10 +51,10 @@ def test_the_examples_are_some(name: str) -> None:
         ("learn_s = 14_400 ", "pools = true ", "fleet.nodes.0.host_bytes: is needed where planning.pools is set"),
     ],
 )
-def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
+def test_errors_name_the_key(tmp_path: Path, before: str, after: str, message: str) -> None:
     with pytest.raises(ScenarioError) as caught:
         load_scenario(changed(SCALED, tmp_path, (before, after)))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_instances_and_nodes_that_are_not_there_are_refused(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def test_offered_load_counts_each_request_once_whatever_refuses_or_interrupts_it
     outcome = simulate(scenario)
     demand, learn_s = outcome.world.demand, scenario.planning.learn_s
     until_s = (outcome.result.simulated_s + learn_s) // 60 * 60 + 60
-    offered, came = Counter[bool](), Counter[bool]()
+    offered, counted = Counter[bool](), Counter[bool]()
     for deferred in (False, True):
         for model in ("a", "b"):
             for region in REGIONS:
@@ -282,7 +282,7 @@ def test_offered_load_counts_each_request_once_whatever_refuses_or_interrupts_it
                 offered[deferred] += round(rate * until_s)
     for request in traffic_of(scenario, scenario.seed):
         if request.tier != "NIW" or request.arrived_s >= learn_s:
-            came[request.tier == "NIW"] += request.prompt_tokens
+            counted[request.tier == "NIW"] += request.prompt_tokens
     assert outcome.result.totals.interrupted > 0
     assert any(reason.startswith("refused") for reason in outcome.result.failures)
-    assert offered == came
+    assert offered == counted

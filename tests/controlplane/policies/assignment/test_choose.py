@@ -86,8 +86,8 @@ def names(changes: Iterable[InstanceChange]) -> list[str]:
 def test_instances_spread_over_nodes_with_most_free_gpus_first() -> None:
     decision = decide([step(A, 3)], [slot("n1", free=2), slot("n2", free=4), slot("n3", free=3)])
     assert [add.node_id for add in decision.adds] == ["n2", "n3", "n1"]
-    beside = decide([step(A, 1)], [slot("n1", free=4), slot("n2", free=2)], [instance("i", node_id="n1")])
-    assert [add.node_id for add in beside.adds] == ["n2"]
+    spread = decide([step(A, 1)], [slot("n1", free=4), slot("n2", free=2)], [instance("i", node_id="n1")])
+    assert [add.node_id for add in spread.adds] == ["n2"]
 
 
 def test_scarce_gpus_go_round_the_endpoints() -> None:
@@ -245,8 +245,8 @@ def test_notice_is_given_once_and_to_as_many_as_are_missing() -> None:
 def test_nobody_loses_a_lease_while_gpus_are_free() -> None:
     leased = [donated("lent", lease="leased")]
     assert placed(decide([step(A, 1)], [slot("n1", free=0), slot("n2")], leased)) == {"adds": 1}
-    told = [donated("told", lease="noticed")]
-    assert placed(decide([step(A, 1)], [slot("n1", free=0), slot("n2")], told)) == {}, "it is about to come back"
+    noticed_one = [donated("told", lease="noticed")]
+    assert placed(decide([step(A, 1)], [slot("n1", free=0), slot("n2")], noticed_one)) == {}, "it is about to come back"
 
 
 def test_free_gpus_beside_a_lease_are_kept_for_who_waits_for_both() -> None:
@@ -261,9 +261,9 @@ def test_redeploying_stops_as_few_as_possible_and_the_longest_lent_first() -> No
     small = [donated("new", A, age_s=5), donated("old", A, age_s=50), donated("older", A, age_s=70)]
     decision = decide([step(B, 1)], [slot("n1", free=0)], small)
     assert [(add.gpus, add.replaces) for add in decision.redeploys] == [(2, ("older", "old"))]
-    beside_free = decide([step(B, 1)], [slot("n1", free=1)], small)
-    assert [add.replaces for add in beside_free.redeploys] == [("older",)]
-    assert beside_free.stops == (), "what is replaced is not stopped a second time"
+    with_free = decide([step(B, 1)], [slot("n1", free=1)], small)
+    assert [add.replaces for add in with_free.redeploys] == [("older",)]
+    assert with_free.stops == (), "what is replaced is not stopped a second time"
     assert decide([step(B, 1)], [slot("n1", free=0)], small[:1]).redeploys == ()
 
 

@@ -97,8 +97,8 @@ def test_whatever_plans_come_each_request_ends_once_and_nobody_wanted_loses_his_
     wanted = random_plans(operated, Random(seed), 400.0)
     run_with_plans(operated, [] if failing else wanted)
     world = operated.world
-    came = Counter((one.model, one.tier) for one in traffic_of(scenario, seed))
-    assert {key: tally.requests for key, tally in world.tallies.items()} == came
+    expected = Counter((one.model, one.tier) for one in traffic_of(scenario, seed))
+    assert {key: tally.requests for key, tally in world.tallies.items()} == expected
     assert world.in_flight == 0
     assert sum(tally.failed for tally in world.tallies.values()) == sum(world.failures.values())
     for one in operated.fleet.hosted.values():
@@ -109,7 +109,7 @@ def test_whatever_plans_come_each_request_ends_once_and_nobody_wanted_loses_his_
 
 def test_a_full_fleet_forms_a_pool_where_one_of_its_endpoints_stands() -> None:
     """Three instances on three slots; two of them become a pool on the slot of one, without a gap, and a slot is free.
-    The pooled one starts from its node's host memory where it stands already, the other from the region's weights.
+    One pooled instance starts from its node's host memory, where it ran already, the other from the region's weights.
     """
     operated = Operated(pooled())
     operated.plan(0.0, dict.fromkeys(MODELS, 1))
@@ -176,23 +176,23 @@ def test_a_pooled_instance_tells_what_its_node_does() -> None:
     operated = Operated(pooled(traffic={"rate_per_s": 2.0, "duration_s": 200.0}))
     operated.plan(0.0, dict.fromkeys(MODELS, 0), MODELS)
     world = operated.world
-    told: list[dict[str, Any]] = []
+    looks: list[dict[str, Any]] = []
 
     def look() -> None:
         world.present.tick()
-        told.append({model: next(iter(world.present.view(model).values())) for model in MODELS})
+        looks.append({model: next(iter(world.present.view(model).values())) for model in MODELS})
 
     for at_s in range(50, 200, 7):
         world.events.at(float(at_s), 2, look)  # type: ignore[arg-type]
     list(world.run())
-    names = {one.instance_id for views in told for one in views.values()}
+    names = {one.instance_id for views in looks for one in views.values()}
     assert names == {name for name, one in operated.fleet.hosted.items() if one.pooled}
-    for views in told:
+    for views in looks:
         assert len({(one.kv_used_bytes, one.kv_capacity_bytes, one.node_id, one.slot) for one in views.values()}) == 1
         assert all(one.accepting and one.prefill_wait_s is not None for one in views.values())
-    assert any(len({one.remaining_tokens for one in views.values()}) > 1 for views in told)
-    assert any(views["a"].kv_used_bytes for views in told)
-    assert any(views["a"].load for views in told)
+    assert any(len({one.remaining_tokens for one in views.values()}) > 1 for views in looks)
+    assert any(views["a"].kv_used_bytes for views in looks)
+    assert any(views["a"].load for views in looks)
 
 
 def test_a_planner_pools_who_shares_a_gpu_cheaply_and_says_so() -> None:
@@ -213,9 +213,9 @@ def test_a_planner_pools_who_shares_a_gpu_cheaply_and_says_so() -> None:
     assert sum(one.pooled[-1] for one in with_pools.series.endpoints) == 3
     assert with_pools.totals.gpu_hours["pooled"] > with_pools.totals.gpu_hours["serving"]
     step_h = with_pools.series.step_s / 3600
-    told = {state: sum(column) * step_h for state, column in with_pools.series.gpus.items()}
+    hours_of = {state: sum(column) * step_h for state, column in with_pools.series.gpus.items()}
     for state, hours in with_pools.totals.gpu_hours.items():
-        assert told.get(state, 0.0) == pytest.approx(hours, abs=1.5 * step_h)  # the last step is not over
+        assert hours_of.get(state, 0.0) == pytest.approx(hours, abs=1.5 * step_h)  # the last step is not over
     assert sum(row.failed for row in with_pools.tiers) <= sum(row.failed for row in without.tiers) + 5
 
 
