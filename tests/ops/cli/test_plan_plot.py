@@ -65,8 +65,8 @@ def test_a_plan_with_its_forecasts() -> None:
         (WINDOW_S, WINDOW_S + 3600),
     ]
     assert m.history is not None
-    assert m.came is not None
-    assert (m.history.start_s[0], m.came.start_s[0]) == (ORIGIN_S - 7200, ORIGIN_S)
+    assert m.actual is not None
+    assert (m.history.start_s[0], m.actual.start_s[0]) == (ORIGIN_S - 7200, ORIGIN_S)
     assert np.isnan(m.history.tokens_per_s[2]), "five minutes without a point are a gap"
     assert np.isnan(m.history.tokens_per_s).sum() == 1
     first = [s % 7 for s in range(ORIGIN_S - 7200, ORIGIN_S - 6900, 60)]
