@@ -61,6 +61,9 @@ class KvCapacity(Protocol[KvT_contra]):
     def swap_out_wait_s(self) -> float:
         """Estimated seconds until the transfers to host memory that are under way have ended."""
 
+    def link_bytes_per_s(self, kv: KvT_contra) -> tuple[float, float]:
+        """The rates of KV transfers to host memory and from it."""
+
     def missing_bytes(self, kv: KvT_contra, tokens: int) -> int:
         """Bytes that device memory lacks for the KV of so many tokens, or for KV on the HOST; 0 if it is free."""
 
@@ -68,7 +71,7 @@ class KvCapacity(Protocol[KvT_contra]):
         """Whether host memory has room for the KV of so many tokens."""
 
 
-class SlotMemory(Protocol[ModelT_contra, KvT_contra]):
+class SlotMemory(Protocol[ModelT_contra]):
     """The weights and the KV of a slot, as far as one can use the memory of the other."""
 
     @property
@@ -78,12 +81,6 @@ class SlotMemory(Protocol[ModelT_contra, KvT_contra]):
     @property
     def free_bytes(self) -> int:
         """KV memory that is free in pieces of a layer's memory."""
-
-    def out_bytes_per_s(self, kv: KvT_contra) -> float:
-        """The rate of KV transfers to host memory."""
-
-    def in_bytes_per_s(self, kv: KvT_contra) -> float:
-        """The rate of KV transfers to the device."""
 
     def layers(self, model: ModelT_contra, *, decoding: bool) -> Layers | None:
         """The layers of a model whose weights are on the device; None if it can offload none. `compute_s` is that of a
@@ -113,7 +110,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         self,
         settings: PressureSettings,
         models: Mapping[str, ModelT],
-        memory: SlotMemory[ModelT, KvT_contra],
+        memory: SlotMemory[ModelT],
         kv: KvCapacity[KvT_contra],
         clock: Callable[[], float],
         *,
@@ -244,6 +241,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         running = asking if turn is None else self._models.get(turn.model, asking)
         batch = running.decoding[: self._settings.batch_max]
         step_s = running.estimate.decode_s(sum(sequence.cached for sequence in batch), max(len(batch), 1))
+        out_bytes_per_s, in_bytes_per_s = self._kv.link_bytes_per_s(kv)
         ends = [sequence.remaining_tokens for model in self._models.values() for sequence in model.decoding]
         return PressureFacts(
             remap_wait_s=wait_s,
@@ -252,8 +250,8 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
             running=len(batch),
             step_s=step_s,
             frees_in_s=min(ends) * step_s if ends else inf,
-            out_bytes_per_s=self._memory.out_bytes_per_s(kv),
-            in_bytes_per_s=self._memory.in_bytes_per_s(kv),
+            out_bytes_per_s=out_bytes_per_s,
+            in_bytes_per_s=in_bytes_per_s,
             link_wait_s=self._kv.swap_out_wait_s,
         )
 

@@ -102,6 +102,9 @@ class ReplayKvMemory:
         """When the next transfer ends; None if there is none."""
         return min([kv.moved_s for kv in self._moving]) if self._moving else None
 
+    def link_bytes_per_s(self, kv: SequenceKv) -> tuple[float, float]:
+        return kv.bytes_per_s, kv.bytes_per_s
+
     def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
         wanted_bytes = kv.moved_bytes if kv.location is KvLocation.HOST else tokens * kv.bytes_per_token
         return max(wanted_bytes - kv.device_bytes - self._spare_bytes_of(kv), 0)

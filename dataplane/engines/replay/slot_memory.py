@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from dataplane.engines.core.pressure_handler import Layers
 from dataplane.engines.core.remapping.circle import Rotation
-from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
+from dataplane.engines.replay.kv import ReplayKvMemory
 from dataplane.engines.replay.models import ReplayModel
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import WeightsMemory
@@ -28,12 +28,6 @@ class ReplaySlotMemory:
     @property
     def free_bytes(self) -> int:
         return self._kv.free_bytes
-
-    def out_bytes_per_s(self, kv: SequenceKv) -> float:
-        return kv.bytes_per_s
-
-    def in_bytes_per_s(self, kv: SequenceKv) -> float:
-        return kv.bytes_per_s
 
     def layers(self, model: ReplayModel, *, decoding: bool) -> Layers | None:
         resident = self._weights.resident(model.name)

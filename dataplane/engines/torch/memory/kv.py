@@ -72,7 +72,7 @@ class KvStore:
         memory = host_memory(self._host_slabs.slabs * slab_bytes, host_file)
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
-        self._rates = rates
+        self.rates = rates
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
         self._files: dict[str, KvFile] = {}
         self._moving: list[SequenceKv] = []
@@ -93,19 +93,12 @@ class KvStore:
         return self._arena.lent_in_transfer or any(kv.location is KvLocation.SWAPPING_OUT for kv in self._moving)
 
     @property
-    def in_bytes_per_s(self) -> float:
-        """The rate of transfers to the device; see `TransferRate`."""
-        return self._rates.kv_in.bytes_per_s
-
-    @property
-    def out_bytes_per_s(self) -> float:
-        """The rate of transfers to host memory."""
-        return self._rates.kv_out.bytes_per_s
-
-    @property
     def swap_out_wait_s(self) -> float:
         leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.location is KvLocation.SWAPPING_OUT)
-        return leaving_bytes / self.out_bytes_per_s
+        return leaving_bytes / self.rates.kv_out.bytes_per_s
+
+    def link_bytes_per_s(self, kv: SequenceKv) -> tuple[float, float]:
+        return self.rates.kv_out.bytes_per_s, self.rates.kv_in.bytes_per_s
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         return self.free_blocks(kv.shape) >= len(kv.host) + spare
@@ -279,7 +272,7 @@ class KvStore:
         self._moving.append(kv)
 
     def _moved(self, kv: SequenceKv) -> None:
-        rate = self._rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self._rates.kv_in
+        rate = self.rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self.rates.kv_in
         rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
         if kv.location is KvLocation.SWAPPING_OUT:
             self.device_cache.free(kv.shape, kv.blocks)

@@ -27,12 +27,6 @@ class TorchSlotMemory:
     def free_bytes(self) -> int:
         return self._arena.free_kv_slabs * self._kv.slab_bytes
 
-    def out_bytes_per_s(self, kv: SequenceKv) -> float:
-        return self._kv.out_bytes_per_s
-
-    def in_bytes_per_s(self, kv: SequenceKv) -> float:
-        return self._kv.in_bytes_per_s
-
     def layers(self, model: TorchModel, *, decoding: bool) -> Layers | None:
         """See `SlotMemory`. Layers of different sizes cannot use each other's memory."""
         slabs = self._weights.layer_slabs(model.weights)

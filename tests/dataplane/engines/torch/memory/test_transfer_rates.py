@@ -54,14 +54,14 @@ def test_kv_out_and_kv_in_are_learned_apart(now_s: list[float]) -> None:
     store.settle()
     assert kv.location is KvLocation.HOST
     expected_bytes_per_s = 1 / (0.01 + RATE_SHARE * (0.02 - 0.01))
-    assert store.out_bytes_per_s == pytest.approx(expected_bytes_per_s)
-    assert store.in_bytes_per_s == pytest.approx(100.0)
+    assert store.rates.kv_out.bytes_per_s == pytest.approx(expected_bytes_per_s)
+    assert store.rates.kv_in.bytes_per_s == pytest.approx(100.0)
     now_s[0] = 1000.0
     assert store.swap_in(kv)
     stream.arrivals[1].ended_s = now_s[0] + size_bytes / 200.0
     store.settle()
-    assert store.out_bytes_per_s == pytest.approx(expected_bytes_per_s)
-    assert store.in_bytes_per_s == pytest.approx(1 / (0.01 + RATE_SHARE * (0.005 - 0.01)))
+    assert store.rates.kv_out.bytes_per_s == pytest.approx(expected_bytes_per_s)
+    assert store.rates.kv_in.bytes_per_s == pytest.approx(1 / (0.01 + RATE_SHARE * (0.005 - 0.01)))
 
 
 def test_what_a_transfer_waits_for_the_one_before_it_does_not_count(now_s: list[float]) -> None:
