@@ -1,4 +1,4 @@
-"""What a run amounts to, in bounded memory: sums, and times in a histogram of bins that grow by 2 %."""
+"""Measures of a run in bounded memory: sums, and histograms of times with bins that grow by 2 %."""
 
 import math
 from collections import Counter, defaultdict
@@ -33,11 +33,11 @@ class Histogram:
         self.count += len(times_s)
         self.sum_s += float(times_s.sum())
         self.max_s = max(self.max_s, float(times_s.max()))
-        places = np.floor(np.log(np.maximum(times_s, _SMALLEST_S) / _SMALLEST_S) / _GROWTH).astype(int)
-        first = int(places.min())
-        for place, count in enumerate(np.bincount(places - first).tolist(), first):
+        bins = np.floor(np.log(np.maximum(times_s, _SMALLEST_S) / _SMALLEST_S) / _GROWTH).astype(int)
+        first = int(bins.min())
+        for number, count in enumerate(np.bincount(bins - first).tolist(), first):
             if count:
-                self.bins[place] += count
+                self.bins[number] += count
 
     def join(self, other: "Histogram") -> None:
         """Add the counts of another."""
@@ -49,10 +49,10 @@ class Histogram:
     def quantile(self, share: float) -> float:
         """The least time that this share of all times does not exceed, to 1 %; NaN without any."""
         rank, seen = share * self.count, 0
-        for place in sorted(self.bins):
-            seen += self.bins[place]
+        for number in sorted(self.bins):
+            seen += self.bins[number]
             if seen >= rank:
-                return min(_SMALLEST_S * math.exp((place + 0.5) * _GROWTH), self.max_s)
+                return min(_SMALLEST_S * math.exp((number + 0.5) * _GROWTH), self.max_s)
         return math.nan
 
 

@@ -39,12 +39,12 @@ def operate(
     world: World,
     seed: int,
 ) -> Fleet:
-    """Fill the world with a fleet, and let it be operated from where learning ends. `means`: by GPU type; `profiles`:
+    """Fill the world with a fleet that loops operate from the end of learning on. `means`: by GPU type; `profiles`:
     by path.
 
     Raises:
-        ScenarioError: the instances of the beginning find no room, a model's keys name different GPU types, or none
-            could be pooled.
+        ScenarioError: the fleet has too few GPUs for its first instances, a model's keys name different GPU types, or
+            no model can be pooled.
     """
     begins_s = scenario.planning.learn_s
     nodes = list(_nodes(scenario, profiles))
@@ -132,7 +132,7 @@ def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> Flee
 def _latencies(
     scenario: Scenario, profiles: Mapping[ModelGpu, Profile], means: Mapping[str, Means]
 ) -> dict[ModelGpu, dict[str, float]]:
-    """Latencies of the models that may be pooled: those that a slot's memory for weights has capacity for."""
+    """Latencies of the models that may be pooled: those that fit in a slot's memory for weights."""
     if not scenario.planning.pools:
         return {}
     found = {}
@@ -170,7 +170,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
 
 
 def _profiles(scenario: Scenario, gpu_types: Iterable[str]) -> dict[ModelGpu, Profile]:
-    """What models are placed on, and what an instance serves there."""
+    """The GPU types of each model, and what an instance serves there."""
     found: dict[ModelGpu, Profile] = {}
     for index, model in enumerate(scenario.models):
         assert model.tokens_per_s is not None, "a scenario that is scaled has it"

@@ -74,10 +74,10 @@ class Plan:
 
 
 class Planner:
-    """Makes the plans. `truth` None: from forecasts; else from what will come, the interactive demand of the whole run.
+    """Makes the plans. `truth`: the interactive demand of the whole run, used instead of forecasts; None: forecasts.
 
-    Between two forecasts of an endpoint what the first kept is handed to the second, as live. `begins_s`: before it
-    nothing was served, and so no deferred request let go.
+    Each forecast of an endpoint starts from the state of the one before, as in the live service. `begins_s`: no request
+    was served, and no deferred request released, before this moment.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Planner:
         self._forecasts: dict[Endpoint, PeakForecast] = {}
 
     def forecast(self, now_s: float) -> None:
-        """Forecast every endpoint from which something came, from nothing but what came before this minute."""
+        """Forecast every endpoint with demand, from the demand before this minute only."""
         origin_s = now_s // MINUTE_S * MINUTE_S
         if self._truth is not None or origin_s < MINUTE_S:
             return
@@ -103,8 +103,8 @@ class Planner:
                 self._forecasts[endpoint] = forecast_peak(history, self._settings.forecast, state)
 
     def make(self, now_s: float, fleet: Fleet) -> None:
-        """Place the hour that begins nearest to now. Without any forecast there is no plan; where no solver answers,
-        the one in force stays.
+        """Plan the hour that begins nearest to now. Without any forecast there is no plan; where no solver answers, the
+        plan in force stays.
         """
         window_start_s = (now_s + HOUR_S / 2) // HOUR_S * HOUR_S
         paths = self._paths(window_start_s)
@@ -131,7 +131,7 @@ class Planner:
             )
 
     def forecast_now(self, endpoint: Endpoint, now_s: float) -> float | None:
-        """What the plan in force has forecast for this moment; None: nothing."""
+        """The forecast of the plan in force for this moment; None: it has none."""
         forecast = None if self.plan is None else self.plan.forecasts.get(endpoint)
         if forecast is None:
             return None
@@ -143,7 +143,7 @@ class Planner:
         )
 
     def planned(self) -> dict[Endpoint, Planned]:
-        """The plan in force, for the record."""
+        """The plan in force, for the recorder."""
         if self.plan is None:
             return {}
         plan = self.plan
@@ -155,11 +155,11 @@ class Planner:
         }
 
     def planned_pools(self) -> Mapping[RegionGpu, int]:
-        """GPUs of its pools, for the record."""
+        """GPUs of its pools, for the recorder."""
         return {} if self.plan is None else self.plan.pools.gpus
 
     def _paths(self, window_start_s: float) -> dict[Endpoint, tuple[float, ...]]:
-        """Upper forecasts, or what the hour will bring, by window."""
+        """Upper forecasts, or the true demand of the hour, by window."""
         if self._truth is None:
             return {endpoint: each.windows_upper for endpoint, each in self._forecasts.items() if each.known}
         windows_s = self._settings.forecast.bucket_s

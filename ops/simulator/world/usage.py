@@ -1,4 +1,4 @@
-"""Who held what for how long: counts of instances over time, integrated exactly."""
+"""Instance seconds by use: counts of instances over time, integrated exactly."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ops.simulator.results.results import State
 
 
 class Use(NamedTuple):
-    """What an instance is counted as; or a slot of a pool, which is that of a place and of no endpoint."""
+    """How an instance is counted; or a slot of a pool, which belongs to a region and GPU type, not to an endpoint."""
 
     endpoint: Endpoint | RegionGpu
     state: State

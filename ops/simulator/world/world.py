@@ -1,11 +1,11 @@
-"""The world: requests come from regions, go where the live service's own policies send them, and are counted.
+"""The world: requests arrive in regions, are routed by the live service's own policies, and are counted.
 
     request --> choose_admission --> choose_route on a view --> over the network --> a server --> back over the network
        |                                  ^                          |
-       |                                  +------ it is gone --------+
+       |                                  +------ it has ended -----+
        +-- NIW --> queue --> choose_releases at each signal ---> (the same way)
 
-A view of all instances is up to `view_s` old when it is used, but for what was sent since.
+A view of all instances is up to `view_s` old when it is used; requests sent since then are counted in.
 """
 
 from collections import defaultdict
