@@ -40,13 +40,13 @@ def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) ->
     ended = subprocess.run([*TIDEPOOL, "demo"], env=env, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for words in (
-        "never more than 2 in memory; alone, each says the same again",
+        "never more than 2 in memory; alone, each gives the same answer",
         "200 output lines, one for each of 200 requests, no errors",
         "highs, optimal",
         "agents hold the plan",
     ):
         assert words in ended.stdout, ended.stdout
-    spoken, why_not = "The capital of France is Paris.", "Without smollm2-135m, which speaks: "
+    spoken, why_not = "The capital of France is Paris.", "Without the pretrained model smollm2-135m: "
     assert (spoken in ended.stdout) is not (why_not in ended.stdout), ended.stdout
     assert _left_behind(str(tmp_path)) == []
     assert not list(tmp_path.glob("tidepool-demo-*"))
