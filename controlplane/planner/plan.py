@@ -56,11 +56,11 @@ def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | 
             reason = f"planning failed, the plan in force stays: {type(error).__name__}: {error}"
             draft = failed_draft(of, index=index, reason=reason)
         try:
-            return _keep(database, draft, now_s=now_s)
+            return write_draft(database, draft, now_s=now_s)
         except StaleIndexError as error:
             if attempt == _ATTEMPTS_MAX:
                 reason = f"planning failed, the plan in force stays: {attempt} attempts went stale; {error}"
-                return _keep(database, failed_draft(of, index=index, reason=reason), now_s=now_s)
+                return write_draft(database, failed_draft(of, index=index, reason=reason), now_s=now_s)
     return None
 
 
@@ -69,7 +69,7 @@ def hour_nearest(now_s: float) -> int:
     return (int(now_s) + _HOUR_S // 2) // _HOUR_S * _HOUR_S
 
 
-def _keep(database: Database, draft: Draft, *, now_s: float) -> str | None:
+def write_draft(database: Database, draft: Draft, *, now_s: float) -> str | None:
     """Write a draft and, where it needs no approval, apply it; both or neither.
 
     Raises:

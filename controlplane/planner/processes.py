@@ -16,10 +16,9 @@ from celery import signals
 from controlplane.planner.schedule import MAIN_QUEUE, celery
 
 log = structlog.get_logger()
-_RESTART_AFTER_S = 1.0
 
 
-def serve_worker(queue: str = MAIN_QUEUE) -> None:
+def serve_worker(queue: str = MAIN_QUEUE, *, restart_after_s: float = 1.0) -> None:
     """Run a Celery worker until SIGTERM. Forecasts, long and many, have workers of their own, so that scaling and
     measuring never wait for them.
     """
@@ -43,28 +42,28 @@ def serve_worker(queue: str = MAIN_QUEUE) -> None:
         return bool(signalled)
 
     signals.worker_shutting_down.connect(note_signal, weak=False)
-    _run_until_signalled(work)
+    _run_until_signalled(work, restart_after_s)
 
 
-def serve_beat() -> None:
+def serve_beat(*, restart_after_s: float = 1.0) -> None:
     """Run the clock until SIGTERM."""
 
     def tick() -> bool:
         celery.start(["--quiet", "beat"])
         return True  # beat returns on a signal, and raises otherwise
 
-    _run_until_signalled(tick)
+    _run_until_signalled(tick, restart_after_s)
 
 
-def _run_until_signalled(run: Callable[[], bool]) -> None:
+def _run_until_signalled(run: Callable[[], bool], restart_after_s: float) -> None:
     """Run Celery; `run` returns whether a signal ended it. Otherwise execute this process again."""
     try:
         if run():
             return
     except Exception:
         log.exception("Celery failed")
-    log.error("Celery ended without a signal; restarting", after_s=_RESTART_AFTER_S)
-    time.sleep(_RESTART_AFTER_S)
+    log.error("Celery ended without a signal; restarting", after_s=restart_after_s)
+    time.sleep(restart_after_s)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - no shell is wanted

@@ -349,7 +349,7 @@ def test_no_answer_from_a_solver_is_a_failed_plan(
 
 
 def test_two_at_once_leave_one_that_waits(fleet: World, settings: Settings) -> None:
-    """The solver's time is when the other beat comes: both have drafts, one is kept."""
+    """Several workers draft the same hour; one draft is written."""
     careful = settings.model_copy(update={"plan_approval": "always"})
     of = DraftOf(window_start_s=hour_nearest(NOW_S), origin="schedule", created_by="schedule")
     drafts = [draft_plan(fleet.database, careful, of, now_s=NOW_S) for _ in range(3)]
@@ -358,7 +358,7 @@ def test_two_at_once_leave_one_that_waits(fleet: World, settings: Settings) -> N
 
     def work(draft: Draft) -> None:
         start.wait()
-        kept.append(planning._keep(fleet.database, draft, now_s=NOW_S))
+        kept.append(planning.write_draft(fleet.database, draft, now_s=NOW_S))
 
     threads = [threading.Thread(target=work, args=(draft,)) for draft in drafts]
     for thread in threads:

@@ -22,10 +22,9 @@ def run(arguments):
     if ending == "signal":
         signals.worker_shutting_down.send(sender="here", sig="TERM", how="Warm", exitcode=0)
 
-processes._RESTART_AFTER_S = 0.0
 processes.celery.worker_main = run
 processes.celery.start = run
-processes.{serve}()
+processes.{serve}(restart_after_s=0.0)
 """
 
 

@@ -1,4 +1,4 @@
-"""Pools in the scale loop: into the pool and out of it, with nodes that drain, spot in the way, and pins."""
+"""Pools in the scale loop: into the pool and out of it, with nodes that drain, donated instances and overrides."""
 
 import time
 from datetime import UTC, datetime, timedelta
