@@ -145,7 +145,7 @@ def test_what_fails_in_a_step_fails_alone(
         engine.add(request("ended", [5, 6, 7], instance_id="llama"))
         ends = Step(tokens={}, ended={str(sequence.order): "error" for sequence in engine.requests})
         patch.setattr(runner, "step", lambda: ends)
-        assert drain(engine).errors == {"ended": "vLLM ended it before its time: error"}
+        assert drain(engine).errors == {"ended": "vLLM ended it too early: error"}
     again("after it was ended")
 
     def lose_device(*_: Any, **__: Any) -> None:
