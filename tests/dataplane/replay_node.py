@@ -24,12 +24,17 @@ PROFILE = Path(__file__).parents[2] / "ops" / "profiles" / "h800.toml"
 KEY = "node-key-for-tests"
 
 
+def workers(*gpus: int) -> tuple[WorkerSettings, ...]:
+    """Workers with so many GPUs each."""
+    return tuple(WorkerSettings(gpus=count, memory_bytes=2 * 2**20) for count in gpus)
+
+
 def settings(**changes: Any) -> AgentSettings:
     values: dict[str, Any] = {
         "node": "n1",
         "region": "us-east",
         "gpu_type": "H800",
-        "slots": (WorkerSettings(gpus=1, memory_bytes=2 * 2**20),),
+        "slots": workers(1),
         "engine": "replay",
         "profile": PROFILE,
         "replay_speed": 20.0,
@@ -131,7 +136,7 @@ async def running_node(agent_settings: AgentSettings | None = None, **parts: Any
     agent = Agent(agent_settings or settings(), boot_id=uuid.uuid4().hex, **parts)
     config = uvicorn.Config(make_app(agent), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
     server = uvicorn.Server(config)
-    slots = asyncio.create_task(agent.run())
+    workers = asyncio.create_task(agent.run())
     serving = asyncio.create_task(server.serve())
     await until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
@@ -144,5 +149,5 @@ async def running_node(agent_settings: AgentSettings | None = None, **parts: Any
     finally:
         server.should_exit = True
         await serving
-        slots.cancel()
-        await asyncio.gather(slots, return_exceptions=True)
+        workers.cancel()
+        await asyncio.gather(workers, return_exceptions=True)

@@ -16,7 +16,7 @@ def token_ids(events: Iterable[StreamEvent]) -> list[int]:
 
 
 def kill(node: Node, kind: str, *, at_work: bool = True) -> bool:
-    """Kill a worker of this kind, one at work unless told otherwise; False when there is none right now.
+    """Kill a worker of this kind, with `at_work` only one whose instances are ready; False when there is none.
 
     One that dies while it starts or loads, time and again, is another story: its instances fail for a while.
     """

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from dataplane.agent.settings import WorkerSettings
 from dataplane.checkpoints import local as checkpoints
 from dataplane.checkpoints.local import PROGRESS_EVERY_S, ProgressLog, Sources, in_own_thread, local_checkpoint
 from dataplane.checkpoints.sources import FetchError, FetchRules, Progress
@@ -17,7 +16,7 @@ from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.agent.test_torch_node import body, checkpoint, instances, torch_settings
 from tests.dataplane.registry import Registry
-from tests.dataplane.replay_node import Node, desired, instance, running_node, settings
+from tests.dataplane.replay_node import Node, desired, instance, running_node, settings, workers
 from tests.dataplane.streams import read, token_ids
 from tests.event_loop import asynchronous
 
@@ -55,7 +54,7 @@ def test_a_path_outside_of_the_roots_is_refused(tmp_path: Path) -> None:
 
 
 @asynchronous
-async def test_a_node_tells_why_it_does_not_hold_a_model(registry: Registry, tmp_path: Path) -> None:
+async def test_a_node_reports_why_it_does_not_host_a_model(registry: Registry, tmp_path: Path) -> None:
     async with running_node(settings(checkpoints_dir=tmp_path, checkpoint_roots=(tmp_path,))) as node:
         node.agent.apply(desired(1, instance(path=registry.url)))
         await node.until(lambda: node.agent.reports()[0].state == "failed")
@@ -115,10 +114,9 @@ async def test_a_failed_fetch_is_shown_and_tried_again(registry: Registry, tmp_p
 
 
 @asynchronous
-async def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
-    slots = (WorkerSettings(gpus=1, memory_bytes=2 * 2**20),) * 2
+async def test_workers_that_need_the_same_checkpoint_fetch_it_once(registry: Registry, tmp_path: Path) -> None:
     async with running_node(
-        settings(slots=slots, checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
+        settings(slots=workers(1, 1), checkpoints_dir=tmp_path / "here", private_hosts=("127.0.0.1",))
     ) as node:
         await node.hold(1, instance("i1", path=registry.url), instance("i2", slot=1, path=registry.url))
         held = [node.agent.workers[index].hosted.get(f"i{index + 1}") for index in range(2)]
@@ -129,10 +127,10 @@ async def test_slots_that_want_the_same_fetch_it_once(registry: Registry, tmp_pa
 
 
 def test_what_is_fetched_without_weights_is_completed_where_they_are_needed(registry: Registry, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    folder = local_checkpoint(registry.url, here(tmp_path), lambda *progress: told.append(progress), weights=False)
+    reported: list[tuple[int, int]] = []
+    folder = local_checkpoint(registry.url, here(tmp_path), lambda *progress: reported.append(progress), weights=False)
     assert not (folder / "model.safetensors").exists()
-    assert told[-1][0] == told[-1][1] < 300_000
+    assert reported[-1][0] == reported[-1][1] < 300_000
     assert local_checkpoint(registry.url, here(tmp_path)) == folder
     assert (folder / "model.safetensors").stat().st_size == 300_000
     assert len(registry.asked("tokenizer.json")) == 1
@@ -153,12 +151,12 @@ async def test_the_state_shows_how_far_a_fetch_has_come(tmp_path: Path, monkeypa
     async with running_node(settings(checkpoints_dir=tmp_path, private_hosts=("127.0.0.1",))) as node:
         node.agent.apply(desired(1, instance(path="hf://org/tide")))
         await node.until(begun.is_set)
-        (slot,) = (await node.client.get("/state")).json()["slots"]
-        assert slot["fetches"] == {"i1": {"done_bytes": 30, "total_bytes": 100}}
+        (worker,) = (await node.client.get("/state")).json()["slots"]
+        assert worker["fetches"] == {"i1": {"done_bytes": 30, "total_bytes": 100}}
         go_on.set()
         await node.until(lambda: node.states() == {"i1": "ready"})
-        (slot,) = (await node.client.get("/state")).json()["slots"]
-        assert slot["fetches"] == {}
+        (worker,) = (await node.client.get("/state")).json()["slots"]
+        assert worker["fetches"] == {}
 
 
 def test_a_folder_stays_where_it_is() -> None:
@@ -197,17 +195,17 @@ def test_progress_is_logged_now_and_then() -> None:
 def test_a_fetch_that_nobody_wants_ends_and_the_next_goes_on(tmp_path: Path) -> None:
     weights = bytes(1_000_000)
     registry = Registry({"model.safetensors": weights})
-    told: list[int] = []
-    progress = ProgressLog(registry.url, is_wanted=lambda: not told)
+    reported: list[int] = []
+    progress = ProgressLog(registry.url, is_wanted=lambda: not reported)
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes, total_bytes)
-        told.extend([done_bytes] if done_bytes else [])
+        reported.extend([done_bytes] if done_bytes else [])
 
     try:
         with pytest.raises(FetchError, match="is not wanted any longer"):
             local_checkpoint(registry.url, here(tmp_path), tell)
-        assert 0 < told[-1] < len(weights)
+        assert 0 < reported[-1] < len(weights)
         folder = local_checkpoint(registry.url, here(tmp_path))
     finally:
         registry.close()

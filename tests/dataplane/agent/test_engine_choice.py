@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import AgentSettings, WorkerSettings
+from dataplane.agent.settings import AgentSettings
 from dataplane.agent.workers import configure, engine_of
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces
@@ -18,7 +18,7 @@ from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import TESTED
 from dataplane.protocol.messages import DesiredInstance, EngineChoice, EngineKind
 from dataplane.worker.engines import make_engine
-from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings
+from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings, workers
 from tests.event_loop import asynchronous
 
 
@@ -109,22 +109,21 @@ def test_a_replay_uses_the_kv_pressure_action_of_the_settings() -> None:
     assert pool.pressure_actions.keys() <= {"refuse", "wait"}
 
 
-def test_a_slot_runs_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_runs_one_engine_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_vllm(TESTED[0], tmp_path, monkeypatch)
     errors = errors_of(asking("vllm"), asking("torch", "i2"))
     assert "/nowhere" in str(errors["i1"]), "its checkpoint is read next"
     assert errors["i2"] == "worker 0 runs vllm for other models; model-i2 wants torch"
 
 
-def test_slots_that_serve_together_run_no_vllm() -> None:
-    two = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
-    errors = errors_of(asking("vllm"), together=True, slots=two)
+def test_workers_in_a_group_run_no_vllm() -> None:
+    errors = errors_of(asking("vllm"), together=True, slots=workers(1, 1))
     assert errors["i1"] == "worker 0 is in a group with others; vLLM needs a worker of its own"
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
 @asynchronous
-async def test_an_instance_follows_its_engine_where_the_slot_can(
+async def test_an_instance_follows_its_engine_where_the_worker_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_vllm(TESTED[0], tmp_path, monkeypatch)
@@ -152,8 +151,8 @@ def test_vllm_is_preferred_where_gpus_have_it(tmp_path: Path, monkeypatch: pytes
     install_vllm(TESTED[0], tmp_path, monkeypatch)
     assert [preferred(device=device) for device in ("cpu", "cuda", "cuda:1")] == ["torch", "vllm", "vllm"]
     assert preferred(device="cuda", engine="torch") == "torch"
-    assert preferred(device="cuda", split=True) == "torch", "prefill and decode slots are the torch engine's"
-    assert preferred(device="cuda", together=True) == "torch", "as are slots that serve together"
+    assert preferred(device="cuda", split=True) == "torch", "vLLM has no prefill and decode workers"
+    assert preferred(device="cuda", together=True) == "torch", "nor groups of workers"
     assert preferred(device="cuda", kv_pressure="remap") == "torch"
 
 

@@ -36,7 +36,7 @@ def test_a_newer_claim_ends_the_older_run_and_an_older_one_is_refused() -> None:
     fences.enter("a/2", 1)  # another request
     fences.enter("a/1", 3)
     assert ended == ["first"]
-    assert isinstance(first.outputs.take()[0], StaleEpochError), "its reader hears of it"
+    assert isinstance(first.outputs.take()[0], StaleEpochError), "its reader gets the reason"
     fences.run("a/1", 3, second, cancel)
     with pytest.raises(StaleEpochError):
         fences.enter("a/1", 2)

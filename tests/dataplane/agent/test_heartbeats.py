@@ -116,14 +116,16 @@ def test_a_slot_says_what_each_worker_has_for_weights() -> None:
 
 
 def test_an_agent_from_before_has_slots_of_one_worker() -> None:
-    said = msgspec.json.decode(b'{"gpus": 8, "memory_bytes": 1}', type=SlotSpec)
-    assert (said.workers, said.worker_gpus, said.weights_bytes) == (1, 8, None)
+    reported = msgspec.json.decode(b'{"gpus": 8, "memory_bytes": 1}', type=SlotSpec)
+    assert (reported.workers, reported.worker_gpus, reported.weights_bytes) == (1, 8, None)
 
 
-@pytest.mark.parametrize("said", [b'{"gpus": 8, "memory_bytes": 1, "workers": 3}', b'{"gpus": 0, "memory_bytes": 1}'])
-def test_workers_that_cannot_share_are_refused(said: bytes) -> None:
+@pytest.mark.parametrize(
+    "reported", [b'{"gpus": 8, "memory_bytes": 1, "workers": 3}', b'{"gpus": 0, "memory_bytes": 1}']
+)
+def test_workers_that_cannot_share_are_refused(reported: bytes) -> None:
     with pytest.raises(msgspec.ValidationError, match="workers must be at least 1 and divide gpus"):
-        msgspec.json.decode(said, type=SlotSpec)
+        msgspec.json.decode(reported, type=SlotSpec)
 
 
 @asynchronous
@@ -266,6 +268,9 @@ async def test_a_key_that_is_revoked_while_the_node_serves_is_said_too() -> None
             tried = control.attempts
             await until(lambda: control.attempts >= tried + 3)
             assert len(agent.reports()) == 1
-    said = [entry for entry in logs if entry["event"].startswith("the control plane")]
-    assert [entry["event"] for entry in said] == ["the control plane refuses this node", "the control plane is away"]
-    assert said[1]["error"] == "503: the database does not answer"
+    reported = [entry for entry in logs if entry["event"].startswith("the control plane")]
+    assert [entry["event"] for entry in reported] == [
+        "the control plane refuses this node",
+        "the control plane is away",
+    ]
+    assert reported[1]["error"] == "503: the database does not answer"

@@ -23,7 +23,7 @@ def files(folder: Path | None, boot_id: str = "boot") -> HostFiles:
 def test_kv_files_are_new_each_time_and_gone_at_the_end(tmp_path: Path) -> None:
     ours = files(tmp_path)
     ours.open()
-    made = [ours.new_kv_file(slot) for slot in (0, 0, 1)]
+    made = [ours.new_kv_file(worker) for worker in (0, 0, 1)]
     assert len(set(made)) == 3
     for path in made:
         path.touch(exist_ok=False)

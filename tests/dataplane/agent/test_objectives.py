@@ -1,4 +1,4 @@
-"""A model's own objectives on their way from the control plane's message into the turns of a slot."""
+"""A model's own objectives from the control plane's message to the schedule of a worker."""
 
 import math
 from typing import Any
@@ -37,7 +37,7 @@ def test_it_travels_with_the_request() -> None:
 @pytest.mark.parametrize("tier", ["IW-F", "IW-N", "NIW"])
 def test_a_control_plane_that_sends_none_gets_the_tiers(tier: Tier) -> None:
     body = msgspec.to_builtins(generate(tier=tier))
-    del body["objective"]
+    assert "objective" not in body
     taken = engine_request(msgspec.convert(body, Generate), (1, 2, 3), model(), tokens_max=1000)
     assert taken.promise == TIER_OBJECTIVES[tier]
 

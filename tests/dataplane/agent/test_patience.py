@@ -59,9 +59,9 @@ def kill(node: Node) -> None:
 async def in_the_middle(node: Node, request_id: str) -> "asyncio.Task[Any]":
     """A long stream that has begun."""
     stream = asyncio.create_task(read(node, generate(request_id, sampling=LONG)))
-    slot = node.agent.workers[0]
-    before = slot.stats.tokens_total
-    await node.until(lambda: before + 5 < slot.stats.tokens_total)
+    worker = node.agent.workers[0]
+    before = worker.stats.tokens_total
+    await node.until(lambda: before + 5 < worker.stats.tokens_total)
     assert node.in_flight() == 1
     return stream
 

@@ -1,4 +1,4 @@
-"""Pooled instances on a node: several models on all GPUs of a slot, and what the control plane hears of them."""
+"""Pooled instances on a node: several models on all GPUs of a worker, and their reports to the control plane."""
 
 import asyncio
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_lines
-from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings
+from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings, workers
 
 RUN = (
     "from dataplane.agent.process import run_agent; from dataplane.agent.settings import AgentSettings;"
@@ -202,23 +202,23 @@ def test_an_agent_never_imports_torch() -> None:
 
 def test_memory_is_shared_out() -> None:
     ours: AgentSettings = settings(kv_share=0.25)
-    slot = WorkerSettings(gpus=4, memory_bytes=4 * 2**30)
-    assert ours.weights_bytes(slot) == 3 * 2**30
-    assert ours.kv_bytes(slot) == ours.host_kv_bytes_of(slot) == 2**30
-    assert settings(host_kv_bytes=5).host_kv_bytes_of(slot) == 5
-    assert settings(slots=(slot,), device="cuda").slots == (slot,), "a replay has no GPU to run on"
+    worker = WorkerSettings(gpus=4, memory_bytes=4 * 2**30)
+    assert ours.weights_bytes(worker) == 3 * 2**30
+    assert ours.kv_bytes(worker) == ours.host_kv_bytes_of(worker) == 2**30
+    assert settings(host_kv_bytes=5).host_kv_bytes_of(worker) == 5
+    assert settings(slots=(worker,), device="cuda").slots == (worker,), "a replay has no GPU to run on"
     assert KEY not in repr(ours)
 
 
-def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple[tuple[int, ...], ...]]:
-    """The first letters of the slots' kinds, and the pools."""
+def kinds_and_groups(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """The first letters of the workers' kinds, and the groups."""
     made = tuple({"gpus": gpus, "memory_bytes": 2**30, "kind": kind} for gpus, kind in slots)
     ours = settings(slots=made, **changes)
     return "".join(kind[0] for kind in ours.kinds), ours.groups
 
 
 @pytest.mark.parametrize(
-    ("slots", "changes", "kinds", "pools"),
+    ("slots", "changes", "kinds", "groups"),
     [
         ([(1, "auto")] * 3, {}, "bbb", ((0,), (1,), (2,))),
         ([(1, "auto")] * 4, {"split": True}, "ppdd", ((0, 1, 2, 3),)),
@@ -234,23 +234,23 @@ def kinds_and_pools(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple
         ([(1, "auto"), (1, "both")] * 2, {"split": True, "together": True}, "pbdb", ((0, 2), (1, 3))),
     ],
 )
-def test_slots_become_pools(slots: Any, changes: dict[str, Any], kinds: str, pools: Any) -> None:
-    assert kinds_and_pools(*slots, **changes) == (kinds, pools)
+def test_workers_become_groups(slots: Any, changes: dict[str, Any], kinds: str, groups: Any) -> None:
+    assert kinds_and_groups(*slots, **changes) == (kinds, groups)
 
 
-def test_each_slot_has_its_own_gpu() -> None:
-    slots = tuple(WorkerSettings(gpus=gpus, memory_bytes=2**22) for gpus in (1, 2, 1))
+def test_each_worker_has_its_own_gpus() -> None:
+    slots = workers(1, 2, 1)
     given = settings(slots=slots, device="cuda")
-    assert [list(given.gpus_of(slot)) for slot in range(3)] == [[0], [1, 2], [3]]
+    assert [list(given.gpus_of(worker)) for worker in range(3)] == [[0], [1, 2], [3]]
     assert given.worker_device == "cuda:0", "of those that the worker sees"
     assert list(settings(slots=slots, device="cuda:2").gpus_of(0)) == [2]
     on_cpu = settings(slots=slots, device="cpu")
     assert (list(on_cpu.gpus_of(2)), on_cpu.worker_device) == ([], "cpu")
 
 
-def test_a_slot_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
-    slots = tuple(WorkerSettings(gpus=1, memory_bytes=2**22) for _ in range(3))
+    slots = workers(1, 1, 1)
     assert settings(slots=slots[:2], device="cuda", engine="torch").slots == slots[:2]
     with pytest.raises(ValueError, match=r"slots\.2: device cuda:2 is not among CUDA_VISIBLE_DEVICES=4,GPU-7"):
         settings(slots=slots, device="cuda", engine="torch")

@@ -1,4 +1,4 @@
-"""A node of prefill and decode slots: streams are those of a node of one slot, whatever dies and whoever leaves."""
+"""A node of prefill and decode workers: its streams are those of one worker, when workers die and clients leave too."""
 
 import asyncio
 import random
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dataplane.agent.settings import AgentSettings, WorkerSettings
+from dataplane.agent.settings import AgentSettings
 from dataplane.protocol.messages import DesiredInstance, Failed, Finished, Generate, Sampling
-from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
+from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings, workers
 from tests.dataplane.streams import kill, read, token_ids
 from tests.event_loop import asynchronous
 
@@ -18,9 +18,10 @@ MODELS = {"i1": "tide", "i2": "ebb"}
 SOAK_S = 6.0
 
 
-def split(slots: int, **changes: Any) -> AgentSettings:
-    given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(slots))
-    return settings(slots=given, split=True, worker_losses_max=1000, worker_backoff_max_s=0.2, **changes)
+def split(count: int, **changes: Any) -> AgentSettings:
+    return settings(
+        slots=workers(*[1] * count), split=True, worker_losses_max=1000, worker_backoff_max_s=0.2, **changes
+    )
 
 
 def body(number: int, instance_id: str = "i1", **changes: Any) -> Generate:
@@ -38,21 +39,21 @@ def same_request(one: Generate) -> tuple[str, int | None]:
 
 
 async def calm_answers(count: int) -> dict[tuple[str, int | None], list[int]]:
-    """The tokens that a node of one slot gives."""
+    """The tokens of a node with one worker."""
     async with running_node() as node:
-        one_slot = tuple(DesiredInstance(instance_id=i.instance_id, slot=0, gpus=1, model=i.model) for i in INSTANCES)
-        await node.hold(1, *one_slot)
+        alone = tuple(DesiredInstance(instance_id=i.instance_id, slot=0, gpus=1, model=i.model) for i in INSTANCES)
+        await node.hold(1, *alone)
         wanted = bodies(count)
         answers = await asyncio.gather(*(read(node, one) for one in wanted))
         return {same_request(one): token_ids(events) for one, events in zip(wanted, answers, strict=True)}
 
 
 @asynchronous
-async def test_streams_equal_those_of_one_slot() -> None:
+async def test_streams_equal_those_of_one_worker() -> None:
     calm = await calm_answers(5)
     async with running_node(split(3, prefill_ratio=0.3)) as node:
         assert [worker.kind for worker in node.agent.workers] == ["prefill", "decode", "decode"]
-        await hold_on_every_slot(node)
+        await hold_on_every_worker(node)
         assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
         wanted = bodies(5)
         answers = await asyncio.gather(*(read(node, one) for one in wanted))
@@ -65,13 +66,12 @@ async def test_streams_equal_those_of_one_slot() -> None:
 
 
 @asynchronous
-async def test_slots_that_do_both_serve_together() -> None:
-    """Streams are those of one slot; each slot has both instances, and both work."""
+async def test_workers_that_do_both_serve_together() -> None:
+    """Streams are those of one worker; each worker hosts both instances, and both run requests."""
     calm = await calm_answers(5)
-    given = tuple(WorkerSettings(gpus=1, memory_bytes=2 * 2**20) for _ in range(2))
-    async with running_node(settings(slots=given, together=True)) as node:
+    async with running_node(settings(slots=workers(1, 1), together=True)) as node:
         assert [worker.kind for worker in node.agent.workers] == ["both", "both"]
-        await hold_on_every_slot(node)
+        await hold_on_every_worker(node)
         assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
         wanted = bodies(5)
         answers = await asyncio.gather(*(read(node, one) for one in wanted))
@@ -80,17 +80,17 @@ async def test_slots_that_do_both_serve_together() -> None:
         await node.until(node.idle)
         state = await state_with_turns(node)
         assert [(pool["slots"], pool["handovers_total"]) for pool in state["pools"]] == [([0, 1], 0)]
-        assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both slots work"
+        assert "prefill" in {turn["kind"] for turn in state["slots"][1]["pool"]["turns"]}, "both workers run requests"
 
 
-async def hold_on_every_slot(node: Node) -> None:
-    """Ready on one of its slots an instance takes requests; wait for the others, that they may have some."""
+async def hold_on_every_worker(node: Node) -> None:
+    """Wait until both instances are ready on all workers; requests are taken as soon as they are on one."""
     await node.hold(1, *INSTANCES)
     await node.until(lambda: all(worker.is_ready(one) for worker in node.agent.workers for one in MODELS))
 
 
 async def state_with_turns(node: Node) -> dict[str, Any]:
-    """The node's state once every worker has told of its turns: they tell now and then, not with each token."""
+    """The node's state once every worker has reported time slices, which it does at intervals."""
     async with asyncio.timeout(60):
         while True:
             state: dict[str, Any] = (await node.client.get("/state")).json()
@@ -158,7 +158,7 @@ async def test_a_client_that_leaves_frees_both_sides() -> None:
 
 
 @asynchronous
-async def test_an_instance_is_ready_when_each_kind_of_slot_has_it() -> None:
+async def test_an_instance_is_ready_when_each_kind_of_worker_has_it() -> None:
     async with running_node(split(2)) as node:
         await node.hold(1, *INSTANCES)
         events = await read(

@@ -1,20 +1,19 @@
-"""A node of a pool and a slot alone, as the control plane knows it: the place of an instance is a pool."""
+"""A node with a group of two workers and a group of one, which are the slots that the control plane knows."""
 
 import asyncio
 
 import msgspec
 
-from dataplane.agent.settings import AgentSettings, WorkerSettings
+from dataplane.agent.settings import AgentSettings
 from dataplane.protocol.messages import DesiredInstance, InstanceReport
-from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
+from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings, workers
 from tests.dataplane.streams import read
 from tests.event_loop import asynchronous
 
 
 def together() -> AgentSettings:
-    """Two slots of one GPU, which serve together, and one of two between them."""
-    given = tuple(WorkerSettings(gpus=gpus, memory_bytes=2 * 2**20) for gpus in (1, 2, 1))
-    return settings(slots=given, together=True)
+    """A group of two workers with one GPU each, and a worker with two GPUs."""
+    return settings(slots=workers(1, 2, 1), together=True)
 
 
 def pooled(name: str) -> DesiredInstance:
@@ -26,7 +25,7 @@ def reports(node: Node) -> dict[str, InstanceReport]:
 
 
 async def hold_everywhere(node: Node, generation: int, *instances: DesiredInstance) -> None:
-    """Each instance on every slot of its pool, with stats from all of them."""
+    """Wait for each instance on every worker of its group, with statistics from all of them."""
     await node.hold(generation, *instances)
     await node.until(
         lambda: all(
@@ -38,7 +37,7 @@ async def hold_everywhere(node: Node, generation: int, *instances: DesiredInstan
 
 
 @asynchronous
-async def test_instances_stand_where_their_pool_is() -> None:
+async def test_instances_are_on_the_workers_of_their_group() -> None:
     async with running_node(together()) as node:
         await hold_everywhere(node, 1, instance("i1", name="tide"), instance("i2", slot=1, name="ebb"))
         held = [[worker.hosted.get(name) is not None for worker in node.agent.workers] for name in ("i1", "i2")]
@@ -51,8 +50,8 @@ async def test_instances_stand_where_their_pool_is() -> None:
 
 
 @asynchronous
-async def test_kv_of_a_pool_counts_once() -> None:
-    """Instances of one model share what is free on all its slots; to a pooled one the whole of it is the pool's."""
+async def test_kv_of_a_group_counts_once() -> None:
+    """Instances of one model share the free KV of all workers; a pooled instance reports all of it."""
     async with running_node(together()) as node:
         await hold_everywhere(node, 1, instance("i1"))
         whole_bytes = reports(node)["i1"].kv_capacity_bytes
@@ -62,10 +61,10 @@ async def test_kv_of_a_pool_counts_once() -> None:
         assert kv_bytes == {"i1": whole_bytes // 2, "i2": whole_bytes // 2, "ebb": whole_bytes}
         asking = asyncio.create_task(node.post(generate("r1", instance_id="i1", max_tokens=1000, prompt="x " * 400)))
         await node.until(lambda: reports(node)["i1"].kv_used_bytes > 0)
-        said = reports(node)
-        assert said["i1"].kv_capacity_bytes + said["i2"].kv_capacity_bytes <= whole_bytes
-        assert said["ebb"].kv_used_bytes == said["i1"].kv_used_bytes
-        assert said["i2"].kv_used_bytes == 0
+        reported = reports(node)
+        assert reported["i1"].kv_capacity_bytes + reported["i2"].kv_capacity_bytes <= whole_bytes
+        assert reported["ebb"].kv_used_bytes == reported["i1"].kv_used_bytes
+        assert reported["i2"].kv_used_bytes == 0
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await node.until(node.idle)

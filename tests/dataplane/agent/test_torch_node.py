@@ -37,8 +37,8 @@ def checkpoint(folder: Path, name: str = "tide", **changes: Any) -> ModelSpec:
     )
 
 
-def torch_settings(slots: int, **changes: Any) -> AgentSettings:
-    given = tuple(WorkerSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(slots))
+def torch_settings(count: int, **changes: Any) -> AgentSettings:
+    given = tuple(WorkerSettings(gpus=1, memory_bytes=8 * 2**20) for _ in range(count))
     patient = {"worker_losses_max": 100, "worker_wait_max_s": 3600.0}  # a start takes long where others work too
     return settings(engine="torch", profile=None, slots=given, cache_bytes=2**26, **patient | changes)
 

@@ -1,18 +1,17 @@
-"""The environment of worker processes: each sees the GPUs of its slot as its first ones. No GPU is needed for it."""
+"""The environment of worker processes: each sees its own GPUs only. The tests need no GPU."""
 
 import errno
 from collections.abc import Mapping
 
 import pytest
 
-from dataplane.agent.settings import WorkerSettings
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import worker_environment
 from dataplane.worker.frames import Configure
-from tests.dataplane.replay_node import running_node, settings
+from tests.dataplane.replay_node import running_node, settings, workers
 from tests.event_loop import asynchronous
 
-SLOTS = (WorkerSettings(gpus=1, memory_bytes=2**22), WorkerSettings(gpus=1, memory_bytes=2**22))
+WORKERS = workers(1, 1)
 
 
 @asynchronous
@@ -25,14 +24,14 @@ async def test_each_worker_is_started_with_its_own_gpu(monkeypatch: pytest.Monke
         started.add((environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"], configure.device))
         raise OSError(errno.ENOMEM, "no memory for a process")
 
-    given = settings(slots=SLOTS, device="cuda", engine="torch", profile=None)
+    given = settings(slots=WORKERS, device="cuda", engine="torch", profile=None)
     async with running_node(given, start_worker=refuse) as node:
         await node.until(lambda: len(started) == 2)
     assert started == {("4", "3", "cuda:0"), ("GPU-7", "3", "cuda:0")}, "the device is the first that the worker sees"
 
 
 def test_workers_without_gpus_keep_the_agents_environment() -> None:
-    for given in (settings(slots=SLOTS, device="cpu", engine="torch"), settings(slots=SLOTS, device="cuda")):
+    for given in (settings(slots=WORKERS, device="cpu", engine="torch"), settings(slots=WORKERS, device="cuda")):
         made = worker_environment(given, 1, {"A": "b", "CUDA_VISIBLE_DEVICES": "3"})
         assert made == {"OMP_NUM_THREADS": "1", "A": "b", "CUDA_VISIBLE_DEVICES": "3"}
     assert worker_environment(given, 1, {"OMP_NUM_THREADS": "8"}) == {"OMP_NUM_THREADS": "8"}
