@@ -7,31 +7,18 @@ from pathlib import Path
 import pytest
 import redis
 import structlog
-import uuid_utils
 from pydantic import SecretStr
-from sqlalchemy import URL, create_engine, make_url, pool
 
-import migrations
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
+from tests.controlplane.databases import Databases
 from tests.controlplane.redis_clock import RedisClock
 from tests.controlplane.world import World
 
 REDIS_DATABASE = 9
-
-
-def _run(url: str, statement: str) -> None:
-    engine = create_engine(url, poolclass=pool.NullPool, isolation_level="AUTOCOMMIT")
-    with engine.connect() as connection:
-        connection.exec_driver_sql(statement)
-    engine.dispose()
-
-
-def _text(url: URL) -> str:
-    return url.render_as_string(hide_password=False)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -43,22 +30,19 @@ def plain_tracebacks() -> None:
 
 
 @pytest.fixture(scope="session")
-def template_database(postgres_url: str) -> Iterator[str]:
-    """The name of a migrated database that nobody is connected to."""
-    name = f"template_{uuid_utils.uuid7().hex}"
-    _run(postgres_url, f"CREATE DATABASE {name}")
-    migrations.upgrade(_text(make_url(postgres_url).set(database=name)))
-    yield name
-    _run(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+def databases(postgres_url: str) -> Iterator[Databases]:
+    """Migrated databases of this session's server."""
+    databases = Databases(postgres_url)
+    yield databases
+    databases.close()
 
 
 @pytest.fixture
-def database_url(postgres_url: str, template_database: str) -> Iterator[str]:
-    """Address of a migrated, empty database of this test alone, copied by file: quicker than through the WAL."""
-    name = f"test_{uuid_utils.uuid7().hex}"
-    _run(postgres_url, f"CREATE DATABASE {name} TEMPLATE {template_database} STRATEGY file_copy")
-    yield _text(make_url(postgres_url).set(database=name))
-    _run(postgres_url, f"DROP DATABASE {name} WITH (FORCE)")
+def database_url(databases: Databases) -> Iterator[str]:
+    """Address of a migrated, empty database of this test alone."""
+    url = databases.take()
+    yield url
+    databases.give_back(url)
 
 
 @pytest.fixture
