@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import openai
+import pytest
 
 from ops.local.stack import LocalStack
 from tests.flows.conftest import MODELS, StackMaker, admin_of, client_of, register, wait_ready
@@ -53,6 +54,7 @@ def _answers(client: openai.OpenAI) -> None:
     assert said.usage.completion_tokens == 3
 
 
+@pytest.mark.slow
 def test_killing_any_child_loses_nothing_and_a_second_start_finds_its_data(
     make_stack: StackMaker, tmp_path: Path
 ) -> None:

@@ -125,7 +125,10 @@ def test_json_says_the_same_and_nothing_else(backtest: Run, tmp_path: Path) -> N
     assert answer["seconds"] >= whole["seconds"] > 0
 
 
-@pytest.mark.parametrize("tail", ["other values", "gaps", "cut off"])
+@pytest.mark.parametrize(
+    "tail",
+    [pytest.param("other values", marks=pytest.mark.slow), pytest.param("gaps", marks=pytest.mark.slow), "cut off"],
+)
 def test_no_prediction_changes_when_what_comes_after_it_does(backtest: Run, tmp_path: Path, tail: str) -> None:
     """What is known at hour 13 stays; from there on the file is another, or ends some time later."""
     lines, cut = list(days(16)), 13 * 6
