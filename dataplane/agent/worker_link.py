@@ -100,11 +100,11 @@ class WorkerLink:
                 return
             yield decode_report(body)
 
-    async def stop(self) -> int:
-        """Close the socket, which ends the worker, and wait; kill it after `STOP_GRACE_S`. Its exit status."""
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> int:
+        """Close the socket, which ends the worker, and wait; kill it after `grace_s`. Its exit status."""
         self._writer.close()
         try:
-            return await asyncio.to_thread(self._process.wait, STOP_GRACE_S)
+            return await asyncio.to_thread(self._process.wait, grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return await asyncio.to_thread(self._process.wait)

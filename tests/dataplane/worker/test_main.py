@@ -29,7 +29,7 @@ from dataplane.worker.frames import (
     Unload,
     encode_frame,
 )
-from tests.dataplane.replay_node import OpenLink, model, settings
+from tests.dataplane.replay_node import PATIENCE_S, OpenLink, model, settings
 from tests.event_loop import asynchronous
 
 Kind = TypeVar("Kind")
@@ -75,7 +75,7 @@ async def test_round_trip() -> None:
     link.send(Add(request=request("late")))
     refused = await until(reports, Refused)
     assert (refused.request_id, refused.status, refused.code) == ("late", 409, "instance_not_ready")
-    assert await link.stop() == 0
+    assert await link.stop(PATIENCE_S) == 0
 
 
 @asynchronous
@@ -87,7 +87,7 @@ async def test_a_failed_load_leaves_the_worker_working() -> None:
     assert "weights_bytes" in failed.error
     link.send(Load(instance_id="i1", serial=2, model=model(), gpus=1))
     assert (await until(reports, Loaded)).instance_id == "i1"
-    assert await link.stop() == 0
+    assert await link.stop(PATIENCE_S) == 0
 
 
 @asynchronous
@@ -102,7 +102,7 @@ async def test_cancel_frees_the_kv() -> None:
         stats = (await until(reports, Stats)).stats
         if stats.tokens_total and stats.instances[0].kv_used_bytes == 0:
             break
-    await link.stop()
+    await link.stop(PATIENCE_S)
 
 
 @asynchronous
@@ -112,7 +112,7 @@ async def test_the_worker_ends_when_its_agent_is_gone_even_in_the_middle_of_work
     await until(reports, Loaded)
     link.send(Add(request=request("r1", max_tokens=1000)))
     await until(reports, Outputs)
-    assert await link.stop() == 0, "closing the socket was enough"
+    assert await link.stop(PATIENCE_S) == 0, "closing the socket was enough"
     try:
         os.kill(link.pid, 0)
     except ProcessLookupError:
@@ -128,7 +128,7 @@ async def test_a_worker_that_cannot_read_a_command_logs_that_and_ends(capfd: pyt
     async with asyncio.timeout(60):
         async for _ in reports:
             pass
-    assert await link.stop() == 1
+    assert await link.stop(PATIENCE_S) == 1
     logged = capfd.readouterr().err
     assert "a command of the agent cannot be read" in logged
     assert "FrameError" in logged
