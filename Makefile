@@ -22,7 +22,8 @@ CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0
 export OMP_NUM_THREADS ?= 1
 # A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
-WORKERS ?= 2
+# Tests wait for servers and processes a good part of their time: three keep two cores busy.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
