@@ -64,8 +64,8 @@ def _make(home: Path, *, migrate: bool, to_stdout: bool, force: bool) -> tuple[d
     from controlplane.settings import Settings
     from controlplane.store.schema import check_schema
     from controlplane.store.session import Database, make_engine
+    from ops.client.home import read_secrets
     from ops.local.bootstrap import is_bootstrapped, keep_secrets, make_secrets, store_keys
-    from ops.local.home import read_secrets
 
     settings = Settings()
     if migrate:

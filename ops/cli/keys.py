@@ -11,9 +11,9 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import Api, CommandError, connected
+from ops.client.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 from ops.client.screen import AsJson, Columns, print_answer, print_json, same
 from ops.client.times import duration_s
-from ops.local.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 
 KeyId = Annotated[str, typer.Argument(metavar="KEY", help="Its id, or the first characters of it.")]
 keys = typer.Typer(no_args_is_help=True, help="API keys and their roles.")

@@ -185,7 +185,7 @@ def _explained() -> Iterator[None]:
     from dataplane.protocol.errors import DataplaneError
     from dataplane.runtime.masked import mask
     from dataplane.runtime.tracing import TracingError
-    from ops.local.home import EmbeddedError
+    from ops.client.home import EmbeddedError
     from ops.local.supervisor import SupervisorError
 
     try:

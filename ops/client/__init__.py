@@ -1,1 +1,1 @@
-"""The client of the admin API, and how its answers are printed."""
+"""The client of the admin API, where it finds its key, and how answers are printed."""

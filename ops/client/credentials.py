@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ops.local.home import EmbeddedError, home_of, keys_file, read_api_url, read_secrets
+from ops.client.home import EmbeddedError, home_of, keys_file, read_api_url, read_secrets
 
 _EVERYWHERE = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  (compared with, not bound)
 _CLIENTS = ("tp-client-", "tp-node-")

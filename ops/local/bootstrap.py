@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.store.keys import find_key, has_key_named, make_key
 from controlplane.store.tables import Role
-from ops.local.home import make_home, read_secrets, write_secrets
+from ops.client.home import make_home, read_secrets, write_secrets
 
 ROLES = (Role.ADMIN, Role.CLIENT, Role.NODE)
 TENANT = "default"

@@ -20,7 +20,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from ops.local.home import EmbeddedError, make_home, password, remember, write_secret
+from ops.client.home import EmbeddedError, make_home, password, remember, write_secret
 from ops.local.ports import LOOPBACK
 from ops.local.privileges import as_user, leashed
 from ops.local.processes import Child

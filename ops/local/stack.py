@@ -23,9 +23,9 @@ from sqlalchemy import make_url
 import migrations
 from controlplane.settings import Settings, psycopg_url
 from controlplane.store.session import Database, make_engine
+from ops.client.home import EmbeddedError, make_home
 from ops.local.bootstrap import keep_secrets, store_keys
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.local.home import EmbeddedError, make_home
 from ops.local.ports import free_port
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor

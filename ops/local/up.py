@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dataplane.runtime.logs import LogSettings
 from ops.client.api import Api, open_api
-from ops.local.home import EmbeddedError, forget_api_url, write_api_url
+from ops.client.home import EmbeddedError, forget_api_url, write_api_url
 from ops.local.pretrained import pretrained_model
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
 from ops.local.stack import LocalNode, LocalStack
@@ -29,7 +29,7 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
 
     Raises:
         ops.local.supervisor.SupervisorError: a child cannot be started.
-        ops.local.home.EmbeddedError: the home cannot be used, or TLS is asked for.
+        ops.client.home.EmbeddedError: the home cannot be used, or TLS is asked for.
         OSError: the port is taken.
     """
     screen = _Screen(as_json=LogSettings().format == "json")

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from ops.local.home import EmbeddedError
+from ops.client.home import EmbeddedError
 
 
 def postgres_binary(name: str) -> Path:

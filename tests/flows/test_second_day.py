@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ops.local.home import password
+from ops.client.home import password
 from ops.local.tiny_models import build_tiny_models
 from ops.local.wheels import postgres_binary
 from tests.flows.machines import Machine, documented_lines, environment, start_servers, why_not, wired

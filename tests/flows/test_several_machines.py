@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.local.home import password
+from ops.client.home import password
 from ops.local.tiny_models import build_tiny_models
 from tests.flows.machines import Machine, documented_lines, environment, filled, start_servers, why_not, wired
 from tests.flows.waiting import wait_until

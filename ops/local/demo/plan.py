@@ -6,8 +6,8 @@ from http import HTTPStatus
 from pathlib import Path
 
 from forecasts.synthetic import generate_demand
-from ops.cli.plans import show_plan
 from ops.client.api import CommandError
+from ops.client.plan import show_plan
 from ops.local.demo.stage import Demo, DemoError, ask
 from ops.local.sample_fleet import LONG_TAIL, POOL_REGION, REGIONS, live_instances, regions_of
 from ops.local.tiny_models import TinyModel

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ops.client.credentials import CredentialError, admin_key, api_url, client_key
-from ops.local.home import forget_api_url, write_api_url
+from ops.client.home import forget_api_url, write_api_url
 
 CLIENT, ADMIN, OPERATOR = "tp-client-c", "tp-admin-a", "tp-operator-o"
 

@@ -1,0 +1,46 @@
+"""A plan for people, as the API answers it."""
+
+from typing import Any
+
+from ops.client.screen import Columns, output, print_fields, print_table, same, time_text
+
+
+def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
+    """A plan for people: how it was solved, every cell with its reason, and what it cannot serve."""
+    plan = answer["plan"]
+    gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
+    print_fields(
+        [
+            ("plan", plan["id"]),
+            ("state", plan["state"]),
+            ("hour", time_text(plan["window_start_s"])),
+            ("solver", f"{plan['solver']}, {plan['status']}, gap {gap}, {plan['solve_time_s']:.2f} s"),
+            ("objective per hour", plan["objective_per_hour"]),
+            ("why", plan["reason"]),
+            *([("needs approval", plan["approval_reason"])] if plan["approval_reason"] else []),
+            ("index", answer["index"]),
+        ]
+    )
+    columns: Columns = {
+        **same("model", "region"),
+        "GPU": "gpu_type",
+        "now": "before",
+        "plan": "after",
+        "change": lambda row: f"{row['after'] - row['before']:+d}" if row["after"] != row["before"] else "",
+        "held by": "constraint",
+        "cost if not": lambda row: f"{row['cost_if_not']:,.2f}" if row["cost_if_not"] else "",
+        "why": "reason",
+    }
+    print_table(title, columns, answer["entries"])
+    for pool in answer["pools"]:
+        names = ", ".join(each["model"] for each in pool["pooled"])
+        place = f"{pool['gpu_type']} in {pool['region']}"
+        output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs for {names}", markup=False)
+    for unserved in answer["unserved"]:
+        output().print("not served:", _unserved_text(unserved), markup=False)
+
+
+def _unserved_text(unserved: Any) -> str:
+    if isinstance(unserved, dict):
+        return ", ".join(f"{name} {value}" for name, value in unserved.items())
+    return str(unserved)
