@@ -9,6 +9,9 @@ from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.workers import WorkerSupervisor
 from dataplane.engines.interface import KvShapeStats, PoolStats
 
+_FORMER_KEYS = {"given_up": "offloaded_layers", "relief": "pressure_actions", "not_remapped": "offloads_declined"}
+"""Keys that the next release no longer has, and the keys that replace them."""
+
 
 def node_state(agent: Agent, now_s: float) -> dict[str, Any]:
     """The document, ready to be encoded. `now_s` is by `time.monotonic`; ages are in seconds before it. `pools` are the
@@ -67,7 +70,8 @@ def _worker_state(worker: WorkerSupervisor, group: WorkerGroup, now_s: float) ->
 def _pool_state(pool: PoolStats, age_s: float) -> dict[str, Any]:
     """The models and memory of a worker, as it reported them `age_s` ago."""
     document: dict[str, Any] = msgspec.to_builtins(pool)
-    del document["now_s"]
+    del document["now_s"], document["time_slices"]  # by the engine's clock; `turns` has the ages
+    document |= {former: document[key] for former, key in _FORMER_KEYS.items()}
     engine_now_s = pool.now_s + age_s
     return document | {
         "age_s": age_s,

@@ -3,9 +3,8 @@
 Tokens are the criterion: each must be the reference's, except for ties, which are counted. Logits are reported, and
 must keep two bounds that a correct engine keeps despite rounding:
 
-- at tokens without a near tie of a router, there or before, no logit differs by more than the tolerance, or by more
-than
-  a few times the difference of transformers from itself;
+- at tokens without a near tie of a router, there or before, no logit differs by more than the tolerance, or by
+  more than a few times the difference of transformers from itself;
 - over all tokens, the median difference is no more than that. Rounding that chooses another expert changes single
   tokens by any amount, and those after them by less; a wrong computation changes most of them.
 """

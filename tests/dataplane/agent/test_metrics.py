@@ -1,24 +1,42 @@
-"""The agent's metrics of KV pressure: each value under its name, and under its former name for one release."""
+"""The agent's figures of KV pressure: each value under its name, and under its former name for one release."""
 
 from prometheus_client import generate_latest
 
 from dataplane.agent.metrics import agent_registry
 from dataplane.agent.node import Agent
-from dataplane.engines.interface import EngineStats, PoolStats
+from dataplane.agent.state import node_state
+from dataplane.engines.interface import EngineStats, PoolStats, TimeSlice
 from tests.dataplane.replay_node import settings
 
 
-def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
+def make_agent() -> Agent:
     pool = PoolStats(
         now_s=1.0,
         offloaded_layers={"m": 3},
         pressure_actions={"swap": 2},
         offloads_declined={"switching": 5},
         layers_moved={"offloaded": 7, "reclaimed": 4},
+        time_slices=(
+            TimeSlice(kind="decode", model="m", started_s=0.5, ended_s=0.75, tokens=1, prompt_tokens=0, switched=False),
+        ),
     )
     agent = Agent(settings(), boot_id="boot")
-    agent.workers[0].stats = EngineStats(pool=pool)
-    lines = set(generate_latest(agent_registry(agent)).decode().splitlines())
+    agent.workers[0].stats, agent.workers[0].stats_s = EngineStats(pool=pool), 10.0
+    return agent
+
+
+def test_the_state_has_its_new_keys_and_its_former_ones() -> None:
+    (worker,) = node_state(make_agent(), 12.0)["slots"]
+    pool = worker["pool"]
+    assert pool["offloaded_layers"] == pool["given_up"] == {"m": 3}
+    assert pool["pressure_actions"] == pool["relief"] == {"swap": 2}
+    assert pool["offloads_declined"] == pool["not_remapped"] == {"switching": 5}
+    assert [(turn["started_age_s"], turn["ended_age_s"]) for turn in pool["turns"]] == [(2.5, 2.25)]
+    assert "time_slices" not in pool, "times of the engine's clock mean nothing to a reader"
+
+
+def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
+    lines = set(generate_latest(agent_registry(make_agent())).decode().splitlines())
     assert lines >= {
         'tidepool_offloaded_weight_layers{model_name="m",slot="0"} 3.0',
         'tidepool_kv_pressure_events_total{action="swap",slot="0"} 2.0',
