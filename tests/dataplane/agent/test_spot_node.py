@@ -32,11 +32,14 @@ async def test_a_spot_instance_drains_stays_loaded_and_comes_back_at_once() -> N
         assert (await refused(node, generate("r2"))).message == "instance i1 is lent out"
         assert (await running).status_code == 200, "it is finished, not cut off"
         await node.until(lambda: node.states() == {"i1": "spot"})
-        switches = node.agent.switches_total
+        worker = node.agent.workers[0]
+        await node.until(lambda: worker.stats.tokens_total == 200)
+        switches = worker.switches_total
         node.agent.apply(desired(3, instance()))
         assert node.states() == {"i1": "ready"}, "no load lies between"
         assert (await node.post(generate("r3"))).status_code == 200
-        assert node.agent.switches_total == switches
+        await node.until(lambda: worker.stats.tokens_total > 200)
+        assert worker.switches_total == switches
 
 
 @asynchronous
