@@ -47,8 +47,13 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
             models = build_tiny_models(home / "models")
         pretrained = None if tiny else pretrained_model(lambda line: console.print(line, markup=False))
         nodes = make_nodes(models, pretrained)
-        report = lambda line: console.print(f"[dim]{line}[/]")  # noqa: E731
-        stack = LocalStack(home, free_port(), nodes, environment=QUICK, report=report)
+        stack = LocalStack(
+            home,
+            free_port(),
+            nodes,
+            environment=QUICK,
+            report=lambda line: console.print(f"[dim]{line}[/]"),
+        )
         with console.status("Starting Postgres, Valkey, API, dispatcher, worker, beat and three node agents ..."):
             stack.supervisor.start()
         try:

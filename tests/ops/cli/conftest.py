@@ -12,7 +12,7 @@ import uvicorn
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.keys import make_key
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database
 from controlplane.store.tables import Role
 from ops.cli.main import main
 from tests.ops.cli.running import Outcome, Run
@@ -36,13 +36,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
         return Outcome(status=int(ended.value.code or 0), out=captured.out, err=captured.err)
 
     return run
-
-
-@pytest.fixture
-def database(settings: Settings) -> Iterator[Database]:
-    database = Database(make_engine(settings))
-    yield database
-    database.close()
 
 
 @pytest.fixture
