@@ -199,6 +199,9 @@ def model_spec(model: Model, engine: EngineChoice) -> ModelSpec:
         kv_bytes_per_token=model.kv_bytes_per_token,
         context_tokens=model.context_tokens,
         engine=engine,
+        task=model.task,
+        tool_parser=model.tool_parser,
+        reasoning_parser=model.reasoning_parser,
     )
 
 

@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from controlplane.policies.engines import Engine
 from controlplane.policies.lifecycle import InstanceState
-from dataplane.protocol.messages import EngineChoice, EngineKind
+from dataplane.protocol.messages import EngineChoice, EngineKind, Task
 from dataplane.protocol.tiers import InstanceKind
 
 Json = dict[str, Any]
@@ -172,7 +172,8 @@ class Slot(Base):
 class Model(Base):
     """An LLM. `path` is a checkpoint folder that nodes can read. `parameters`: elements of its weights, tied ones once;
     None: not known. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
-    from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides.
+    from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides. `task`: what it
+    answers with. `tool_parser`, `reasoning_parser`: see `ModelSpec`.
     """
 
     __tablename__ = "models"
@@ -180,6 +181,7 @@ class Model(Base):
         CheckConstraint("weights_bytes > 0 AND context_tokens > 0", name="positive"),
         CheckConstraint("parameters > 0", name="parameters_positive"),
         CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine"),
+        CheckConstraint("task IN ('generate', 'embed', 'score')", name="task"),
     )
     name: Mapped[str] = mapped_column(primary_key=True)
     path: Mapped[str]
@@ -190,6 +192,9 @@ class Model(Base):
     context_tokens: Mapped[int]
     slo: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True))
     engine: Mapped[EngineChoice] = mapped_column(String, default="auto", server_default=text("'auto'"))
+    task: Mapped[Task] = mapped_column(String, default="generate", server_default=text("'generate'"))
+    tool_parser: Mapped[str | None]
+    reasoning_parser: Mapped[str | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

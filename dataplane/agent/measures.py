@@ -10,7 +10,7 @@ _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0, 86_400.0)
 
-EndReason = Literal["stop", "length", "abort", "error"]
+EndReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """How a request ended. abort: its client disconnected."""
 
 

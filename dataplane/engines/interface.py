@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct, field
 
-from dataplane.protocol.messages import FinishReason, ModelSpec
+from dataplane.protocol.messages import Constraint, FinishReason, ModelSpec
 from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.pace import PrefillPace
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
@@ -33,6 +33,10 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     them, and `max_tokens` counts them. Sampling at position p depends on (seed, p) alone, so that a request continued
     anywhere gives the same tokens. `objective`: its own latency objective, if not that of its tier. `kv`: KV to read
     instead of a prefill, where possible. `trace`: the traceparent of the agent's span, if the request is traced.
+
+    The fields of sampling are those of `messages.Sampling`; penalties count `generated` too. `constraint`: compiled and
+    advanced over `generated` by the engine. `cache_salt`: only requests with the same salt share cached prefixes.
+    `pooling`: answer with `EngineOutput.values` instead of tokens.
     """
 
     request_id: str
@@ -42,10 +46,21 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     prompt: tuple[int, ...]
     generated: tuple[int, ...] = ()
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    constraint: Constraint | None = None
+    cache_salt: str = ""
+    pooling: bool = False
     kv: KvHandle | None = None
     trace: str | None = None
 
@@ -54,14 +69,27 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
         return self.objective or TIER_OBJECTIVES[self.tier]
 
 
-class EngineOutput(Struct, frozen=True, kw_only=True):
+class TokenScore(Struct, frozen=True, array_like=True):
+    """The log probability of a token under the model's raw distribution, and (token id, log probability) of the
+    likeliest tokens at its position, the likeliest first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class EngineOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request. The last output has `finish_reason` or `error`. The end-of-sequence token itself is
     never in `token_ids`. With `kv` the request has left this engine to continue on another slot, which reads its KV
-    here until `Engine.release`.
+    here until `Engine.release`. `scores`: of `token_ids`, if asked for. `cached_tokens`: tokens of the prompt whose KV
+    was cached, in the output of the first token. `values`: the whole answer of a request with `pooling`.
     """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    scores: tuple[TokenScore, ...] = ()
+    cached_tokens: int = 0
+    values: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
     kv: KvHandle | None = None

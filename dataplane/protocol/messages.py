@@ -4,15 +4,17 @@ Everything here is a frozen `msgspec.Struct`: decoding validates, and an error n
 Units are in the names: `_s` seconds, `_bytes` bytes, `_tokens` tokens.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from dataplane.protocol.tiers import InstanceKind, Objective, Tier
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 InstanceState = Literal["loading", "ready", "draining", "spot", "failed"]
 EngineKind = Literal["torch", "vllm", "replay"]
+Task = Literal["generate", "embed", "score"]
+"""What a model answers with: tokens, an embedding, or the scores of a classification head."""
 EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
@@ -21,22 +23,81 @@ INSTANCE_NOT_READY = "instance_not_ready"
 """Code of the refusal of a request whose instance is not on the node, or not ready there."""
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn of a conversation, its content already flattened to text."""
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a function, as a conversation repeats it. `arguments`: JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn of a conversation, its content already flattened to text. `tool_call_id`: the call that a message of the
+    role `tool` answers. `reasoning`: what the assistant thought before its content.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A function that the model may call. `parameters`: the JSON schema of its arguments; None: any object. With
+    `strict`, the arguments of every call match it.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The tools of a request. `choice` "named": the answer is one call of the tool `name`. `parallel`: the answer may
+    hold several calls.
+    """
+
+    tools: tuple[Tool, ...]
+    choice: Literal["auto", "none", "required", "named"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class Constraint(msgspec.Struct, frozen=True, kw_only=True):
+    """What the text of an answer must match. `definition`: a JSON schema or a list of strings (`choice`), both as JSON
+    text; a regular expression; or a Lark grammar. It is empty for `json_object`.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    definition: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens. `temperature` 0 is greedy; `seed` makes sampling repeatable, on any instance."""
+    """How to choose tokens. `temperature` 0 is greedy; `seed` makes sampling repeatable, on any instance.
+
+    `frequency_penalty` and `presence_penalty` count the tokens of the answer, `repetition_penalty` those of the prompt
+    too. `logit_bias`: (token id, bias) pairs. `top_k` 0: no limit. `min_p`: the least probability, relative to that of
+    the likeliest token. `min_tokens`: no end of sequence before so many tokens. `logprobs`: report the log probability
+    of each token under the model's raw distribution, and of so many likeliest ones; None: none.
+    """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +108,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     of this answer that another instance made; the stream continues after them. `sent_chars`: characters of their text
     that were streamed already. `Finished` counts the whole answer. `fence`: names a deferred request across its claims,
     of which `epoch` is the number; a node refuses older epochs of a fence than it has seen.
+
+    `template`: further variables of the chat template. `constraint`: of the answer after any reasoning. `cache_salt`:
+    only requests with the same salt share cached prefixes. `pooling`: answer with one `Pooled` event instead of tokens,
+    for models whose task is not "generate".
     """
 
     request_id: str
@@ -63,6 +128,11 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sent_chars: int = 0
     fence: str | None = None
     epoch: int = 0
+    tools: ToolUse | None = None
+    template: dict[str, Any] = {}
+    constraint: Constraint | None = None
+    cache_salt: str = ""
+    pooling: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -71,19 +141,60 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     prompt_tokens: int
 
 
-class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token"):
-    """New text. `text` may be empty while bytes of a character are still missing or a stop string may be forming."""
+class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token, its text, the bytes of that text, and its log probability."""
+
+    token_id: int
+    text: str
+    utf8: tuple[int, ...]
+    logprob: float
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of a token of the answer, and the likeliest tokens at its position, the likeliest first."""
+
+    token: TopLogprob
+    top: tuple[TopLogprob, ...] = ()
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """More of a tool call. `index`: its number in the answer. `name` is set once, before any `arguments`, which are
+    pieces of JSON text.
+    """
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True, tag="token", omit_defaults=True):
+    """New text. `text` may be empty while bytes of a character are still missing, a stop string or a tool call may be
+    forming, or where the text is `reasoning` or arguments of `tool_calls`. `logprobs`: of `token_ids`, if asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """Last line of a stream that ended well."""
+class Pooled(msgspec.Struct, frozen=True, kw_only=True, tag="pooled"):
+    """The whole answer of a model that does not generate: an embedding `[dimensions]`, or the scores of a head."""
+
+    values: tuple[float, ...]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
+    """Last line of a stream that ended well. `cached_tokens`: of the prompt, whose KV was cached. `reasoning_tokens`:
+    of the completion.
+    """
 
     finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -96,11 +207,14 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     retryable: bool = False
 
 
-StreamEvent = Started | Token | Finished | Failed
+StreamEvent = Started | Token | Pooled | Finished | Failed
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node."""
+    """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node.
+    `tool_parser`, `reasoning_parser`: how tool calls and reasoning are found in its answers; None: as its chat template
+    suggests.
+    """
 
     name: str
     path: str
@@ -108,6 +222,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     context_tokens: int
     engine: EngineChoice = "auto"
+    task: Task = "generate"
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def is_same(self, other: "ModelSpec") -> bool:
         """Whether it is the same model, on whatever engine: requests may continue from their tokens."""

@@ -27,6 +27,7 @@ CHOICES = {
     ("batches", "state"): "validating",
     ("batch_results", "state"): "completed",
     ("models", "engine"): "vllm",
+    ("models", "task"): "generate",
     ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",
