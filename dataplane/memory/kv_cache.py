@@ -4,9 +4,12 @@ A block holds the keys and values of `block_tokens` consecutive tokens of one se
 slab serves one shape while any of its blocks is in use, and is freed afterwards. Block `b` of a shape is the block
 `b % n` of slab `b // n`, where `n` is `blocks_per_slab(shape)`. New blocks are taken from the fullest slab that has a
 free one, so that the emptier slabs become free.
+
+A block in use is held, or idle: then nobody needs it, but its contents are cached until its memory is needed.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,17 +46,18 @@ class ShapeUsage:
     """Memory of the slabs of one shape.
 
     `held_bytes`: all of its slabs; `used_bytes`: blocks that cannot be allocated, among them `moving_bytes` of blocks
-    that were freed while a transfer still uses them.
+    that were freed while a transfer still uses them; `idle_bytes`: blocks that can, once their contents are dropped.
     """
 
     used_bytes: int
     held_bytes: int
     moving_bytes: int
+    idle_bytes: int = 0
 
     @property
     def fragmentation(self) -> float:
-        """The unused share of the slabs; 0 without slabs."""
-        return 1.0 - self.used_bytes / self.held_bytes if self.held_bytes else 0.0
+        """The share of the slabs that neither is used nor caches anything; 0 without slabs."""
+        return 1.0 - (self.used_bytes + self.idle_bytes) / self.held_bytes if self.held_bytes else 0.0
 
 
 class SlabSource(Protocol):
@@ -110,6 +114,8 @@ class _Pool:
         self.free: dict[int, list[int]] = {}  # by slab; every slab of the shape has its entry
         self.free_blocks = 0
         self.held: set[int] = set()
+        self.idle: set[int] = set()
+        self.clearing: dict[int, int] = {}  # by slab: its blocks that are idle or moving
         # (free blocks, -slab): the fullest first, of those the highest, since weights grow from below. An entry with an
         # outdated number is dropped when it is popped.
         self._fullest: list[tuple[int, int]] = []
@@ -137,6 +143,22 @@ class _Pool:
         self.held.update(blocks)
         return blocks
 
+    @property
+    def clearable(self) -> list[int]:
+        """The slabs without held blocks: free as soon as their idle blocks are dropped and transfers have ended."""
+        n = self.blocks_per_slab
+        return [slab for slab, count in self.clearing.items() if count + len(self.free[slab]) == n]
+
+    def clear(self, blocks: Iterable[int], change: int) -> None:
+        """Record that blocks become idle or moving (`change` 1), or are so no more (-1)."""
+        for block in blocks:
+            slab = block // self.blocks_per_slab
+            count = self.clearing.get(slab, 0) + change
+            if count:
+                self.clearing[slab] = count
+            else:
+                del self.clearing[slab]
+
     def release(self, blocks: Iterable[int]) -> list[int]:
         """Free blocks. Returns the slabs that are empty now, which the pool gives up."""
         touched: set[int] = set()
@@ -157,7 +179,9 @@ class _Pool:
         free = [block for blocks in self.free.values() for block in blocks]
         n = self.blocks_per_slab
         every = [block for slab in self.free for block in range(slab * n, slab * n + n)]
-        assert sorted([*free, *self.held, *moving]) == sorted(every), "lost or doubled blocks"
+        assert sorted([*free, *self.held, *self.idle, *moving]) == sorted(every), "lost or doubled blocks"
+        clearing = Counter(block // n for block in (*self.idle, *moving))
+        assert clearing == self.clearing, f"idle or moving blocks by slab: {clearing}, counted {self.clearing}"
         assert len(free) == self.free_blocks, f"{len(free)} blocks are free, {self.free_blocks} counted"
         assert all(block // n == slab for slab, blocks in self.free.items() for block in blocks), (
             "a block is listed under another slab"
@@ -170,7 +194,7 @@ class _Pool:
 
 
 class KvCache:
-    """An allocator of blocks of any shapes: each is free, held once, or moving. It allocates slabs as needed."""
+    """An allocator of blocks of any shapes: each is free, held, idle, or moving. It allocates slabs as needed."""
 
     def __init__(self, slabs: SlabSource, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
@@ -221,18 +245,50 @@ class KvCache:
         Raises:
             ValueError: one of them is not held, or is listed twice.
         """
-        pool = self._pools.get(shape)
-        if pool is None or len(set(blocks)) != len(blocks) or not pool.held.issuperset(blocks):
-            raise ValueError(f"blocks {blocks} of {shape} are not all held, each once")
+        pool = self._held(shape, blocks)
         pool.held.difference_update(blocks)
         if after.done():
             self._release(shape, blocks)
         else:
+            pool.clear(blocks, 1)
             self._moves.add((shape, tuple(blocks)), after)
+
+    def park(self, shape: KvShape, blocks: Sequence[int]) -> None:
+        """Make held blocks idle: they keep their contents.
+
+        Raises:
+            ValueError: one of them is not held, or is listed twice.
+        """
+        pool = self._held(shape, blocks)
+        pool.held.difference_update(blocks)
+        pool.idle.update(blocks)
+        pool.clear(blocks, 1)
+
+    def hold(self, shape: KvShape, block: int) -> None:
+        """Make an idle block a held one. Raises KeyError if it is not idle."""
+        pool = self._pools[shape]
+        pool.idle.remove(block)
+        pool.held.add(block)
+        pool.clear((block,), -1)
+
+    def idle_blocks(self, shape: KvShape) -> int:
+        pool = self._pools.get(shape)
+        return len(pool.idle) if pool else 0
+
+    def clearable_slabs(self, *, other_than: KvShape | None = None) -> list[int]:
+        """The slabs without held blocks, of all shapes or all but one. They are free as soon as their idle blocks are
+        freed and the transfers that use them have ended.
+        """
+        return [slab for shape, pool in self._pools.items() if shape != other_than for slab in pool.clearable]
+
+    def held_blocks(self) -> dict[KvShape, frozenset[int]]:
+        """The held blocks of each shape that has some."""
+        return {shape: frozenset(pool.held) for shape, pool in self._pools.items() if pool.held}
 
     def settle(self) -> None:
         """Free the blocks whose transfers are done."""
         for shape, blocks in self._moves.take_done():
+            self._pools[shape].clear(blocks, -1)
             self._release(shape, blocks)
 
     def usage(self) -> dict[KvShape, ShapeUsage]:
@@ -245,6 +301,7 @@ class KvCache:
                 used_bytes=(len(pool.held) + moving[shape]) * shape.block_bytes,
                 held_bytes=len(pool.free) * self.slab_bytes,
                 moving_bytes=moving[shape] * shape.block_bytes,
+                idle_bytes=len(pool.idle) * shape.block_bytes,
             )
             for shape, pool in self._pools.items()
         }
@@ -255,6 +312,12 @@ class KvCache:
         assert len(set(slabs)) == len(slabs), "a slab serves two shapes"
         for shape, pool in self._pools.items():
             pool.check([block for moving, blocks in self._moves if moving == shape for block in blocks])
+
+    def _held(self, shape: KvShape, blocks: Sequence[int]) -> _Pool:
+        pool = self._pools.get(shape)
+        if pool is None or len(set(blocks)) != len(blocks) or not pool.held.issuperset(blocks):
+            raise ValueError(f"blocks {blocks} of {shape} are not all held, each once")
+        return pool
 
     def _release(self, shape: KvShape, blocks: Sequence[int]) -> None:
         for slab in self._pools[shape].release(blocks):
