@@ -304,13 +304,14 @@ class WorkerSupervisor:
 
 def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
     """The engine that an instance runs on, `default` being the node's. A pooled instance, which has no GPUs of its own,
-    runs on the torch engine, which switches models fast.
+    runs on the torch engine, which switches models fast; so does a model that does not generate, unless vLLM is named.
     """
     if default == "replay":
         return "replay"
-    if not instance.gpus:
+    model = instance.model
+    if not instance.gpus or (model.task != "generate" and model.engine == "auto"):
         return "torch"
-    return default if instance.model.engine == "auto" else instance.model.engine
+    return default if model.engine == "auto" else model.engine
 
 
 def worker_environment(settings: AgentSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -42,15 +42,27 @@ class StoredTensor:
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelLoadError if it is missing, unreadable, or no object."""
+    content = _read_json(file)
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{file} holds no JSON object")
+    return content
+
+
+def read_json_list(file: Path) -> list[Any]:
+    """A JSON array from a file. Raises ModelLoadError if it is missing, unreadable, or no array."""
+    content = _read_json(file)
+    if not isinstance(content, list):
+        raise ModelLoadError(f"{file} holds no JSON array")
+    return content
+
+
+def _read_json(file: Path) -> Any:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{file} does not exist") from None
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file} holds no JSON object")
-    return content
 
 
 def list_tensors(folder: Path) -> dict[str, StoredTensor]:

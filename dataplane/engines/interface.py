@@ -36,7 +36,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     The fields of sampling are those of `messages.Sampling`; penalties count `generated` too. `constraint`: compiled and
     advanced over `generated` by the engine. `cache_salt`: only requests with the same salt share cached prefixes.
-    `pooling`: answer with `EngineOutput.values` instead of tokens.
+    `pooling`: answer with `EngineOutput.values` instead of tokens; `max_tokens` has no effect then.
     """
 
     request_id: str
@@ -63,6 +63,11 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     pooling: bool = False
     kv: KvHandle | None = None
     trace: str | None = None
+
+    @property
+    def answer_tokens_max(self) -> int:
+        """The most tokens of the answer; none with `pooling`."""
+        return 0 if self.pooling else self.max_tokens
 
     @property
     def promise(self) -> Objective:

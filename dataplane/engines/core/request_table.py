@@ -84,7 +84,8 @@ class RequestTable(Generic[KvT]):
         """Queue a request, or let it decode at once if its KV can be read.
 
         Raises:
-            BadRequestError: an id in use, an empty prompt, max_tokens below 1, or a token outside of the vocabulary.
+            BadRequestError: an id in use, an empty prompt, max_tokens below 1, a token outside of the vocabulary, or
+                an answer that is not of the model's task.
             ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
         """
         request_id = request.request_id
@@ -140,11 +141,16 @@ class RequestTable(Generic[KvT]):
             self.queue(sequence)
 
     def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
-        """Append a new token to its sequence, and end that if it is complete. None: the end-of-sequence token."""
+        """Append a new token to its sequence, and end that if it is complete. None: the end-of-sequence token. With
+        `pooling` there is no token, and the request ends with its sequence's values.
+        """
         request = sequence.request
         if not sequence.prefilled:
             self._models[sequence.model].end_prefill(sequence)
             self.prefills = self.prefills.remove(request.request_id)
+        if request.pooling:
+            self.forget(request.request_id)
+            return EngineOutput(request_id=request.request_id, values=sequence.values, finish_reason="stop")
         if token is None:
             self.forget(request.request_id)
             return EngineOutput(request_id=request.request_id, finish_reason="stop")
@@ -210,6 +216,9 @@ class RequestTable(Generic[KvT]):
 def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) -> None:
     if not request.prompt:
         raise BadRequestError("prompt must hold at least one token", param="prompt")
+    if request.pooling != (model.task != "generate"):
+        answers = "it answers with pooled states" if request.pooling is False else "it generates tokens"
+        raise BadRequestError(f"{model.name} cannot answer this request: {answers}", param="pooling")
     if request.max_tokens < 1:
         raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
     if model.vocabulary is not None:
@@ -218,7 +227,11 @@ def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) 
         if unknown is not None:
             raise BadRequestError(f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="prompt")
     limit = min(model.context_tokens, kv_tokens_max)
-    if len(request.prompt) + request.max_tokens > limit:
+    if len(request.prompt) + request.answer_tokens_max > limit:
         what = "context" if limit == model.context_tokens else "KV cache"
+        if request.pooling:
+            raise ContextLengthError(
+                f"{len(request.prompt)} prompt tokens exceed the {what} of {limit} tokens", param="prompt"
+            )
         asked = f"{len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}"
         raise ContextLengthError(f"{asked} exceed the {what} of {limit} tokens", param="max_tokens")

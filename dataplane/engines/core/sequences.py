@@ -24,7 +24,8 @@ from dataplane.scheduling.tiers import TIER_RANKS
 class TokenSequence(Generic[KvT]):
     """A request and its progress. `order`: its number in the order of arrival; `added_s`: when it was added;
     `prefilled`: its prefill is complete, here or elsewhere; `begun`: it has KV at any location, and is in the list of
-    its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens.
+    its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens;
+    `values`: the answer of a request with `pooling`, set by the step that completes its prefill.
     """
 
     request: EngineRequest
@@ -37,6 +38,7 @@ class TokenSequence(Generic[KvT]):
     prefilled: bool = False
     begun: bool = False
     resumed_at: int = 0
+    values: tuple[float, ...] = ()
     key: tuple[int, int] = field(init=False)
     """The order of service: by tier, then first come, first served."""
     tbt_s: float = field(init=False)
@@ -65,7 +67,12 @@ class TokenSequence(Generic[KvT]):
     @property
     def remaining_tokens(self) -> int:
         """Prompt tokens not yet prefilled, and tokens still to make."""
-        return max(0, len(self.request.prompt) - self.cached) + self.request.max_tokens - self.generated
+        return max(0, len(self.request.prompt) - self.cached) + self.request.answer_tokens_max - self.generated
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that need KV for its prefill, and for the first token of its answer if it has one."""
+        return len(self.tokens) + (not self.request.pooling)
 
     @property
     def deadline_s(self) -> float:

@@ -8,6 +8,7 @@ from typing import Generic
 
 from dataplane.engines.core.kv import KvLocation, KvT
 from dataplane.engines.core.sequences import TokenSequence
+from dataplane.protocol.messages import Task
 from dataplane.scheduling.costs import CostEstimate
 from dataplane.scheduling.decode import BatchFacts
 
@@ -17,8 +18,8 @@ _KEY = attrgetter("key")
 @dataclass(eq=False, kw_only=True)
 class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV at any
-    location, in the order of service. `vocabulary` None accepts any token. `prefill_s`: recent mean of its prefill
-    steps; None before the first. `load_order`: its position in the order of loading.
+    location, in the order of service. `vocabulary` None accepts any token. `task`: what it answers with. `prefill_s`:
+    recent mean of its prefill steps; None before the first. `load_order`: its position in the order of loading.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ServedModel(ABC, Generic[KvT]):
     estimate: CostEstimate
     instances: set[str] = field(default_factory=set)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
+    task: Task = "generate"
     prefill_s: float | None = None
     load_order: int = 0
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)

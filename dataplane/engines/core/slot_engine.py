@@ -50,7 +50,7 @@ class SlotSettings(Protocol):
 
 
 Made = list[tuple[TokenSequence[KvT], int | None]]
-"""Sequences and their new tokens; None where the model ended the answer."""
+"""Sequences and their new tokens; None where the model ended the answer, and where it is pooled."""
 
 ModelT = TypeVar("ModelT", bound=ServedModel)  # type: ignore[type-arg]
 
@@ -215,13 +215,13 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
             prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
-            self._log.step(len(made), prompts=prompts)
+            self._log.step(sum([not s.request.pooling for s, _ in made]), prompts=prompts)
             outputs += [self.requests.take(sequence, token) for sequence, token in made]
         self._hold = hold_prefills(
             self._hold,
             turn.kind,
             ran=made is not None,
-            made_tokens=self._log.tokens_total > tokens_before,
+            made_tokens=bool(made),
             freeing=self._memory.freeing,
             batches=len(facts.batches),
         )

@@ -32,7 +32,7 @@ class StepBatches(Generic[KvT]):
         tokens = self._prefill_tokens_max
         for sequence in sequences:
             keep = [chunk.sequence for chunk in chunks]
-            if tokens <= 0 or not self._allocator.grow(sequence, len(sequence.tokens) + 1, keep):
+            if tokens <= 0 or not self._allocator.grow(sequence, sequence.kv_tokens, keep):
                 break
             chunks.append(Chunk(sequence=sequence, count=min(tokens, sequence.pending)))
             tokens -= chunks[-1].count

@@ -13,7 +13,7 @@ from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import PoolStats
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
-from dataplane.engines.replay.models import Answers, ReplayModel, replayed
+from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, pooled_values, replayed
 from dataplane.engines.replay.report import memory_stats
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.slot_memory import ReplaySlotMemory
@@ -122,7 +122,14 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
         makers = self._steps.run(turn, model, self.requests.find(turn.group), now_s)
-        return None if makers is None else [(sequence, self._answers.next_token(sequence)) for sequence in makers]
+        return None if makers is None else [(sequence, self._answered(sequence, model)) for sequence in makers]
+
+    def _answered(self, sequence: ReplaySequence, model: ReplayModel) -> int | None:
+        """The next token; with `pooling` None, and the sequence has its values then."""
+        if sequence.request.pooling:
+            sequence.values = pooled_values(sequence, model.task)
+            return None
+        return self._answers.next_token(sequence)
 
     def _wait(self, now_s: float) -> None:
         if self.requests:

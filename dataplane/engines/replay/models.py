@@ -1,7 +1,11 @@
-"""The models of a replayed slot, and the tokens they make."""
+"""The models of a replayed slot, and the tokens they make; or the embeddings and scores, which depend on the prompt
+alone.
+"""
 
+import math
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import count
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -10,8 +14,9 @@ from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.replay.kv import KvShare, SequenceKv
 from dataplane.engines.replay.settings import ReplaySettings
+from dataplane.engines.replay.vocabulary import REPLAY_EMBEDDING_SIZE
 from dataplane.engines.replay.weights import Weights
-from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec, Task
 from dataplane.scheduling.costs import CostEstimate, LatencyModel
 
 ReplaySequence = TokenSequence[SequenceKv]
@@ -70,6 +75,7 @@ def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings
             layers=min(settings.layers, spec.weights_bytes),
         ),
         kv_bytes_per_token=spec.kv_bytes_per_token,
+        task=spec.task,
         bytes_per_s=bytes_per_s,
     )
 
@@ -94,6 +100,18 @@ class Answers:
         if self._mean_tokens is not None and not sequence.request.ignore_eos and chance < 1 / self._mean_tokens:
             return None
         return int.from_bytes(drawn[8:], "little") % self._vocabulary_size
+
+
+def pooled_values(sequence: ReplaySequence, task: Task) -> tuple[float, ...]:
+    """A unit vector of `REPLAY_EMBEDDING_SIZE` numbers, or one score between 0 and 1."""
+    key = blake2b(repr((sequence.model, sequence.request.prompt)).encode(), digest_size=32).digest()
+    drawn = (blake2b(number.to_bytes(8, "little"), key=key, digest_size=8).digest() for number in count())
+    shares = (int.from_bytes(digest, "little") / 2**64 for digest in drawn)
+    if task == "score":
+        return (next(shares),)
+    vector = [next(shares) - 0.5 for _ in range(REPLAY_EMBEDDING_SIZE)]
+    length = math.hypot(*vector)
+    return tuple(value / length for value in vector)
 
 
 def _sampling_key(model: str, request: EngineRequest) -> bytes:

@@ -16,3 +16,6 @@ wind with
 
 WORDS: tuple[str, ...] = tuple(_TEXT.split())
 """Token id i is the text WORDS[i]."""
+
+REPLAY_EMBEDDING_SIZE = 256
+"""Numbers of a replayed embedding."""

@@ -17,7 +17,7 @@ from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
-from dataplane.engines.torch.memory.host_models import HostModels
+from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel, make_model
 from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
@@ -105,7 +105,10 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        self.host_models.prepare(model.name, Path(model.path), slabs_max=self.arena.weights_slabs)
+        self._prepared(model)
+
+    def _prepared(self, spec: ModelSpec) -> HostModel:
+        return self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs, task=spec.task)
 
     def check(self) -> None:
         """Assert that the memory bookkeeping is consistent: every slab and block is accounted for exactly once."""
@@ -113,8 +116,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.kv.check(self.requests.all_kv)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> TorchModel:
-        host = self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs)
-        model = make_model(host, spec, self._settings.block_tokens, self._device)
+        model = make_model(self._prepared(spec), spec, self._settings.block_tokens, self._device)
         try:
             self.kv.check_fits(model.shape)
         except ValueError as error:

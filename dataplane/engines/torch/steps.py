@@ -9,6 +9,7 @@ from dataplane.engines.core.step_batches import StepBatches
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.model.pooling import Pooler
 from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
@@ -21,7 +22,10 @@ class ModelFailedError(Exception):
 
 
 Sampled = list[tuple[TokenSequence, int | None]]
-"""Sequences and their new tokens; None where the logits are not numbers."""
+"""Sequences and their new tokens; None where the logits, or the values of a pooled answer, are not numbers."""
+
+POOLED = -1
+"""In place of the token of a sequence whose values were pooled."""
 
 Watch = Callable[[TokenSequence, torch.Tensor], None]
 """Called with each sequence that is about to get a token, and the logits `[vocabulary]` it is sampled from."""
@@ -89,7 +93,9 @@ class Steps:
         return made
 
     def _forward(self, model: TorchModel, chunks: list[Chunk]) -> Sampled:
-        skeleton = model.weights.skeleton
+        skeleton, pooler = model.weights.skeleton, model.weights.pooler
+        if pooler is not None:
+            return self._pool(pooler, model, chunks)
         logits = run_chunks(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
         makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
         if self._watch is not None:
@@ -100,6 +106,15 @@ class Steps:
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
         return [(chunks[index].sequence, token) for index, token in zip(makers, tokens, strict=True)]
+
+    def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
+        skeleton = model.weights.skeleton
+        pooled = pooler.run(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
+        for index, values in pooled.items():
+            chunks[index].sequence.values = values
+        for chunk in chunks:
+            chunk.sequence.cached += chunk.count
+        return [(chunks[index].sequence, POOLED if values else None) for index, values in pooled.items()]
 
 
 def _draw(sequence: TokenSequence, eos_ids: frozenset[int]) -> Draw:

@@ -63,8 +63,10 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
 
         Raises:
-            ModelLoadError: it cannot be read, or its weights exceed the slot's memory.
+            ModelLoadError: it cannot be read, its weights exceed the slot's memory, or it does not generate.
         """
+        if model.task != "generate":
+            raise ModelLoadError(f"{model.name}: vLLM runs models that generate here; engine torch runs this one")
         size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
         limit = self._settings.weights_bytes
         if size_bytes > limit:

@@ -22,11 +22,13 @@ from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.memory.releases import PendingReleases
 from dataplane.engines.torch.model.checkpoint import list_tensors, read_tensors
 from dataplane.engines.torch.model.layout import cache_key, match_tensors
-from dataplane.engines.torch.model.mapping import as_stored
+from dataplane.engines.torch.model.mapping import as_stored, without_head
+from dataplane.engines.torch.model.pooling import Pooler, make_pooler
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import Task
 
 log = structlog.get_logger()
 
@@ -40,8 +42,8 @@ WARN_AFTER_S = 1.0
 class HostModel:
     """A model of the slot. `host`: its weights, flat uint8, or None while they are not in host memory; `fresh` until
     they have been loaded to the device from there. `copies`: the transfers that read `host`, all that may still be
-    under way. `short_since_s`: since when host memory has been short, by `time.monotonic`, and whether that
-    `is_logged`.
+    under way. `pooler`: makes the answers of a model that does not generate. `short_since_s`: since when host memory
+    has been short, by `time.monotonic`, and whether that `is_logged`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class HostModel:
     skeleton: Skeleton
     pairs: tuple[tuple[PlacedTensor, StoredTensor], ...]
     key: str
+    pooler: Pooler | None = None
     host: torch.Tensor | None = None
     cached: CachedModel | None = None
     used_s: float = 0.0
@@ -107,7 +110,7 @@ class HostModels:
         with self._lock:
             return sum(model.host.nbytes for model in self._models.values() if model.host is not None)
 
-    def prepare(self, name: str, folder: Path, *, slabs_max: int) -> HostModel:
+    def prepare(self, name: str, folder: Path, *, slabs_max: int, task: Task = "generate") -> HostModel:
         """The model, read into host memory. Idempotent.
 
         On the engine's thread a model that finds no memory is postponed, and read before its first turn: memory is
@@ -119,16 +122,16 @@ class HostModels:
             HostMemoryError: on another thread: host memory is full now; a later attempt may succeed.
         """
         postpones = threading.get_ident() == self._engine_thread
-        usable = self._usable(name, folder, postpones=postpones)
+        usable = self._usable(name, folder, task, postpones=postpones)
         if usable is not None:
             return usable
         with self._building:
-            usable = self._usable(name, folder, postpones=postpones)  # another thread may have built it meanwhile
+            usable = self._usable(name, folder, task, postpones=postpones)  # another thread may have built it meanwhile
             if usable is not None:
                 return usable
             known = self._models.get(name)
-            if known is None or known.folder != folder:
-                model = self._build(name, folder, slabs_max)
+            if known is None or (known.folder, known.skeleton.task) != (folder, task):
+                model = self._build(name, folder, slabs_max, task)
                 with self._lock:
                     if known is not None:
                         self.release_copy(known)
@@ -145,20 +148,22 @@ class HostModels:
                 raise
         return model
 
-    def _usable(self, name: str, folder: Path, *, postpones: bool) -> HostModel | None:
+    def _usable(self, name: str, folder: Path, task: Task, *, postpones: bool) -> HostModel | None:
         """The model if it is prepared.
 
         Raises:
-            ModelLoadError: it is loaded from another folder.
+            ModelLoadError: it is loaded from another folder, or for another task.
         """
         with self._lock:
             known = self._models.get(name)
         if known is None:
             return None
-        if known.folder == folder and (postpones or known.host is not None or self._in_use(name)):
+        is_same = known.folder == folder and known.skeleton.task == task
+        if is_same and (postpones or known.host is not None or self._in_use(name)):
             return known
         if self._in_use(name):
-            raise ModelLoadError(f"{name} is loaded from {known.folder}, not from {folder}")
+            here, wanted = f"{known.folder} to {known.skeleton.task}", f"{folder} to {task}"
+            raise ModelLoadError(f"{name} is loaded from {here}, not from {wanted}")
         return None
 
     def forget(self, name: str) -> None:
@@ -210,8 +215,9 @@ class HostModels:
             self.forget(name)
         self._releases.settle(wait=False)
 
-    def _build(self, name: str, folder: Path, slabs_max: int) -> HostModel:
-        skeleton = build_skeleton(folder, self._dtype, self._device)
+    def _build(self, name: str, folder: Path, slabs_max: int, task: Task) -> HostModel:
+        skeleton = build_skeleton(folder, self._dtype, self._device, task)
+        pooler = make_pooler(skeleton, folder)
         slabs = skeleton.slabs(self._slab_bytes)
         if slabs > slabs_max:
             raise ModelLoadError(
@@ -221,10 +227,15 @@ class HostModels:
         if self._cache is not None and skeleton.size_bytes > self._cache.capacity_bytes:
             limit = f"cache_bytes={self._cache.capacity_bytes}"
             raise ModelLoadError(f"{name}: weights of {skeleton.size_bytes} bytes exceed {limit} of the node")
-        stored = list_tensors(folder)
+        stored = without_head(list_tensors(folder)) if task == "embed" else list_tensors(folder)
         pairs = match_tensors(folder, as_stored(skeleton.places, stored), stored)
         return HostModel(
-            name=name, folder=folder, skeleton=skeleton, pairs=tuple(pairs), key=cache_key(folder, self._dtype, pairs)
+            name=name,
+            folder=folder,
+            skeleton=skeleton,
+            pairs=tuple(pairs),
+            key=cache_key(folder, self._dtype, pairs),
+            pooler=pooler,
         )
 
     def _read_again(self, model: HostModel) -> None:

@@ -75,6 +75,7 @@ def make_model(host: HostModel, spec: ModelSpec, block_tokens: int, device: torc
         name=host.name,
         context_tokens=min(spec.context_tokens, geometry.context_tokens),
         vocabulary=geometry.vocabulary,
+        task=spec.task,
         estimate=first_estimate(host.skeleton.size_bytes, dtype, device),
         weights=host,
         shape=kv_shape(geometry, block_tokens, dtype),

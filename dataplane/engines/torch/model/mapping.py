@@ -7,8 +7,9 @@ such a parameter is its stored tensors one after another, so that each is read s
     down_proj    [experts, h, f]     | down 0 [h, f] | down 1 [h, f] | ...
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 
@@ -23,6 +24,18 @@ _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 _RENAMED = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 """Suffix of a parameter's name -> another name it may be stored under."""
+
+
+_HEADS = frozenset(("lm_head.weight", "score.weight"))
+_TRUNK = "model."
+T = TypeVar("T")
+
+
+def without_head(stored: Mapping[str, T]) -> dict[str, T]:
+    """The stored tensors of a model without its head, by their names there. A checkpoint may have been written without
+    a head to begin with.
+    """
+    return {name.removeprefix(_TRUNK): tensor for name, tensor in stored.items() if name not in _HEADS}
 
 
 def as_stored(places: Iterable[PlacedTensor], stored: Container[str]) -> tuple[PlacedTensor, ...]:

@@ -1,6 +1,7 @@
-"""One forward pass of a step batch: chunks of tokens in, one row of logits per chunk out."""
+"""One forward pass of a step batch: chunks of tokens in, one row of logits or the final states per chunk out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +18,50 @@ def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
     The skeleton must be bound; `cache` is `KvStep.cache`. Returns the logits `[len(chunks), vocabulary]` after each
     chunk's last token, float32.
     """
+    batch = _make_batch(cache, chunks)
+    logits: torch.Tensor = skeleton.model(
+        input_ids=batch.tokens,
+        position_ids=batch.positions,
+        use_cache=False,
+        logits_to_keep=batch.ends - 1,
+        kv_step=batch.step,
+    ).logits[0]
+    return logits[torch.tensor(batch.order, device=logits.device).argsort()].float()
+
+
+@torch.inference_mode()
+def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+    """As `run_chunks`, without logits. Returns the final states `[count, hidden]` of each chunk's tokens."""
+    batch = _make_batch(cache, chunks)
+    states: torch.Tensor = skeleton.trunk(
+        input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, kv_step=batch.step
+    ).last_hidden_state[0]
+    pieces = torch.split(states, [chunks[index].count for index in batch.order])
+    by_index = dict(zip(batch.order, pieces, strict=True))
+    return [by_index[index] for index in range(len(chunks))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The inputs of a forward pass. `order`: the chunks' indices as their rows follow each other; `ends`: the row after
+    the last one of each; `tokens` and `positions` are `[1, rows]`.
+    """
+
+    order: list[int]
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    ends: torch.Tensor
+    step: KvStep
+
+
+def _make_batch(cache: torch.Tensor, chunks: Sequence[Chunk]) -> _Batch:
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
     per_slab, block_tokens = cache.shape[1], cache.shape[4]
     rows = [_rows(chunks[index], block_tokens) for index in order]
     flat = torch.tensor([row for chunk_rows in rows for row in chunk_rows], device=cache.device)
     tokens, positions, blocks, offsets = flat.unbind(dim=1)
     write = torch.stack((blocks // per_slab, blocks % per_slab, offsets))
-    ends = torch.tensor([len(chunk_rows) for chunk_rows in rows], device=cache.device).cumsum(0) - 1
+    ends = torch.tensor([len(chunk_rows) for chunk_rows in rows], device=cache.device).cumsum(0)
     spans = _spans([chunks[index] for index in order], positions, block_tokens, per_slab)
     # A block is written from its first offset on, and cleared then: attention multiplies masked entries by zero, and
     # zero times a NaN of an earlier owner would be NaN.
@@ -31,10 +69,7 @@ def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
     if begun.numel():
         cache[tuple(begun)] = 0
     step = KvStep(cache=cache, write=write, spans=spans)
-    logits: torch.Tensor = skeleton.model(
-        input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=ends, kv_step=step
-    ).logits[0]
-    return logits[torch.tensor(order, device=logits.device).argsort()].float()
+    return _Batch(order=order, tokens=tokens[None], positions=positions[None], ends=ends, step=step)
 
 
 def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:

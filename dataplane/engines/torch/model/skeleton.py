@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dataplane.checkpoints.eos import read_eos_ids
+from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.linear import speed_up
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import Task
 
 MODEL_TYPES = frozenset(
     [
@@ -99,14 +101,24 @@ class WeightShard:
 
 class Skeleton:
     """A model's modules. `places` and `shards` describe the layout of its weights; in host memory they take
-    `size_bytes`.
+    `size_bytes`. `trunk`: the model without what makes logits or scores of its states; `head`: what makes scores.
 
     `await_shard` is called before a shard is used; it is set while the weights are loaded. `passed_shard` is called
     once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate.
     """
 
-    def __init__(self, model: torch.nn.Module, geometry: Geometry, eos_ids: frozenset[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        geometry: Geometry,
+        eos_ids: frozenset[int],
+        dtype: torch.dtype,
+        task: Task = "generate",
+    ) -> None:
         self.model = model
+        self.task = task
+        self.trunk: torch.nn.Module = model.base_model
+        self.head: torch.nn.Module | None = getattr(model, "score", None)
         self.dtype = dtype
         self.geometry = geometry
         self.eos_ids = eos_ids
@@ -123,7 +135,7 @@ class Skeleton:
         for number, stage in enumerate(stages, start=1):
             stage.register_forward_pre_hook(self._gate(number))
             stage.register_forward_hook(self._passed(number))
-        model.register_forward_pre_hook(self._gate(0))
+        self.trunk.register_forward_pre_hook(self._gate(0))
 
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each shard begins a slab."""
@@ -176,8 +188,9 @@ _Owner = tuple[str, torch.nn.Module, str]
 _Slot = tuple[torch.nn.Parameter, list[_Owner]]
 
 
-def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
-    """The model that `folder/config.json` describes, its buffers on `device`, its Parameters on `meta`.
+def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device, task: Task = "generate") -> Skeleton:
+    """The model that `folder/config.json` describes, as its task needs it: one that embeds has no head. Its buffers are
+    on `device`, its Parameters on `meta`.
 
     Raises:
         ModelLoadError: no such folder or config, or an unsupported architecture.
@@ -189,7 +202,7 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     register()
     try:
         config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        build: Any = AutoModelForCausalLM.from_config
+        build: Any = _builder(described, task).from_config
         with torch.device("meta"):
             model = build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
         geometry = _geometry(config)
@@ -200,7 +213,16 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device) -> Sk
     model.eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         speed_up(model)
-    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype)
+    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype, task)
+
+
+def _builder(described: dict[str, Any], task: Task) -> Any:
+    """The class that builds a model for a task. Without a classification head, a causal model scores by its logits."""
+    names = described.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    if task == "score" and architecture.endswith(HEAD_SUFFIX):
+        return AutoModelForSequenceClassification
+    return AutoModel if task == "embed" else AutoModelForCausalLM
 
 
 def _check_supported(folder: Path, described: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """The replay engine on a fake clock: tokens, time, batching, KV."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from msgspec import structs
 
 from dataplane.engines.interface import EngineOutput
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
-from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec, Task
 from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
 
@@ -201,3 +202,21 @@ def test_answers_may_end_by_themselves() -> None:
 def test_a_request_that_has_all_its_tokens_ends() -> None:
     outputs = run_one(structs.replace(request(max_tokens=3), generated=(1, 2, 3)))
     assert outputs == [EngineOutput(request_id="r", finish_reason="length")]
+
+
+def test_embeddings_are_unit_vectors_and_scores_shares_of_the_prompt_alone() -> None:
+    def pooled(task: Task) -> dict[str, tuple[float, ...]]:
+        engine, _ = engine_with(i=structs.replace(spec(), task=task))
+        for prompt in (10, 20):
+            engine.add(structs.replace(request(f"r{prompt}", prompt=prompt), pooling=True))
+        outputs = drain(engine)
+        assert engine.stats().instances[0].kv_used_bytes == 0
+        with pytest.raises(BadRequestError):
+            engine.add(request("tokens"))
+        return {name: last.values for name, [*_, last] in outputs.items()}
+
+    embeddings, scores = pooled("embed"), pooled("score")
+    assert (embeddings, scores) == (pooled("embed"), pooled("score"))
+    assert all(math.hypot(*values) == pytest.approx(1) for values in embeddings.values())
+    assert embeddings["r10"] != embeddings["r20"]
+    assert all(0 <= score < 1 for (score,) in scores.values())

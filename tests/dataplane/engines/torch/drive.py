@@ -14,12 +14,15 @@ class Gathered:
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    values: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def take(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.finished, "an output after the last one"
             assert output.request_id not in self.errors, "an output after the last one"
             self.tokens[output.request_id] = self.tokens.get(output.request_id, ()) + output.token_ids
+            if output.values:
+                self.values[output.request_id] = output.values
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
             if output.error is not None:
