@@ -27,7 +27,7 @@ from dataplane.protocol.tiers import Tier
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint
 
-_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]")
+_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|item:\w+")
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
@@ -128,7 +128,7 @@ class GenerationRequest(NeutralFields, ABC):
         )
 
     def tier(self) -> Tier:
-        return _TIERS.get(self.service_tier, Tier.IW_N)
+        return tier_of(self.service_tier)
 
     def sampling(self) -> Sampling:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -181,6 +181,11 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
 REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 AnyRequest = ChatRequest | CompletionRequest
 _MESSAGES = msgspec.json.Decoder(Generate)
+
+
+def tier_of(service_tier: str | None) -> Tier:
+    """The tier that a `service_tier` asks for."""
+    return _TIERS.get(service_tier, Tier.IW_N)
 
 
 def served_as(tier: Tier) -> str:

@@ -1,0 +1,217 @@
+"""`POST /v1/responses`: its body, validated, as the message that nodes take and as the head of its response."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
+
+from controlplane.serving.openai_fields import Text, unsupported
+from controlplane.serving.openai_requests import served_as, tier_of
+from controlplane.serving.responses.items import Input, Item, conversation, written
+from controlplane.serving.responses.tools import ToolChoice, ToolChoiceField, Tools, tool_use
+from dataplane.protocol.messages import Constraint, Generate, Sampling
+from dataplane.protocol.tiers import Tier
+
+RESPONSES = "/v1/responses"
+TOP_LOGPROBS_MAX = 20
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
+Label = Annotated[Text, Field(max_length=512)]
+LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
+
+
+def _only(message: str, *accepted: Any) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        if value is not None and value not in accepted:
+            raise unsupported(message)
+        return value
+
+    return BeforeValidator(check)
+
+
+class TextFormat(BaseModel):
+    """What the text of the answer is. `schema` of `json_schema`: a JSON schema that it always matches."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: Annotated[Text, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _schema_has_name(self) -> "TextFormat":
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("json_schema needs a name and a schema")
+        return self
+
+    def constraint(self) -> Constraint | None:
+        """The constraint as nodes take it; None: any text."""
+        if self.type == "text":
+            return None
+        definition = "" if self.schema_ is None else msgspec.json.encode(self.schema_).decode()
+        return Constraint(kind=self.type, definition=definition if self.type == "json_schema" else "")
+
+    def echoed(self) -> dict[str, Any]:
+        """The format as the response repeats it."""
+        return self.model_dump() if self.type == "json_schema" else {"type": self.type}
+
+
+class TextConfig(BaseModel):
+    """How the text of the answer shall be."""
+
+    model_config = ConfigDict(extra="forbid")
+    format: TextFormat = TextFormat()
+    verbosity: Annotated[Literal["medium"] | None, _only("verbosity cannot be set", "medium")] = None
+
+
+class ReasoningConfig(BaseModel):
+    """How the model shall think. `effort` goes to its chat template, which may ignore it; the reasoning itself is in
+    the answer, and is not summarized.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Annotated[Literal["auto"] | None, _only("reasoning is not summarized", "auto")] = None
+    generate_summary: Annotated[Literal["auto"] | None, _only("reasoning is not summarized", "auto")] = None
+
+    def template(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        if self.effort is None:
+            return {}
+        return {"reasoning_effort": self.effort, "enable_thinking": self.effort != "none"}
+
+
+class StreamOptions(BaseModel):
+    """Nothing is padded, so there is nothing to leave out."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_obfuscation: bool | None = Field(None, description="ignored: nothing is padded")
+
+
+class RefusedFields(BaseModel):
+    """Fields of OpenAI's that ask for what is not here. The OpenAPI document leaves them out."""
+
+    conversation: Annotated[SkipJsonSchema[None], _only("conversations are not supported; previous_response_id is")] = (
+        None
+    )
+    prompt: Annotated[SkipJsonSchema[None], _only("prompts by id are not supported")] = None
+    moderation: Annotated[SkipJsonSchema[None], _only("moderation is not supported")] = None
+    context_management: Annotated[SkipJsonSchema[None], _only("the context is never compacted")] = None
+    access_programs: Annotated[SkipJsonSchema[None], _only("access programs are not supported")] = None
+    image: Annotated[SkipJsonSchema[None], _only("only text is supported")] = None
+    prompt_cache_options: Annotated[SkipJsonSchema[None], _only("how long prefixes are cached cannot be set")] = None
+
+
+class ResponseRequest(RefusedFields):
+    """`POST /v1/responses`. A field that is null counts as absent, even an unknown one."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Text = Field(min_length=1, max_length=200)
+    input: Input
+    instructions: Text | None = None
+    previous_response_id: Text | None = Field(None, max_length=128)
+    tools: Tools
+    tool_choice: ToolChoiceField = ToolChoice(type="auto")
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = Field(None, ge=1, description="of hosted tools, of which there are none")
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
+    max_output_tokens: int | None = Field(None, ge=1)
+    include: list[Annotated[Text, _only("there is nothing of this kind to include", *_INCLUDABLE)]] = []
+    metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
+    store: bool = True
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    background: Annotated[Literal[False], _only("responses in the background are not supported", False)] = False
+    truncation: Annotated[Literal["disabled"], _only("prompts are never cut", "disabled")] = "disabled"
+    service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = None
+    user: Text | None = Field(None, max_length=512)
+    safety_identifier: Text | None = Field(None, max_length=512)
+    prompt_cache_key: Text | None = Field(None, max_length=512)
+    prompt_cache_retention: Annotated[
+        SkipJsonSchema[Literal["in_memory"] | None], _only("prefixes are kept as long as there is memory", "in_memory")
+    ] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
+
+    def tier(self) -> Tier:
+        """The tier that `service_tier` asks for."""
+        return tier_of("priority" if self.service_tier == "fast" else self.service_tier)
+
+    def tokens_max(self) -> int | None:
+        """The most tokens of the answer; None: as many as fit."""
+        return self.max_output_tokens
+
+    def message(self, *, tier: Tier, earlier: Sequence[Item] = ()) -> Generate:
+        """The request as nodes take it. `earlier`: the items of the previous responses.
+
+        Raises:
+            InvalidValueError: an item answers no call, or the tools do not fit together.
+        """
+        return Generate(
+            request_id="",
+            instance_id="",
+            model=self.model,
+            tier=tier,
+            messages=conversation(self.instructions, [*earlier, *written(self.input, "")]),
+            sampling=self.sampling(),
+            tools=tool_use(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls),
+            constraint=self.text.format.constraint(),
+            template=self.reasoning.template(),
+        )
+
+    def sampling(self) -> Sampling:
+        """How to choose tokens."""
+        wants_logprobs = self.top_logprobs is not None or _LOGPROBS in self.include
+        return Sampling(
+            max_tokens=self.max_output_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+        )
+
+    def head(self, *, response_id: str, created_at: int, tier: Tier) -> dict[str, Any]:
+        """The response object before its answer."""
+        return {
+            "id": response_id,
+            "object": "response",
+            "created_at": created_at,
+            "completed_at": None,
+            "status": "in_progress",
+            "background": self.background,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
+            "metadata": self.metadata,
+            "model": self.model,
+            "output": [],
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "reasoning": {"effort": self.reasoning.effort, "summary": self.reasoning.summary},
+            "safety_identifier": self.safety_identifier,
+            "service_tier": served_as(tier),
+            "store": self.store,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": self.text.format.echoed(), "verbosity": "medium"},
+            "tool_choice": self.tool_choice.echoed(),
+            "tools": [tool.echoed() for tool in self.tools or []],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": self.truncation,
+            "usage": None,
+            "user": self.user,
+        }
