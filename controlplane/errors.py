@@ -55,6 +55,12 @@ class ContextLengthError(InvalidValueError):
     code = "context_length_exceeded"
 
 
+class PreviousResponseError(InvalidValueError):
+    """A response that shall be continued, or one before it, is not there."""
+
+    code = "previous_response_not_found"
+
+
 class AuthenticationError(TidepoolError):
     """No key, or one that is unknown, revoked or expired."""
 

@@ -110,6 +110,12 @@ class Settings(BaseSettings):
     """size of a batch input file"""
     file_keep_days: int = Field(30, ge=1)
     """uploaded files and batch results are deleted after this long"""
+    response_keep_days: int = Field(30, ge=1)
+    """stored responses are deleted after this long"""
+    conversation_responses_max: int = Field(500, ge=1)
+    """stored responses that may precede a response (`previous_response_id`)"""
+    conversation_bytes_max: int = Field(8 * 2**20, ge=1024)
+    """size of the stored responses that precede a response"""
     batch_lines_max: int = Field(50_000, ge=1)
     """requests in one batch"""
     batch_attempts_max: int = Field(10, ge=1)

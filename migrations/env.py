@@ -12,6 +12,7 @@ from controlplane.store import (
     overrides,
     plans,
     request_log,
+    responses,
     tables,
     tenants,
     usage,
@@ -25,6 +26,7 @@ for module, table in (
     (overrides, "pins"),
     (plans, "plans"),
     (request_log, "request_log"),
+    (responses, "responses"),
     (tenants, "tenants"),
     (usage, "usage_hours"),
 ):

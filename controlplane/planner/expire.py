@@ -18,6 +18,7 @@ from controlplane.store.keys import IdempotencyKey
 from controlplane.store.plans import forget_plans
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.request_log import LoggedRequest
+from controlplane.store.responses import ResponseRow
 from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
 from controlplane.store.usage import UsageHour, add_up_usage
@@ -61,6 +62,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
         "events": partial(delete_older, column=Event.at, keep_s=settings.event_keep_days * _DAY_S),
         "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),
+        "responses": partial(delete_older, column=ResponseRow.created_at, keep_s=settings.response_keep_days * _DAY_S),
         "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
         "usage": partial(delete_older, column=UsageHour.hour, keep_s=settings.usage_keep_days * _DAY_S),
     }

@@ -15,6 +15,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.fleet import fleet_index
 from controlplane.store.queue import expire_leases
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
+from controlplane.store.responses import ResponseRow, StoredResponse, add_response
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Desired, Instance, InstanceLease
 from tests.controlplane.world import World, claim_waiting
@@ -152,6 +153,19 @@ def test_old_rows_of_the_request_log_are_forgotten(world: World, blobs: BlobStor
     with world.database.transaction() as session:
         assert find_requests(session, "old") == []
         assert len(find_requests(session, "new")) == 1
+
+
+def test_responses_are_kept_as_long_as_the_setting_says(world: World, blobs: BlobStore) -> None:
+    for name, days in (("resp_new", 0), ("resp_old", world.settings.response_keep_days + 1)):
+        response = {"id": name, "previous_response_id": None, "status": "completed"}
+        with world.database.transaction() as session:
+            add_response(session, StoredResponse(response=response, input=[]), tenant="acme")
+            session.execute(
+                text(f"UPDATE responses SET created_at = now() - interval '{days} days' WHERE id = '{name}'")
+            )
+    assert sweep(world.database, blobs, world.settings, now_s=1e9).done() == {"responses": 1}
+    with world.database.transaction() as session:
+        assert list(session.scalars(select(ResponseRow.id))) == ["resp_new"]
 
 
 def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: World) -> None:

@@ -28,6 +28,7 @@ CHOICES = {
     ("batch_results", "state"): "completed",
     ("models", "engine"): "vllm",
     ("models", "task"): "generate",
+    ("responses", "state"): "completed",
     ("instances", "desired"): "spot",
     ("instances", "observed"): "pending",
     ("instances", "kind"): "mixed",
@@ -52,6 +53,7 @@ def value_of(column: Column[Any]) -> Any:
         (sqltypes.Integer, 60 if column.name == "start_s" else 1),
         (sqltypes.Float, 1.5),
         (sqltypes.DateTime, datetime(2026, 1, 1, tzinfo=UTC)),
+        (sqltypes.LargeBinary, b"x"),
         (sqltypes.String, "x"),
         (sqltypes.ARRAY, ["x"]),
     ]

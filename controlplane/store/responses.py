@@ -1,0 +1,150 @@
+"""Stored responses of the Responses API. A response belongs to a tenant; nobody else sees it.
+
+A conversation is a chain of responses, each with its own input and output and the id of the one before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import uuid_utils
+from sqlalchemy import Index, LargeBinary, func, literal, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from controlplane.errors import InvalidValueError, NotFoundError, PreviousResponseError
+from controlplane.store.tables import Base, one_of
+
+
+class ResponseState(StrEnum):
+    """Where a response is."""
+
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class ResponseRow(Base):
+    """`response`, `input`: the object and its input items as JSON, which Postgres's own types of JSON could not hold
+    where a text has U+0000. `bytes`: of both. `heard_at`: when the gateway that runs it in the background last wrote.
+    """
+
+    __tablename__ = "responses"
+    __table_args__ = (one_of("state", ResponseState), Index(None, "created_at"))
+    id: Mapped[str] = mapped_column(primary_key=True)
+    tenant: Mapped[str]
+    previous_id: Mapped[str | None]
+    state: Mapped[str]
+    response: Mapped[bytes] = mapped_column(LargeBinary)
+    input: Mapped[bytes] = mapped_column(LargeBinary)
+    bytes: Mapped[int]
+    created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    heard_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredResponse:
+    """A response and the items of its own input."""
+
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """What it adds to its conversation: its input and its output."""
+        output: list[dict[str, Any]] = self.response["output"]
+        return [*self.input, *output]
+
+
+def new_response_id() -> str:
+    """A response id; ids sort by creation."""
+    return f"resp_{uuid_utils.uuid7().hex}"
+
+
+def add_response(session: Session, stored: StoredResponse, *, tenant: str) -> None:
+    """Store a response of a tenant."""
+    response, items = msgspec.json.encode(stored.response), msgspec.json.encode(stored.input)
+    row = ResponseRow(
+        id=stored.response["id"],
+        tenant=tenant,
+        previous_id=stored.response["previous_response_id"],
+        state=stored.response["status"],
+        response=response,
+        input=items,
+        bytes=len(response) + len(items),
+    )
+    session.add(row)
+    session.flush()
+
+
+def get_response(session: Session, response_id: str, *, tenant: str) -> StoredResponse:
+    """A tenant's response.
+
+    Raises:
+        NotFoundError: there is none of that id, or it is another tenant's.
+    """
+    return _decoded(_row(session, response_id, tenant))
+
+
+def delete_response(session: Session, response_id: str, *, tenant: str) -> None:
+    """Delete a tenant's response. Those that follow it stay, but cannot be continued.
+
+    Raises:
+        NotFoundError: as `get_response`.
+    """
+    session.delete(_row(session, response_id, tenant))
+
+
+def conversation_before(
+    session: Session, response_id: str, *, tenant: str, count_max: int, bytes_max: int
+) -> list[StoredResponse]:
+    """The responses of a conversation, the oldest first, up to and with this one.
+
+    Raises:
+        PreviousResponseError: the response, or one before it, is not there, as in `get_response`.
+        InvalidValueError: the conversation has more responses or bytes than these.
+    """
+    chain = _chain(session, response_id, tenant, count_max + 1)
+    if len(chain) > count_max or sum(size for _, _, size in chain) > bytes_max:
+        raise InvalidValueError(
+            f"previous_response_id: a conversation may have {count_max} responses and {bytes_max} bytes;"
+            f" begin a new one with what matters of it",
+            param="previous_response_id",
+        )
+    if not chain or chain[-1][1] is not None:
+        missing = chain[-1][1] if chain else response_id
+        raise PreviousResponseError(f"Previous response with id '{missing}' not found.", param="previous_response_id")
+    rows = session.scalars(select(ResponseRow).where(ResponseRow.id.in_([each for each, _, _ in chain])))
+    found = {row.id: _decoded(row) for row in rows}
+    return [found[each] for each, _, _ in reversed(chain)]
+
+
+def _chain(session: Session, response_id: str, tenant: str, count_max: int) -> Sequence[Any]:
+    """Id, previous id and bytes of a response and of those before it, the newest first."""
+    columns = (ResponseRow.id, ResponseRow.previous_id, ResponseRow.bytes)
+    newest = select(*columns, literal(1).label("depth")).where(
+        ResponseRow.id == response_id, ResponseRow.tenant == tenant
+    )
+    chain = newest.cte("chain", recursive=True)
+    before = (
+        select(*columns, (chain.c.depth + 1).label("depth"))
+        .join(chain, ResponseRow.id == chain.c.previous_id)
+        .where(ResponseRow.tenant == tenant, chain.c.depth < count_max)
+    )
+    chain = chain.union_all(before)
+    return session.execute(select(chain.c.id, chain.c.previous_id, chain.c.bytes).order_by(chain.c.depth)).all()
+
+
+def _row(session: Session, response_id: str, tenant: str) -> ResponseRow:
+    row = session.scalar(select(ResponseRow).where(ResponseRow.id == response_id, ResponseRow.tenant == tenant))
+    if row is None:
+        raise NotFoundError(f"Response with id '{response_id}' not found.", param="response_id")
+    return row
+
+
+def _decoded(row: ResponseRow) -> StoredResponse:
+    return StoredResponse(response=msgspec.json.decode(row.response), input=msgspec.json.decode(row.input))
