@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from controlplane.api.state import state_of
 from controlplane.errors import ContextLengthError, TidepoolError
-from controlplane.serving.openai_requests import REQUESTS
+from controlplane.serving.endpoints import ENDPOINTS
 from controlplane.store.request_log import CANCELLED, RequestRecord
 
 CLIENT_GONE = 499
@@ -24,7 +24,7 @@ class RequestRecords:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in REQUESTS or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["path"] not in ENDPOINTS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         began_s = time.monotonic()

@@ -29,7 +29,7 @@ from controlplane.policies.limits import (
     until_full_s,
 )
 from controlplane.serving.background import in_background
-from controlplane.serving.in_flight import EventStream, InFlightRequest
+from controlplane.serving.fan_out import ChoiceStream, InFlightQuery
 from controlplane.settings import Settings
 from controlplane.store.redis.limits import Charge, LimitStore
 
@@ -52,7 +52,7 @@ class LimitKeeper:
     _away_until_s: float = 0.0
     _is_away: bool = False
 
-    def limited(self, request: Request, in_flight: InFlightRequest, stream: EventStream) -> EventStream:
+    def limited(self, request: Request, in_flight: InFlightQuery, stream: ChoiceStream) -> ChoiceStream:
         """The events of a request within its tenant's limits; `x-ratelimit-*` go into the answer's headers.
 
         The first `anext` raises RateLimitError, or InvalidValueError for a request larger than a minute's tokens.
@@ -63,8 +63,8 @@ class LimitKeeper:
         return self._metered(request, caller, in_flight, stream)
 
     async def _metered(
-        self, request: Request, caller: Caller, in_flight: InFlightRequest, stream: EventStream
-    ) -> EventStream:
+        self, request: Request, caller: Caller, in_flight: InFlightQuery, stream: ChoiceStream
+    ) -> ChoiceStream:
         async with contextlib.aclosing(stream):
             charge = Charge(
                 tenant=caller.tenant,
@@ -77,12 +77,12 @@ class LimitKeeper:
             request.state.answer_headers = _headers(admission.usage, limits)
             if admission.refused is not None:
                 self.metrics.note_limit_refusal(
-                    admission.refused, model=in_flight.message.model, input_tokens=in_flight.input_tokens
+                    admission.refused, model=in_flight.query.model, input_tokens=in_flight.input_tokens
                 )
                 raise _refusal(charge, limits, admission.refused, admission.usage)
             try:
-                async for events in stream:
-                    yield events
+                async for arrived in stream:
+                    yield arrived
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._settle(charge, in_flight.used_tokens if shared else charge.tokens)

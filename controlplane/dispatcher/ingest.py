@@ -11,8 +11,8 @@ from sqlalchemy.orm import Session
 from controlplane.dispatcher.steps import Step
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
+from controlplane.serving.endpoints import EndpointRequest, parse_json, stored_query
 from controlplane.serving.in_flight import check_context
-from controlplane.serving.openai_requests import AnyRequest, parse_json
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
@@ -108,14 +108,16 @@ class LineReader:
         if not body.startswith(b"{"):
             raise LineError("missing_required_parameter", "body must be a JSON object", "body")
         request = self._check_body(body)
+        query = request.query(tier=Tier.NIW)
+        answers = len(query.prompts) * query.best_of
         input_tokens = len(body) // _BYTES_PER_TOKEN
-        tokens = input_tokens + (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
+        tokens = input_tokens + answers * (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
         self.tokens += tokens
         return NewRequest(
             line=number,
             custom_id=custom_id,
             model=request.model,
-            body=msgspec.json.encode(request.message(request_id="", tier=Tier.NIW)),
+            body=stored_query(query),
             input_tokens=input_tokens,
             tokens=tokens,
         )
@@ -131,7 +133,7 @@ class LineReader:
             raise LineError("duplicate_custom_id", f"custom_id '{custom_id}' is that of line {first} too", "custom_id")
         return custom_id
 
-    def _check_body(self, body: bytes) -> AnyRequest:
+    def _check_body(self, body: bytes) -> EndpointRequest:
         try:
             request = parse_json(self._endpoint, body)
             if request.stream:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import anyio.to_thread
-import msgspec
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -17,11 +16,12 @@ from controlplane.errors import CapacityError, NodeError, TidepoolError, Unknown
 from controlplane.policies.decisions import Release
 from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, ReleaseFacts
 from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from controlplane.serving.answers import whole_answer
 from controlplane.serving.demand_counter import DemandCounter
+from controlplane.serving.endpoints import ENDPOINTS, queued_query
+from controlplane.serving.fan_out import InFlightQuery, send_query
 from controlplane.serving.fleet_cache import FleetCache
-from controlplane.serving.in_flight import InFlightRequest
-from controlplane.serving.openai_answers import AnswerHead, collect, openai_error
-from controlplane.serving.openai_requests import queued_message
+from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.send import Sender
 from controlplane.serving.tracing import tracer
 from controlplane.settings import Settings
@@ -201,24 +201,23 @@ class Releaser:
             )
 
     async def _answer(self, held: Claim, endpoint: Endpoint) -> Outcome:
-        message = msgspec.structs.replace(
-            queued_message(held.endpoint, held.body), request_id=_upstream_id(held), fence=held.fence, epoch=held.epoch
-        )
-        model = await self._fleet.model(message.model)
+        query = queued_query(held.endpoint, held.body)
+        messages = query.choices(_upstream_id(held), fence=held.fence, epoch=held.epoch)
+        model = await self._fleet.model(query.model)
         region = endpoint.region
-        request = InFlightRequest.of(self._fleet, model, message, origin=region, only_region=region)
+        in_flight = InFlightQuery.of(self._fleet, model, query, messages, origin=region, only_region=region)
         if held.first:
-            self._demand.count(NIW, endpoint, request.input_tokens)
-        head = AnswerHead.of(message, answer_id=_upstream_id(held))
-        body = await collect(self._sender.send(request), head)
-        usage: dict[str, int] = body["usage"]
+            self._demand.count(NIW, endpoint, in_flight.input_tokens)
+        renderer = ENDPOINTS[held.endpoint].renderer(query, answer_id=_upstream_id(held))
+        body = await whole_answer(send_query(self._sender, in_flight), in_flight, renderer)
+        usage = in_flight.usage()
         return Outcome(
             claim=held,
             status_code=200,
             body=body,
             upstream_id=_upstream_id(held),
-            input_tokens=usage["prompt_tokens"],
-            output_tokens=usage["completion_tokens"],
+            input_tokens=usage.prompt_tokens,
+            output_tokens=usage.completion_tokens,
         )
 
     async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float) -> None:

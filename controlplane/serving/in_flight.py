@@ -26,7 +26,8 @@ class InFlightRequest:
     estimate. `preference`: the regions in the order in which `origin` prefers them. `only_region`: the region that a
     deferred request was released to. `routes`: every instance that was tried, in order; the last one streams.
     `excluded`: instances that failed the request, and `failure`: how the last one did. `wait_until_s`: until when the
-    request waits for an instance, by `time.monotonic`.
+    request waits for an instance, by `time.monotonic`. `beside`: the instance that has computed its prompt just now for
+    another choice of the same query.
     """
 
     message: Generate
@@ -34,6 +35,7 @@ class InFlightRequest:
     origin: str | None
     preference: tuple[str, ...]
     only_region: str | None = None
+    beside: str | None = None
     routes: list[Route] = field(default_factory=list)
     excluded: set[str] = field(default_factory=set)
     failure: NodeError | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from controlplane.policies.facts import Endpoint
 from controlplane.serving.demand_counter import DemandCounter
-from controlplane.serving.in_flight import InFlightRequest
+from controlplane.serving.fan_out import InFlightQuery
 from controlplane.store.demand import IW, NIW
 from dataplane.protocol.tiers import Tier
 
@@ -43,13 +43,13 @@ class OfferedLoad:
         self._unanswered: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
         """By fingerprint, oldest first: how many counted attempts got no answer, and until when that is remembered."""
 
-    def count(self, attempt: Attempt, request: InFlightRequest) -> None:
+    def count(self, attempt: Attempt, query: InFlightQuery) -> None:
         """Count a request that its tenant's limits admit, whether or not there is capacity for it."""
-        if request.origin is None or (attempt.again and self._was_counted(attempt.fingerprint())):
+        if query.first.origin is None or (attempt.again and self._was_counted(attempt.fingerprint())):
             return
-        kind = NIW if request.message.tier == Tier.NIW else IW
-        endpoint = Endpoint(model=request.message.model, region=request.origin)
-        self._demand.count(kind, endpoint, request.input_tokens)
+        kind = NIW if query.query.tier == Tier.NIW else IW
+        endpoint = Endpoint(model=query.query.model, region=query.first.origin)
+        self._demand.count(kind, endpoint, query.input_tokens)
 
     def note_unanswered(self, attempt: Attempt) -> None:
         """A counted request got no answer: its client may retry."""

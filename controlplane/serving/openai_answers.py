@@ -1,16 +1,18 @@
-"""OpenAI's answers, built from a stream of events: whole objects, server-sent chunks, and errors."""
+"""What answers of chat completions and of completions have in common: head, frames, usage and errors."""
 
 import time
-from contextlib import aclosing
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from controlplane.errors import NodeError, TidepoolError
-from controlplane.serving.in_flight import EventStream
+from controlplane.errors import TidepoolError
+from controlplane.serving.answers import ChoiceAnswer, Renderer, sse
+from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.openai_requests import served_as
-from dataplane.protocol.messages import Finished, Generate, Token
+from controlplane.serving.query import Query
+from dataplane.protocol.messages import Finished, StreamEvent, Token
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -19,85 +21,93 @@ _OPENAI_TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_PLACEHOLDER = "\0here"
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.encode
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerHead:
-    """The fields that every object of one answer repeats."""
+class OpenAIRenderer(Renderer):
+    """Both shapes are an object with `choices`, each with an index. A piece of text is written between two byte strings
+    that are made once for each choice, since most events are nothing else.
+    """
 
-    id: str
-    model: str
-    created: int
-    service_tier: str
-    chat: bool
+    whole_kind: str
+    chunk_kind: str
+    id_prefix: str
 
-    @classmethod
-    def of(cls, message: Generate, *, answer_id: str) -> "AnswerHead":
-        """The head of the answer to a message; the answer begins now."""
-        chat = message.messages is not None
-        return cls(
-            id=f"{'chatcmpl' if chat else 'cmpl'}-{answer_id}",
-            model=message.model,
-            created=int(time.time()),
-            service_tier=served_as(message.tier),
-            chat=chat,
-        )
-
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "service_tier": self.service_tier,
+    def __init__(self, query: Query, *, answer_id: str, include_usage: bool = False) -> None:
+        super().__init__(query, answer_id=answer_id, include_usage=include_usage)
+        self._count = query.n * len(query.prompts)
+        self._shows_logprobs = query.n == query.best_of and query.prompts[0].sampling.logprobs is not None
+        self._head = {
+            "id": f"{self.id_prefix}-{answer_id}",
+            "object": self.chunk_kind,
+            "created": int(time.time()),
+            "model": query.model,
+            "service_tier": served_as(query.tier),
             "system_fingerprint": None,
-            "choices": choices,
         }
+        self._text_frames: list[tuple[bytes, bytes]] = []
+        self._chunk_frame: tuple[bytes, bytes] = b"", b""
 
-    def whole(self, text: str, end: Finished) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": end.finish_reason}
-        if self.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None, "annotations": []}
-        else:
-            choice["text"] = text
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, [choice]), "usage": usage_of(end)}
+    @abstractmethod
+    def choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
+        """A whole choice."""
 
-    def first_chunk(self) -> dict[str, Any] | None:
-        """The chunk that names the role; completions have none."""
-        return self._chunk({"role": "assistant", "content": "", "refusal": None}, None) if self.chat else None
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> dict[str, Any]:
+        """The choice of a chunk with nothing but text."""
 
-    def text_chunk(self, text: str) -> dict[str, Any]:
-        return self._chunk({"content": text}, None) if self.chat else self._completion_chunk(text, None)
+    @abstractmethod
+    def rich_choice(self, index: int, event: Token) -> dict[str, Any]:
+        """The choice of a chunk with more than text."""
 
-    def text_frame(self) -> tuple[bytes, bytes]:
-        """The bytes before and after the text, as JSON, in the server-sent event of any piece of text."""
-        placeholder = "\0text"
-        before, _, after = sse(self.text_chunk(placeholder)).rpartition(msgspec.json.encode(placeholder))
-        return before, after
+    @abstractmethod
+    def last_choice(self, index: int, finish_reason: str) -> dict[str, Any]:
+        """The choice of the chunk that ends it."""
 
-    def last_chunk(self, end: Finished) -> dict[str, Any]:
-        """The chunk with the finish reason."""
-        return self._chunk({}, end.finish_reason) if self.chat else self._completion_chunk("", end.finish_reason)
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: TokenUsage) -> dict[str, Any]:
+        choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
+        return {**self._head, "object": self.whole_kind, "choices": choices, "usage": openai_usage(usage)}
 
-    def usage_chunk(self, end: Finished) -> dict[str, Any]:
-        """The extra chunk of `stream_options.include_usage`."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return {**self._object(kind, []), "usage": usage_of(end)}
+    def begin(self) -> bytes:
+        self._chunk_frame = _frame({**self._head, "choices": [_PLACEHOLDER]})
+        self._text_frames = [
+            _frame({**self._head, "choices": [self.text_choice(index, _PLACEHOLDER)]}) for index in range(self._count)
+        ]
+        return b""
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._object("chat.completion.chunk", [choice])
+    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+        before, after = self._text_frames[choice]
+        pieces: list[bytes] = []
+        for event in events:
+            if isinstance(event, Token):
+                if event.logprobs or event.reasoning or event.tool_calls:
+                    pieces.append(self.chunk(self.rich_choice(choice, event)))
+                elif event.text:
+                    pieces += (before, _encode(event.text), after)
+            elif isinstance(event, Finished):
+                pieces.append(self.chunk(self.last_choice(choice, event.finish_reason)))
+        return b"".join(pieces)
 
-    def _completion_chunk(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-        return self._object("text_completion", [choice])
+    def end(self, usage: TokenUsage) -> bytes:
+        if not self.include_usage:
+            return _DONE
+        return sse({**self._head, "choices": [], "usage": openai_usage(usage)}) + _DONE
+
+    def failure(self, error: TidepoolError) -> bytes:
+        return sse(openai_error(error))
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        """The server-sent event of a chunk with this choice."""
+        before, after = self._chunk_frame
+        return before + _encode(choice) + after
 
 
-def sse(value: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+def _frame(value: dict[str, Any]) -> tuple[bytes, bytes]:
+    """The bytes of a server-sent event before and after its placeholder."""
+    before, _, after = sse(value).rpartition(_encode(_PLACEHOLDER))
+    return before, after
 
 
 def openai_error(error: TidepoolError) -> dict[str, Any]:
@@ -107,30 +117,12 @@ def openai_error(error: TidepoolError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-def usage_of(end: Finished) -> dict[str, int]:
-    """OpenAI's `usage` object."""
+def openai_usage(usage: TokenUsage) -> dict[str, Any]:
+    """The `usage` object of both shapes."""
     return {
-        "prompt_tokens": end.prompt_tokens,
-        "completion_tokens": end.completion_tokens,
-        "total_tokens": end.prompt_tokens + end.completion_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
-
-
-async def collect(stream: EventStream, head: AnswerHead) -> dict[str, Any]:
-    """The whole answer of a stream.
-
-    Raises:
-        NodeError: the stream broke off.
-    """
-    text: list[str] = []
-    end: Finished | None = None
-    async with aclosing(stream):
-        async for events in stream:
-            for event in events:
-                if isinstance(event, Token):
-                    text.append(event.text)
-                elif isinstance(event, Finished):
-                    end = event
-    if end is None:
-        raise NodeError("the node ended the stream without a finish reason")
-    return head.whole("".join(text), end)

@@ -5,8 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from controlplane.errors import InvalidValueError, UnknownParameterError, UnsupportedParameterError
 from controlplane.serving.openai_fields import (
@@ -21,6 +20,7 @@ from controlplane.serving.openai_fields import (
     Text,
     unsupported,
 )
+from controlplane.serving.query import Query
 from dataplane.protocol.messages import ChatMessage, Generate, Sampling
 from dataplane.protocol.tiers import Tier
 
@@ -115,17 +115,17 @@ class GenerationRequest(NeutralFields, ABC):
     def prompt_fields(self) -> dict[str, Any]:
         """The prompt, in the field of `Generate` that it belongs to."""
 
-    def message(self, *, request_id: str, tier: Tier) -> Generate:
-        """The request as nodes take it, for an instance that is still to be chosen."""
-        sampling = self.sampling()
-        return Generate(
-            request_id=request_id,
+    def query(self, *, tier: Tier) -> Query:
+        """The request as nodes take it, for instances that are still to be chosen."""
+        message = Generate(
+            request_id="",
             instance_id="",
             model=self.model,
             tier=tier,
-            sampling=sampling,
+            sampling=self.sampling(),
             **self.prompt_fields(),
         )
+        return Query(prompts=(message,))
 
     def tier(self) -> Tier:
         return tier_of(self.service_tier)
@@ -178,9 +178,7 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
         return {"prompt_tokens": tuple(self.prompt)}
 
 
-REQUESTS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {CHAT: ChatRequest, COMPLETIONS: CompletionRequest}
 AnyRequest = ChatRequest | CompletionRequest
-_MESSAGES = msgspec.json.Decoder(Generate)
 
 
 def tier_of(service_tier: str | None) -> Tier:
@@ -191,32 +189,6 @@ def tier_of(service_tier: str | None) -> Tier:
 def served_as(tier: Tier) -> str:
     """The `service_tier` that names a tier on the wire."""
     return _SERVED_AS[tier]
-
-
-def queued_message(endpoint: str, stored: str) -> Generate:
-    """The message of a batch line as the queue stores it. It was validated when it was stored and is only decoded. A
-    line that an older version stored is the client's own body: it has no `request_id`, which no endpoint accepts, so
-    it cannot be taken for a message, and is validated again.
-
-    Raises:
-        InvalidValueError: an older version's line is no request by today's rules.
-    """
-    try:
-        return _MESSAGES.decode(stored)
-    except msgspec.ValidationError:
-        return parse_json(endpoint, stored.encode()).message(request_id="", tier=Tier.NIW)
-
-
-def parse_json(endpoint: str, body: bytes) -> AnyRequest:
-    """A batch line's body, JSON that was not decoded, as the endpoint's request.
-
-    Raises:
-        InvalidValueError: the body is invalid; the message names the field.
-    """
-    try:
-        return REQUESTS[endpoint].model_validate_json(body)
-    except ValidationError as error:
-        raise first_fault(error.errors()[0]) from error
 
 
 def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:

@@ -99,7 +99,7 @@ class Sender:
         recovered; one that has not begun waits for an instance that is starting.
         """
         while True:
-            route = choose_route(facts or self.routing_facts(request), time.time(), self._routing)
+            route = self._choose_route(request, facts or self.routing_facts(request))
             if not isinstance(route, NoRoute):
                 return route
             may_wait = request.begun or self._is_worth_waiting(request)
@@ -108,6 +108,15 @@ class Sender:
             await asyncio.sleep(_RETRY_ROUTE_S)
             request.excluded.clear()
             facts = None
+
+    def _choose_route(self, request: InFlightRequest, facts: RoutingFacts) -> Route | NoRoute:
+        """The instance that has the prompt of another choice, if it takes requests, else any."""
+        if request.beside is not None:
+            there = tuple(i for i in facts.instances if i.instance_id == request.beside)
+            beside = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
+            if isinstance(beside, Route):
+                return beside
+        return choose_route(facts, time.time(), self._routing)
 
     def _is_worth_waiting(self, request: InFlightRequest) -> bool:
         """Whether an instance of the model is starting, for a request that no instance has worked on. Deferred requests

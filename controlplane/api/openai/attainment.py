@@ -5,15 +5,32 @@ import time
 from controlplane.api.metrics import Metrics
 from controlplane.errors import TidepoolError
 from controlplane.policies.objectives import tokens_in_time
-from dataplane.protocol.messages import Finished
+from controlplane.serving.fan_out import TokenUsage
 from dataplane.protocol.tiers import Objective
 
 _SERVER_ERRORS = 500
 _TOO_MANY = 429
 
 
+class _Pace:
+    """The tokens of one choice, and the seconds from the request's arrival to the first and the last of them."""
+
+    __slots__ = ("first_s", "last_s", "tokens")
+
+    def __init__(self, first_s: float) -> None:
+        self.first_s = self.last_s = first_s
+        self.tokens = 0
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds between tokens; 0 of a single one."""
+        return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
 class AnswerMeasure:
-    """Measures one answer, from its request's arrival (`arrived_s`, by `time.monotonic`) to its end."""
+    """Measures the answer to one request, which has one choice or several, from the request's arrival (`arrived_s`, by
+    `time.monotonic`) to its end.
+    """
 
     def __init__(
         self, metrics: Metrics, labels: tuple[str, str], objective: Objective | None, arrived_s: float
@@ -22,47 +39,50 @@ class AnswerMeasure:
         self._labels = labels
         self._objective = objective
         self._arrived_s = arrived_s
-        self._first_s = self._last_s = arrived_s
-        self._tokens = 0
+        self._paces: dict[int, _Pace] = {}
         self._in_time = 0
-
-    @property
-    def begun(self) -> bool:
-        return self._tokens > 0
 
     @property
     def first_token_s(self) -> float | None:
         """Seconds from the request's arrival to its first token; None before that."""
-        return self._first_s - self._arrived_s if self._tokens else None
+        return min((pace.first_s for pace in self._paces.values()), default=None)
 
-    def tokens(self, count: int) -> None:
-        """Record tokens that arrived together."""
+    def has_begun(self, choice: int) -> bool:
+        """Whether a choice has tokens."""
+        return choice in self._paces
+
+    def tokens(self, count: int, choice: int = 0) -> None:
+        """Record tokens of a choice that arrived together."""
         if not count:
             return
-        self._last_s = time.monotonic()
-        if not self._tokens:
-            self._first_s = self._last_s
-            self._metrics.first_token_s.labels(*self._labels).observe(self._first_s - self._arrived_s)
+        elapsed_s = time.monotonic() - self._arrived_s
+        pace = self._paces.get(choice)
+        if pace is None:
+            if not self._paces:
+                self._metrics.first_token_s.labels(*self._labels).observe(elapsed_s)
+            pace = self._paces[choice] = _Pace(elapsed_s)
         if self._objective is not None:
-            elapsed_s = self._last_s - self._arrived_s
-            self._in_time += tokens_in_time(self._objective, first=self._tokens, count=count, elapsed_s=elapsed_s)
-        self._tokens += count
+            self._in_time += tokens_in_time(self._objective, first=pace.tokens, count=count, elapsed_s=elapsed_s)
+        pace.last_s = elapsed_s
+        pace.tokens += count
 
-    def finished(self, end: Finished) -> None:
+    def finished(self, usage: TokenUsage) -> None:
+        """Record the end of all choices. The pace of a request is that of its slowest one."""
         metrics, labels = self._metrics, self._labels
-        metrics.input_tokens.labels(*labels).inc(end.prompt_tokens)
-        metrics.output_tokens.labels(*labels).inc(end.completion_tokens)
+        metrics.input_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.output_tokens.labels(*labels).inc(usage.completion_tokens)
         metrics.duration_s.labels(*labels).observe(time.monotonic() - self._arrived_s)
-        if not self._tokens:
+        paces = self._paces.values()
+        ttft_s = self.first_token_s
+        if ttft_s is None:
             return
-        ttft_s, tbt_s = self._first_s - self._arrived_s, 0.0
-        if self._tokens > 1:
-            tbt_s = (self._last_s - self._first_s) / (self._tokens - 1)
+        tbt_s = max(pace.per_token_s for pace in paces)
+        if any(pace.tokens > 1 for pace in paces):
             metrics.per_token_s.labels(*labels).observe(tbt_s)
         if self._objective is None:
             return
         metrics.slo_tokens.labels(*labels, "true").inc(self._in_time)
-        metrics.slo_tokens.labels(*labels, "false").inc(self._tokens - self._in_time)
+        metrics.slo_tokens.labels(*labels, "false").inc(sum(pace.tokens for pace in paces) - self._in_time)
         kept = {"ttft": ttft_s <= self._objective.ttft_s, "tbt": tbt_s <= self._objective.tbt_s}
         self._count([name for name, met in kept.items() if not met])
 

@@ -1,0 +1,204 @@
+"""What all endpoints that answer with models have in common: a query is checked, limited, admitted and sent; its events
+are measured, and a renderer makes the answer of them, whole or as server-sent events.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Annotated
+
+import msgspec
+from fastapi import Header, Request
+from starlette.responses import Response
+
+from controlplane.api.auth import require_model
+from controlplane.api.openai.attainment import AnswerMeasure
+from controlplane.api.openai.event_stream import EventStreamResponse, unless_gone
+from controlplane.api.request_log import note_failure, note_gone, plain
+from controlplane.api.state import State, state_of
+from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
+from controlplane.serving.answers import Renderer, whole_answer
+from controlplane.serving.fan_out import ChoiceStream, InFlightQuery, send_query
+from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
+from controlplane.serving.query import Query
+from controlplane.serving.tracing import step
+from controlplane.store.request_log import OK, RequestRecord
+from dataplane.protocol.messages import Finished, Started, StreamEvent, Token
+
+Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
+
+
+async def answer(
+    request: Request,
+    query: Query,
+    renderer: Renderer,
+    *,
+    stream: bool,
+    origin: str | None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """The answer to a query, as its renderer makes it. `origin`: the region that the client names. `headers`: further
+    ones of a stream's answer.
+
+    Raises:
+        TidepoolError: the query is refused, or failed before the first event of its stream.
+    """
+    answering, events = await begin(request, query, origin)
+    if not stream:
+        whole = await unless_gone(request, whole_answer(events, answering.query, renderer))
+        return Response(msgspec.json.encode(whole), media_type="application/json", headers=answering.headers())
+    first = await unless_gone(request, anext(events))
+    lines = _lines(first, events, answering.query, renderer)
+    return EventStreamResponse(lines, headers=answering.headers() | dict(headers or {}))
+
+
+async def begin(request: Request, query: Query, origin: str | None) -> tuple["Answering", ChoiceStream]:
+    """A query that the caller may ask, and its events; the first `anext` of them admits and sends it.
+
+    Raises:
+        UnavailableError: this gateway is shutting down.
+        UnknownModelError: no such model, or none that the caller's key may use.
+        InvalidValueError: `origin` is no region, or `max_tokens` alone is beyond the model's context.
+    """
+    arrived_s = time.monotonic()
+    state = state_of(request)
+    record: RequestRecord = request.state.record
+    record.model, record.tier = plain(query.model), query.tier.value
+    if state.draining:
+        raise UnavailableError("this gateway is shutting down; try again", retry_after_s=1)
+    model = await state.fleet.model(query.model)
+    require_model(request.state.caller, model.name)
+    messages = query.choices(request.state.request_id)
+    in_flight = InFlightQuery.of(state.fleet, model, query, messages, origin=_origin(state, origin))
+    attempt = await _attempt(request)
+    answering = Answering(state, in_flight, arrived_s, attempt, record)
+    return answering, state.limits.limited(request, in_flight, answering.events())
+
+
+async def _attempt(request: Request) -> Attempt:
+    again = request.headers.get(ATTEMPT_HEADER, "0") != "0"
+    return Attempt(tenant=request.state.caller.tenant, body=await request.body(), again=again)
+
+
+def _origin(state: State, given: str | None) -> str | None:
+    """The region that a request counts for: the one it names, else the gateway's own, else the first."""
+    known = state.fleet.preference(None)
+    if given is not None and given not in known:
+        raise InvalidValueError(
+            f"x-tidepool-region: '{given}' is not one of {', '.join(known)}", param="x-tidepool-region"
+        )
+    return given or state.settings.region or (known[0] if known else None)
+
+
+class Answering:
+    """One query being answered: passes its events on, measures them and fills its record."""
+
+    def __init__(
+        self, state: State, query: InFlightQuery, arrived_s: float, attempt: Attempt, record: RequestRecord
+    ) -> None:
+        self.query = query
+        self._state = state
+        self._arrived_s = arrived_s
+        self._attempt = attempt
+        self._record = record
+        self._labels = query.query.model, query.query.tier.value
+        self._measure = AnswerMeasure(state.metrics, self._labels, query.first.message.objective, arrived_s)
+        self._region = ""
+        self._ended = 0
+
+    def headers(self) -> dict[str, str]:
+        """The region in which the query is served."""
+        return {"x-tidepool-region": self._region, "Cache-Control": "no-cache"}
+
+    async def events(self) -> ChoiceStream:
+        """The events of the query once it is admitted. It counts as demand whether or not there is capacity for it, and
+        however it ends, its end is counted.
+        """
+        state, query = self._state, self.query
+        state.offered.count(self._attempt, query)
+        state.metrics.streams.inc()
+        try:
+            with step("admission"):
+                facts = await state.admission.enter(query.first)
+            async with aclosing(send_query(state.sender, query, facts)) as stream:
+                async for arrived in stream:
+                    choice, events = arrived
+                    for event in events:
+                        self._measure_event(choice, event)
+                    yield arrived
+        except TidepoolError as error:
+            note_failure(self._record, error)
+            self._measure.failed(error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            note_gone(self._record)
+            raise
+        finally:
+            state.metrics.streams.dec()
+            if self._record.outcome != OK:
+                state.offered.note_unanswered(self._attempt)
+            self._fill_record()
+            state.metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
+            self._count_usage()
+
+    def _measure_event(self, choice: int, event: StreamEvent) -> None:
+        if isinstance(event, Token):
+            self._measure.tokens(len(event.token_ids), choice)
+        elif isinstance(event, Started):
+            if choice == 0 or not self._region:
+                self._region = self.query.choices[choice].routes[-1].region
+            if self._record.placed_s is None:
+                self._record.placed_s = time.monotonic() - self._arrived_s
+            if self._measure.has_begun(choice):
+                self._record.continuations += 1
+                self._state.metrics.continuations.labels(*self._labels).inc()
+        elif isinstance(event, Finished):
+            self._ended += 1
+            if self._ended == len(self.query.choices):
+                self._measure.finished(self.query.usage())
+                self._record.outcome = OK
+
+    def _count_usage(self) -> None:
+        query = self.query
+        self._state.usage.count(
+            self._attempt.tenant,
+            query.query.model,
+            query.query.tier,
+            failed=self._record.outcome != OK,
+            input_tokens=query.usage().prompt_tokens,
+            output_tokens=query.output_tokens,
+        )
+
+    def _fill_record(self) -> None:
+        record, query = self._record, self.query
+        record.region = query.first.routes[-1].region if query.first.routes else None
+        record.nodes = list(_nodes(query))
+        record.prompt_tokens, record.completion_tokens = query.prompt_tokens, query.output_tokens
+        record.first_token_s = self._measure.first_token_s
+
+
+def _nodes(query: InFlightQuery) -> list[str]:
+    """The nodes that the first choice tried, in order, and those that only others did."""
+    nodes = [route.node_id for route in query.first.routes]
+    for other in query.choices[1:]:
+        nodes += [route.node_id for route in other.routes if route.node_id not in nodes]
+    return nodes
+
+
+async def _lines(
+    first: tuple[int, list[StreamEvent]], rest: ChoiceStream, query: InFlightQuery, renderer: Renderer
+) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a stream, one write for all that arrived together. A failure after the first event is
+    itself the last event.
+    """
+    try:
+        yield renderer.begin() + renderer.events(*first)
+        async for choice, events in rest:
+            if written := renderer.events(choice, events):
+                yield written
+        yield renderer.end(query.usage())
+    except TidepoolError as error:
+        yield renderer.failure(error)
+    finally:
+        await rest.aclose()

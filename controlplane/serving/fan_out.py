@@ -1,0 +1,182 @@
+"""One query to the fleet: each of its choices is a request with a seed, a continuation and a failover of its own. Those
+that share a prompt are sent to the first one's instance after its first token, so that the instance's prefix cache
+makes it one prefill.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from controlplane.policies.facts import RoutingFacts
+from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.in_flight import InFlightRequest
+from controlplane.serving.query import Query
+from controlplane.serving.send import Sender
+from controlplane.store.tables import Model
+from dataplane.protocol.messages import Generate, Started, StreamEvent
+
+ChoiceStream = AsyncGenerator[tuple[int, list[StreamEvent]], None]
+"""The events of a query: the number of the choice, and those of its events that arrived together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenUsage:
+    """The tokens of a query: each prompt's once, those of all its answers together."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class InFlightQuery:
+    """A query in flight. `choices`: a request for each answer; `best_of` of them follow each other for each prompt, of
+    which the first one is the leader.
+    """
+
+    query: Query
+    choices: list[InFlightRequest]
+
+    @classmethod
+    def of(
+        cls,
+        fleet: FleetCache,
+        model: Model,
+        query: Query,
+        messages: Sequence[Generate],
+        *,
+        origin: str | None,
+        only_region: str | None = None,
+    ) -> "InFlightQuery":
+        """A query that begins now, with its `choices` as messages.
+
+        Raises:
+            ContextLengthError: `max_tokens` alone is beyond the model's context.
+        """
+        make = InFlightRequest.of
+        choices = [make(fleet, model, message, origin=origin, only_region=only_region) for message in messages]
+        return cls(query=query, choices=choices)
+
+    @property
+    def first(self) -> InFlightRequest:
+        return self.choices[0]
+
+    @property
+    def leaders(self) -> list[InFlightRequest]:
+        return self.choices[:: self.query.best_of]
+
+    def leader_of(self, choice: int) -> InFlightRequest:
+        return self.choices[choice - choice % self.query.best_of]
+
+    @property
+    def input_tokens(self) -> int:
+        """An estimate of the tokens of all prompts."""
+        return sum(leader.input_tokens for leader in self.leaders)
+
+    @property
+    def tokens(self) -> int:
+        """An estimate of prompt and completion tokens together, as limits count them."""
+        return self.input_tokens + sum(choice.tokens - choice.input_tokens for choice in self.choices)
+
+    @property
+    def used_tokens(self) -> int:
+        """Prompt and completion tokens so far; 0 until a node has the first request."""
+        return self.prompt_tokens + sum(choice.used_tokens - choice.prompt_tokens for choice in self.choices)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The tokens of those prompts that a node has."""
+        return sum(leader.prompt_tokens for leader in self.leaders)
+
+    @property
+    def output_tokens(self) -> int:
+        """The tokens that have arrived."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def usage(self) -> TokenUsage:
+        """The tokens of the choices that have ended."""
+        leading = [leader.end for leader in self.leaders if leader.end is not None]
+        ends = [choice.end for choice in self.choices if choice.end is not None]
+        return TokenUsage(
+            prompt_tokens=sum(end.prompt_tokens for end in leading),
+            completion_tokens=sum(end.completion_tokens for end in ends),
+            cached_tokens=sum(end.cached_tokens for end in leading),
+            reasoning_tokens=sum(end.reasoning_tokens for end in ends),
+        )
+
+
+async def send_query(sender: Sender, query: InFlightQuery, facts: RoutingFacts | None = None) -> ChoiceStream:
+    """The events of all choices, as they arrive. Leaving the iteration early cancels all; the first failure of any
+    choice ends the others. `facts`: those by which the query has just been admitted.
+
+    Raises:
+        CapacityError: no instance can take a choice now.
+        NodeError: the request is at fault, or every instance that was tried for one of its choices failed.
+    """
+    if len(query.choices) == 1:
+        async with aclosing(sender.send(query.first, facts)) as stream:
+            async for events in stream:
+                yield 0, events
+        return
+    fan = _FanOut(sender, query, facts)
+    try:
+        async for arrived in fan.events():
+            yield arrived
+    finally:
+        await fan.cancel()
+
+
+class _FanOut:
+    """The choices of a query, each sent by a task. Only as many arrivals wait as there are choices, so that a slow
+    client slows all of them down.
+    """
+
+    def __init__(self, sender: Sender, query: InFlightQuery, facts: RoutingFacts | None) -> None:
+        self._sender = sender
+        self._query = query
+        self._facts = facts
+        self._arrived: asyncio.Queue[tuple[int, list[StreamEvent]] | Exception | None] = asyncio.Queue(
+            maxsize=len(query.choices)
+        )
+        self._begun = {id(leader): asyncio.Event() for leader in query.leaders}
+        self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(len(query.choices))]
+
+    async def events(self) -> ChoiceStream:
+        """What arrives, until all choices have ended."""
+        running = len(self._tasks)
+        while running:
+            arrived = await self._arrived.get()
+            if isinstance(arrived, Exception):
+                raise arrived
+            if arrived is None:
+                running -= 1
+            else:
+                yield arrived
+
+    async def cancel(self) -> None:
+        """End what still runs; its nodes stop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, choice: int) -> None:
+        try:
+            await self._send(choice)
+        except Exception as error:  # whatever it is, it ends the whole query
+            await self._arrived.put(error)
+        else:
+            await self._arrived.put(None)
+
+    async def _send(self, choice: int) -> None:
+        request, leader = self._query.choices[choice], self._query.leader_of(choice)
+        begun = self._begun[id(leader)]
+        if request is not leader:
+            await begun.wait()
+            request.beside = leader.routes[-1].instance_id
+        async with aclosing(self._sender.send(request, None if choice else self._facts)) as stream:
+            async for events in stream:
+                await self._arrived.put((choice, events))
+                if request is leader and not begun.is_set() and not isinstance(events[-1], Started):
+                    begun.set()
