@@ -7,7 +7,7 @@ from typing import Generic
 from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
-from dataplane.engines.interface import EngineOutput, EngineRequest
+from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
 from dataplane.protocol.errors import BadRequestError, ContextLengthError
 from dataplane.scheduling.prefill import PrefillQueue, PrefillSettings
 
@@ -140,7 +140,7 @@ class RequestTable(Generic[KvT]):
         for sequence in [sequence for sequence in begun if sequence.kv.location is KvLocation.NONE]:
             self.queue(sequence)
 
-    def take(self, sequence: TokenSequence[KvT], token: int | None) -> EngineOutput:
+    def take(self, sequence: TokenSequence[KvT], token: int | None, score: TokenScore | None = None) -> EngineOutput:
         """Append a new token to its sequence, and end that if it is complete. None: the end-of-sequence token. With
         `pooling` there is no token, and the request ends with its sequence's values.
         """
@@ -155,10 +155,11 @@ class RequestTable(Generic[KvT]):
             self.forget(request.request_id)
             return EngineOutput(request_id=request.request_id, finish_reason="stop")
         sequence.tokens.append(token)
+        scores = () if score is None else (score,)
         if sequence.generated < request.max_tokens:
-            return EngineOutput(request_id=request.request_id, token_ids=(token,))
+            return EngineOutput(request_id=request.request_id, token_ids=(token,), scores=scores)
         self.forget(request.request_id)
-        return EngineOutput(request_id=request.request_id, token_ids=(token,), finish_reason="length")
+        return EngineOutput(request_id=request.request_id, token_ids=(token,), scores=scores, finish_reason="length")
 
     def export_prefilled(self) -> None:
         """Transfer the KV of requests past their prefill to host memory, and export those whose transfer has ended."""
@@ -226,6 +227,11 @@ def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) 
         unknown = next((token for token in tokens if not 0 <= token < model.vocabulary), None)
         if unknown is not None:
             raise BadRequestError(f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="prompt")
+        unknown = next((token for token, _ in request.logit_bias if not 0 <= token < model.vocabulary), None)
+        if unknown is not None:
+            raise BadRequestError(
+                f"token {unknown} is outside of the vocabulary of {model.vocabulary}", param="logit_bias"
+            )
     limit = min(model.context_tokens, kv_tokens_max)
     if len(request.prompt) + request.answer_tokens_max > limit:
         what = "context" if limit == model.context_tokens else "KV cache"

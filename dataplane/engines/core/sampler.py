@@ -1,21 +1,92 @@
-"""From logits to tokens. What is drawn at a position depends on (seed, position) and the logits, on nothing else."""
+"""From logits to tokens. What is drawn at a position depends on (seed, position) and the logits, on nothing else.
+
+The logits of a row are changed in this order, which is vLLM's except that tokens are ruled out last (which is the same,
+since no adjustment allows a token again): logit bias, repetition penalty, frequency and presence penalty; then banned
+tokens and those that a mask does not allow. Temperature 0 takes the largest. Otherwise come temperature, min_p and
+top_k, and top_p of what they leave.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Generic
+from weakref import WeakKeyDictionary
 
 import torch
+from msgspec import Struct
+
+from dataplane.engines.core.adjustments import LogitAdjustments, adjust
+from dataplane.engines.core.kv import KvT
+from dataplane.engines.core.sequences import TokenSequence
+from dataplane.engines.interface import EngineRequest
+
+_SORTED_TOKENS = 1024
+"""Of so many tokens, the likeliest, most rows find the set of `top_p` in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Draw:
-    """How to choose one token. `position`: its index in the sequence; `banned`: token ids that may not be chosen."""
+class Draw(Struct, frozen=True, kw_only=True):
+    """How to choose one token. `position`: its index in the sequence; `banned`: token ids that may not be chosen.
+
+    `adjustments`: bias and penalties; None: none. `allowed`: bool, `[tokens]`, which tokens may be chosen, none beyond
+    its end; None: all. `top_k` 0: no limit.
+    """
 
     temperature: float
     top_p: float
     seed: int
     position: int
+    top_k: int = 0
+    min_p: float = 0.0
     banned: tuple[int, ...] = ()
+    adjustments: LogitAdjustments | None = None
+    allowed: torch.Tensor | None = None
+
+
+def draw_of(
+    request: EngineRequest,
+    *,
+    position: int,
+    prompt_tokens: int,
+    eos_ids: tuple[int, ...],
+    adjustments: LogitAdjustments | None,
+) -> Draw:
+    """How a request chooses the token at a position. The end of sequence is banned before `min_tokens` tokens."""
+    return Draw(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        position=position,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        banned=eos_ids if request.ignore_eos or position - prompt_tokens < request.min_tokens else (),
+        adjustments=adjustments,
+    )
+
+
+class SequenceDraws(Generic[KvT]):
+    """The draws of sequences, whose adjustments it keeps for as long as they live."""
+
+    def __init__(self) -> None:
+        self._adjustments: WeakKeyDictionary[TokenSequence[KvT], LogitAdjustments | None] = WeakKeyDictionary()
+
+    def next(self, sequence: TokenSequence[KvT], eos_ids: tuple[int, ...]) -> Draw:
+        """How to choose the token after those that a sequence has."""
+        request = sequence.request
+        prompt_tokens = len(request.prompt)
+        try:
+            adjustments = self._adjustments[sequence]
+        except KeyError:
+            tokens_max = prompt_tokens + request.max_tokens
+            adjustments = LogitAdjustments.of(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
+            self._adjustments[sequence] = adjustments
+        if adjustments is not None:
+            adjustments.follow(sequence.tokens)
+        return draw_of(
+            request,
+            position=len(sequence.tokens),
+            prompt_tokens=prompt_tokens,
+            eos_ids=eos_ids,
+            adjustments=adjustments,
+        )
 
 
 def uniform(seed: int, position: int) -> float:
@@ -25,38 +96,84 @@ def uniform(seed: int, position: int) -> float:
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """One token per row of `logits` `[n, vocabulary]`; None where the row is not a number.
+    """One token per row of `logits` `[n, vocabulary]`, which may be changed; None where the row is not a number, or
+    allows no token.
 
-    Temperature 0 takes the largest logit. Otherwise softmax at that temperature, cut to the smallest set of tokens
-    whose probability reaches `top_p`, drawn by inverting the cumulative distribution in the order of token ids. An
-    order by probability would swap near-equal tokens when another step batch rounds the logits differently.
+    A token is drawn by inverting the cumulative distribution in the order of token ids. An order by probability would
+    swap near-equal tokens when another step batch rounds the logits differently.
     """
     logits = logits.float()
-    for row, draw in enumerate(draws):
-        if draw.banned:
-            logits[row, list(draw.banned)] = float("-inf")
-    chosen = logits.argmax(dim=-1)
+    adjust(logits, [(row, draw.adjustments) for row, draw in enumerate(draws) if draw.adjustments is not None])
+    _rule_out(logits, draws)
+    largest, chosen = logits.max(dim=-1)
     sampled = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if sampled:
         rows = torch.tensor(sampled, device=logits.device)
-        chosen[rows] = _sample(logits[rows], [draws[row] for row in sampled])
-    broken = logits.isnan().any(dim=-1).tolist()
+        chosen[rows] = _sample(logits[rows], largest[rows], [draws[row] for row in sampled])
+    broken = (largest.isnan() | (largest == float("-inf"))).tolist()
     return [None if bad else token for bad, token in zip(broken, chosen.tolist(), strict=True)]
 
 
-def _sample(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    def column(values: list[float]) -> torch.Tensor:
+def _rule_out(logits: torch.Tensor, draws: Sequence[Draw]) -> None:
+    banned = [(row, token) for row, draw in enumerate(draws) for token in draw.banned]
+    if banned:
+        rows, tokens = torch.tensor(banned, device=logits.device).unbind(dim=1)
+        logits[rows, tokens] = float("-inf")
+    for row, draw in enumerate(draws):
+        if draw.allowed is not None:
+            known = len(draw.allowed)
+            logits[row, :known].masked_fill_(~draw.allowed.to(logits.device), float("-inf"))
+            logits[row, known:] = float("-inf")
+
+
+def _sample(logits: torch.Tensor, largest: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
 
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / column([draw.temperature for draw in draws])
-    probabilities = _cut(torch.softmax(scaled, dim=-1), column([draw.top_p for draw in draws]))
+    scaled = (logits - largest.unsqueeze(1)).double() / column([draw.temperature for draw in draws])
+    probabilities = torch.softmax(scaled, dim=-1)
+    if any(draw.min_p or draw.top_k for draw in draws):
+        _cut_unlikely(probabilities, column([draw.min_p for draw in draws]), [draw.top_k for draw in draws])
+    cut = [row for row, draw in enumerate(draws) if draw.top_p < 1]
+    if cut:
+        rows = torch.tensor(cut, device=logits.device) if len(cut) < len(draws) else slice(None)
+        probabilities[rows] = _nucleus(probabilities[rows], column([draws[row].top_p for row in cut]))
     cumulative = probabilities.cumsum(dim=-1)
     points = column([uniform(draw.seed, draw.position) for draw in draws]) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
 
 
-def _cut(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    ordered, tokens = probabilities.sort(dim=-1, descending=True)
-    outside = ordered.cumsum(dim=-1) - ordered >= top_p
-    outside[:, 0] = False
-    return probabilities.masked_fill(outside.scatter(1, tokens, outside), 0.0)
+def _cut_unlikely(probabilities: torch.Tensor, min_p: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Set to 0 those of `[n, vocabulary]` that are less than `min_p` times the largest, or than the `top_k`-th."""
+    least = probabilities.amax(dim=-1, keepdim=True) * min_p
+    limited = [row for row, count in enumerate(top_k) if 0 < count < probabilities.shape[1]]
+    if limited:
+        rows = torch.tensor(limited, device=probabilities.device)
+        counts = torch.tensor([top_k[row] for row in limited], device=probabilities.device).unsqueeze(1)
+        largest = probabilities[rows].topk(max(top_k[row] for row in limited), dim=-1).values
+        least[rows] = torch.maximum(least[rows], largest.gather(1, counts - 1))
+    probabilities.masked_fill_(probabilities < least, 0.0)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """`probabilities` `[n, vocabulary]` with 0 for tokens outside of the smallest set that has `top_p` of their sum;
+    those as likely as the least likely token of the set stay. Few rows need all their tokens sorted for that.
+    """
+    wanted = top_p * probabilities.sum(dim=-1, keepdim=True)
+    size = probabilities.shape[1]
+    few = min(_SORTED_TOKENS, size)
+    largest = probabilities.topk(few, dim=-1).values
+    cumulative = largest.cumsum(dim=-1)
+    least = _least_inside(largest, cumulative, wanted)
+    if few < size:
+        (short,) = torch.nonzero(cumulative[:, -1] < wanted[:, 0], as_tuple=True)
+        if len(short):
+            ordered = probabilities[short].sort(dim=-1, descending=True).values
+            least[short] = _least_inside(ordered, ordered.cumsum(dim=-1), wanted[short])
+    return probabilities.masked_fill(probabilities < least, 0.0)
+
+
+def _least_inside(ordered: torch.Tensor, cumulative: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The last of the probabilities, the largest first, before which the sum is less than wanted `[n, 1]`."""
+    inside = (cumulative - ordered < wanted).sum(dim=-1, keepdim=True)
+    return ordered.gather(1, (inside - 1).clamp_(min=0))

@@ -18,7 +18,7 @@ from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.core.slice_log import SliceLog
 from dataplane.engines.core.step_batches import StepBatches
-from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats
+from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats, TokenScore
 from dataplane.protocol.errors import ModelLoadError, UnknownInstanceError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.decode import BatchFacts
@@ -49,8 +49,10 @@ class SlotSettings(Protocol):
         """Settings of the scheduler."""
 
 
-Made = list[tuple[TokenSequence[KvT], int | None]]
-"""Sequences and their new tokens; None where the model ended the answer, and where it is pooled."""
+Made = list[tuple[TokenSequence[KvT], int | None, TokenScore | None]]
+"""Sequences, their new tokens (None where the model ended the answer, and where it is pooled), and the scores of those
+that want them.
+"""
 
 ModelT = TypeVar("ModelT", bound=ServedModel)  # type: ignore[type-arg]
 
@@ -214,9 +216,9 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         tokens_before = self._log.tokens_total
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
-            prompts = [s.cached for s, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
-            self._log.step(sum([not s.request.pooling for s, _ in made]), prompts=prompts)
-            outputs += [self.requests.take(sequence, token) for sequence, token in made]
+            prompts = [s.cached for s, _, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
+            self._log.step(sum([not s.request.pooling for s, _, _ in made]), prompts=prompts)
+            outputs += [self.requests.take(sequence, token, score) for sequence, token, score in made]
         self._hold = hold_prefills(
             self._hold,
             turn.kind,

@@ -1,7 +1,8 @@
 """An engine without weights: deterministic tokens, with the timing of a GPU profile. For load tests and large demos.
 
 Scheduling, switches, prefetching, swapping, preemption and remapping are those of the torch engine; only the arithmetic
-of a forward pass and the copying of bytes are replaced by waiting.
+of a forward pass and the copying of bytes are replaced by waiting. Of the parameters of sampling, only `seed`,
+`temperature` (0 or not), `ignore_eos`, `min_tokens` and `logprobs` have an effect; all others are accepted.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +12,7 @@ from dataplane.engines.core.pressure import Shortage
 from dataplane.engines.core.pressure_handler import KvPressureHandler
 from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
-from dataplane.engines.interface import PoolStats
+from dataplane.engines.interface import PoolStats, TokenScore
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, pooled_values, replayed
 from dataplane.engines.replay.report import memory_stats
@@ -122,14 +123,15 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
         makers = self._steps.run(turn, model, self.requests.find(turn.group), now_s)
-        return None if makers is None else [(sequence, self._answered(sequence, model)) for sequence in makers]
+        return None if makers is None else [(sequence, *self._answered(sequence, model)) for sequence in makers]
 
-    def _answered(self, sequence: ReplaySequence, model: ReplayModel) -> int | None:
-        """The next token; with `pooling` None, and the sequence has its values then."""
+    def _answered(self, sequence: ReplaySequence, model: ReplayModel) -> tuple[int | None, TokenScore | None]:
+        """The next token and its score, if that is wanted; with `pooling` neither, and the sequence has its values."""
         if sequence.request.pooling:
             sequence.values = pooled_values(sequence, model.task)
-            return None
-        return self._answers.next_token(sequence)
+            return None, None
+        token, wanted = self._answers.next_token(sequence), sequence.request.logprobs
+        return token, None if wanted is None or token is None else self._answers.score(sequence, token, wanted)
 
     def _wait(self, now_s: float) -> None:
         if self.requests:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
-from dataplane.engines.interface import EngineRequest
+from dataplane.engines.interface import EngineRequest, TokenScore
 from dataplane.engines.replay.kv import KvShare, SequenceKv
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.vocabulary import REPLAY_EMBEDDING_SIZE
@@ -97,9 +97,23 @@ class Answers:
             key = self._keys[sequence] = _sampling_key(sequence.model, sequence.request)
         drawn = blake2b(len(sequence.tokens).to_bytes(8, "little"), key=key, digest_size=16).digest()
         chance = int.from_bytes(drawn[:8], "little") / 2**64
-        if self._mean_tokens is not None and not sequence.request.ignore_eos and chance < 1 / self._mean_tokens:
+        if self._mean_tokens is not None and chance < 1 / self._mean_tokens and _may_end(sequence):
             return None
         return int.from_bytes(drawn[8:], "little") % self._vocabulary_size
+
+    def score(self, sequence: ReplaySequence, token: int, top: int) -> TokenScore:
+        """Plausible log probabilities of a token and of `top` likeliest ones, of which it is the first. They depend on
+        the token and its position alone: the nth of them has the probability p * (1 - p)^(n - 1).
+        """
+        p = 0.5 + 0.5 * ((token * 31 + len(sequence.tokens) * 17) % 97 + 1) / 100
+        logprobs = [math.log(p) + n * math.log1p(-p) for n in range(max(1, min(top, self._vocabulary_size)))]
+        tokens = [(token + n) % self._vocabulary_size for n in range(min(top, self._vocabulary_size))]
+        return TokenScore(logprob=logprobs[0], top=tuple(zip(tokens, logprobs, strict=False)))
+
+
+def _may_end(sequence: ReplaySequence) -> bool:
+    request = sequence.request
+    return not request.ignore_eos and sequence.generated >= request.min_tokens
 
 
 def pooled_values(sequence: ReplaySequence, task: Task) -> tuple[float, ...]:

@@ -175,11 +175,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
     def _answers(self, made: Sampled, model: TorchModel) -> Made[SequenceKv]:
         """End requests whose logits are not numbers; replace end-of-sequence tokens by None."""
         answers: Made[SequenceKv] = []
-        for sequence, token in made:
+        for sequence, token, score in made:
             if token is None:
                 self.requests.end_all([sequence], f"{model.name}: logits are not numbers")
             else:
-                answers.append((sequence, None if token in model.weights.skeleton.eos_ids else token))
+                answers.append((sequence, None if token in model.weights.skeleton.eos_ids else token, score))
         return answers
 
     def _leave_rank(self, name: str) -> int | None:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dataplane.engines.core.sampler import Draw, choose_tokens
+from dataplane.engines.core.sampler import SequenceDraws, choose_tokens
+from dataplane.engines.core.scores import token_scores
 from dataplane.engines.core.step_batches import StepBatches
+from dataplane.engines.interface import TokenScore
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
@@ -21,8 +23,10 @@ class ModelFailedError(Exception):
     """A model's forward pass raised; the message says what."""
 
 
-Sampled = list[tuple[TokenSequence, int | None]]
-"""Sequences and their new tokens; None where the logits, or the values of a pooled answer, are not numbers."""
+Sampled = list[tuple[TokenSequence, int | None, TokenScore | None]]
+"""Sequences, their new tokens (None where the logits, or the values of a pooled answer, are not numbers), and the
+scores of those that want them.
+"""
 
 POOLED = -1
 """In place of the token of a sequence whose values were pooled."""
@@ -54,6 +58,7 @@ class Steps:
         self._clock = clock
         self._watch = watch
         self._evict_kv_for = evict_kv
+        self._draws: SequenceDraws[SequenceKv] = SequenceDraws()
 
     def run(self, turn: Turn, model: TorchModel, group: Sequence[TokenSequence]) -> Sampled | None:
         """Run a step of the turn; None if it could not run. `group`: the prompts of a prefill turn, in order.
@@ -101,11 +106,13 @@ class Steps:
         if self._watch is not None:
             for index in makers:
                 self._watch(chunks[index].sequence, logits[index])
-        draws = [_draw(chunks[index].sequence, skeleton.eos_ids) for index in makers]
+        eos_ids = tuple(sorted(skeleton.eos_ids))
+        draws = [self._draws.next(chunks[index].sequence, eos_ids) for index in makers]
         tokens = choose_tokens(logits[makers], draws) if makers else []
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
-        return [(chunks[index].sequence, token) for index, token in zip(makers, tokens, strict=True)]
+        sequences = [chunks[index].sequence for index in makers]
+        return list(zip(sequences, tokens, _scores(logits, makers, sequences, tokens), strict=True))
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton = model.weights.skeleton
@@ -114,15 +121,21 @@ class Steps:
             chunks[index].sequence.values = values
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
-        return [(chunks[index].sequence, POOLED if values else None) for index, values in pooled.items()]
+        return [(chunks[index].sequence, POOLED if values else None, None) for index, values in pooled.items()]
 
 
-def _draw(sequence: TokenSequence, eos_ids: frozenset[int]) -> Draw:
-    request = sequence.request
-    return Draw(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        position=len(sequence.tokens),
-        banned=tuple(sorted(eos_ids)) if request.ignore_eos else (),
-    )
+def _scores(
+    logits: torch.Tensor, rows: Sequence[int], sequences: Sequence[TokenSequence], tokens: Sequence[int | None]
+) -> list[TokenScore | None]:
+    """The scores of new tokens by the model's own logits, None for those whose requests do not want them."""
+    scores: list[TokenScore | None] = [None] * len(rows)
+    wanted = [
+        (at, rows[at], token, sequence.request.logprobs)
+        for at, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+        if sequence.request.logprobs is not None and token is not None
+    ]
+    if wanted:
+        places, those, chosen, tops = zip(*wanted, strict=True)
+        for at, score in zip(places, token_scores(logits[list(those)], chosen, tops), strict=True):
+            scores[at] = score
+    return scores

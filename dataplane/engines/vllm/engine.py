@@ -21,10 +21,10 @@ from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.slot_engine import Made, SlotEngine
-from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats
+from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
-from dataplane.engines.vllm.sampling import sampling_params
+from dataplane.engines.vllm.sampling import sampling_params, score_of
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import check_version
 from dataplane.memory.model_cache import ModelCache
@@ -181,13 +181,13 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         began_s = self._clock()
         step = model.runner.step()
         self._observe(step, mine, model, self._clock() - began_s)
-        made: dict[str, tuple[VllmSequence, int | None]] = {}
+        made: dict[str, tuple[VllmSequence, int | None, TokenScore | None]] = {}
         for name, token in step.tokens.items():
             sequence = mine[name]
             ended = token in model.eos_ids and not sequence.request.ignore_eos
             if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
                 self.requests.begin(sequence)
-                made[name] = sequence, None if ended else token
+                made[name] = sequence, None if ended else token, _score_of(sequence, token, step)
         for name in step.ended.keys() - made.keys():
             self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
         return list(made.values())
@@ -243,6 +243,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
                 for name, size in used.items()
             ),
         )
+
+
+def _score_of(sequence: VllmSequence, token: int, step: Step) -> TokenScore | None:
+    """The score of a request's new token, if it wants one."""
+    wanted = sequence.request.logprobs
+    return None if wanted is None else score_of(token, step.logprobs[str(sequence.order)], wanted)
 
 
 def _first_estimate(step_s: float) -> CostEstimate:

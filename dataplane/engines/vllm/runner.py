@@ -2,13 +2,14 @@
 
 import gc
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm.logprobs import Logprob
 
 from dataplane.checkpoints.safetensors_file import list_tensors, read_json
 from dataplane.engines.vllm import interfaces, sleep
@@ -36,10 +37,13 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The result of a step, by the requests' names: the token of each, and why vLLM ended some."""
+    """The result of a step, by the requests' names: the token of each, vLLM's log probabilities where they are wanted,
+    and why vLLM ended some.
+    """
 
     tokens: dict[str, int]
     ended: dict[str, str]
+    logprobs: dict[str, Mapping[int, Logprob]] = field(default_factory=dict)
 
 
 class Runner:
@@ -104,6 +108,8 @@ class Runner:
             (answer,) = output.outputs
             if answer.token_ids:
                 (step.tokens[output.request_id],) = answer.token_ids
+                if answer.logprobs:
+                    (step.logprobs[output.request_id],) = answer.logprobs
             if output.finished:
                 step.ended[output.request_id] = str(answer.finish_reason)
         self._note_preemptions()

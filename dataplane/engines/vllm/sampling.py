@@ -1,18 +1,23 @@
-"""Our sampling inside vLLM: what is drawn at a position depends on (seed, position) and the logits alone.
+"""Our sampling inside vLLM: what is drawn at a position depends on (seed, position), the logits and the tokens alone.
 
-vLLM draws from a generator that advances with a request, so that one continued elsewhere would draw other tokens. Here
-vLLM always takes the greatest logit, and a logits processor leaves only the token that `choose_tokens` chose.
+vLLM draws from a generator that advances with a request, and counts only those tokens as an answer's that it made
+itself, so that one continued elsewhere would draw other tokens. Here vLLM always takes the greatest logit, and a logits
+processor leaves only the token that `choose_tokens` chose. Log probabilities are vLLM's own, of the raw logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from msgspec.structs import replace
 from vllm import SamplingParams
+from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-from dataplane.engines.core.sampler import Draw, choose_tokens
-from dataplane.engines.interface import EngineRequest
+from dataplane.engines.core.adjustments import LogitAdjustments
+from dataplane.engines.core.sampler import choose_tokens, draw_of
+from dataplane.engines.core.scores import LOGPROB_MIN
+from dataplane.engines.interface import EngineRequest, TokenScore
 
 _KEY = "tidepool"
 
@@ -20,10 +25,9 @@ _KEY = "tidepool"
 def sampling_params(request: EngineRequest, eos_ids: Sequence[int], *, left: int) -> SamplingParams:
     """vLLM's parameters for a request with `left` tokens to go."""
     chosen_by_us = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "seed": request.seed,
-        "banned": tuple(eos_ids) if request.ignore_eos else (),
+        "request": replace(request, prompt=(), generated=(), kv=None),  # vLLM copies it, and has its tokens
+        "prompt_tokens": len(request.prompt),
+        "eos_ids": tuple(eos_ids),
     }
     return SamplingParams(
         temperature=0.0,
@@ -32,37 +36,62 @@ def sampling_params(request: EngineRequest, eos_ids: Sequence[int], *, left: int
         stop_token_ids=[] if request.ignore_eos else list(eos_ids),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={_KEY: chosen_by_us} if request.temperature > 0 or chosen_by_us["banned"] else None,
+        logprobs=request.logprobs,
+        extra_args={_KEY: chosen_by_us} if _is_ours(request, eos_ids) else None,
     )
 
 
+def _is_ours(request: EngineRequest, eos_ids: Sequence[int]) -> bool:
+    """Whether the greatest of the model's logits may not be the token."""
+    adjusted = LogitAdjustments.of(request, prompt_tokens=0, tokens_max=0) is not None
+    may_not_end = request.ignore_eos or request.min_tokens > len(request.generated)
+    return adjusted or request.temperature > 0 or (may_not_end and len(eos_ids) > 0)
+
+
+def score_of(token: int, logprobs: Mapping[int, Logprob], top: int) -> TokenScore:
+    """The score of a token by vLLM's log probabilities: those of the `top` likeliest, by rank, and of `token`."""
+    values = {one: max(logprob.logprob, LOGPROB_MIN) for one, logprob in logprobs.items()}
+    ranked = sorted(logprobs, key=lambda one: logprobs[one].rank or 0)[:top]
+    return TokenScore(logprob=values[token], top=tuple((one, values[one]) for one in ranked))
+
+
 class SeededSampling(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leaves one token to requests that sample, and masks end-of-sequence tokens of requests that ignore them."""
+    """Leaves one token to requests that sample, have logits adjusted, or may not end yet."""
 
     def is_argmax_invariant(self) -> bool:
         """False: it changes which logit is the greatest."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> "_Chooser | None":
-        """The processor of a request; greedy ones need none."""
+        """The processor of a request; those that take the greatest of the model's logits need none."""
         chosen_by_us = (params.extra_args or {}).get(_KEY)
         return None if chosen_by_us is None else _Chooser(**chosen_by_us)
 
 
 class _Chooser:
-    def __init__(self, *, temperature: float, top_p: float, seed: int, banned: tuple[int, ...]) -> None:
-        self._temperature = temperature
-        self._top_p = top_p
-        self._seed = seed
-        self._banned = banned
+    """Chooses the tokens of one request. vLLM makes a new one when it resumes a preempted request."""
+
+    def __init__(self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...]) -> None:
+        self._request = request
+        self._prompt_tokens = prompt_tokens
+        self._eos_ids = eos_ids
+        tokens_max = prompt_tokens + request.max_tokens
+        self._adjustments = LogitAdjustments.of(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
+        self._began = False
 
     def __call__(self, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        draw = Draw(
-            temperature=self._temperature,
-            top_p=self._top_p,
-            seed=self._seed,
+        """`prompt` are the tokens that vLLM was given: of the prompt, and of the answer as far as made elsewhere."""
+        if self._adjustments is not None:
+            if not self._began:
+                self._adjustments.follow(prompt)
+                self._began = True
+            self._adjustments.follow(output, offset=len(prompt))
+        draw = draw_of(
+            self._request,
             position=len(prompt) + len(output),
-            banned=self._banned,
+            prompt_tokens=self._prompt_tokens,
+            eos_ids=self._eos_ids,
+            adjustments=self._adjustments,
         )
         (token,) = choose_tokens(logits.unsqueeze(0).clone(), [draw])
         if token is None:  # not numbers: passed on to vLLM

@@ -203,7 +203,7 @@ class FastForwardEngine(ReplayEngine):
             outputs.sort(key=lambda sequence: sequence.key)
         self._log.steps_total += steps - 1
         self._log.tokens_total += steps * batch - len(outputs)
-        return [(sequence, 0) for sequence in outputs]
+        return [(sequence, 0, None) for sequence in outputs]
 
     def _steps_max(
         self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float

@@ -83,3 +83,61 @@ def test_uniform_depends_on_both_numbers_and_stays_in_range() -> None:
     assert len(set(values)) == 1600
     assert all(0 <= value < 1 for value in values)
     assert sum(values) / 1600 == pytest.approx(0.5, abs=0.04)
+
+
+def cut_frequencies(probabilities: list[float], **fields: float) -> set[int | None]:
+    logits = torch.tensor(probabilities).log().repeat(2000, 1)
+    draws = [Draw(**{"temperature": 1.0, "top_p": 1.0, "seed": 5, **fields}, position=at) for at in range(2000)]
+    return set(choose_tokens(logits, draws))
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"top_k": 2}, {1, 0}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 0}, {0, 1, 2, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+        ({"min_p": 0.25}, {0, 1, 2}),
+        ({"min_p": 1.0}, {1}),
+        ({"min_p": 0.25, "top_k": 2}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.6}, {1}),  # 0.5 is over 60 % of the 0.8 that two tokens have
+        ({"min_p": 0.25, "top_p": 0.9}, {0, 1, 2}),
+        ({"temperature": 0.25, "min_p": 0.2}, {1}),  # the temperature comes first
+    ],
+)
+def test_top_k_and_min_p_keep_the_likeliest(fields: dict[str, float], kept: set[int]) -> None:
+    assert cut_frequencies([0.3, 0.5, 0.15, 0.05], **fields) == kept
+
+
+def test_top_p_is_the_same_where_all_tokens_have_to_be_sorted() -> None:
+    """A vocabulary so flat that its likeliest thousand tokens are not enough, beside one whose few are."""
+    flat = torch.linspace(1, 2, 8000)
+    peaked = torch.zeros(8000)
+    peaked[:3] = torch.tensor([5000.0, 3000.0, 1000.0])
+    made = set()
+    for position in range(600):
+        logits = torch.stack((flat, peaked + 1e-3)).log()
+        draws = [draw(position, top_p=0.5), draw(position, top_p=0.8)]
+        token, few = choose_tokens(logits, draws)
+        assert few in {0, 1}
+        made.add(token)
+    inside = (flat.sort(descending=True).values.cumsum(0) < 0.5 * flat.sum()).sum().item()
+    least = min(token for token in made if token is not None)
+    assert 8000 - inside - 1 <= least <= 8000 - inside + 200
+
+
+def test_only_allowed_tokens_are_chosen_and_none_beyond_the_mask() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0, 20.0]]).repeat(200, 1)
+    allowed = torch.tensor([True, False, True])
+    draws = [
+        Draw(temperature=p % 2, top_p=1.0, seed=5, position=p, allowed=allowed if p < 199 else None) for p in range(200)
+    ]
+    *masked, free = choose_tokens(logits, draws)
+    assert set(masked) == {0, 2}
+    assert free == 3
+
+
+def test_a_row_without_an_allowed_token_has_none() -> None:
+    nothing = Draw(temperature=0.0, top_p=1.0, seed=5, position=0, allowed=torch.tensor([False, False]))
+    assert choose_tokens(torch.zeros(2, 2), [nothing, draw(temperature=0.0)]) == [None, 0]

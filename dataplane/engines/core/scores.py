@@ -1,0 +1,27 @@
+"""Log probabilities of tokens under the model's own distribution."""
+
+from collections.abc import Sequence
+
+import torch
+
+from dataplane.engines.interface import TokenScore
+
+LOGPROB_MIN = -9999.0
+"""What is reported for a token that the model rules out: infinity has no JSON."""
+
+
+def token_scores(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int]) -> list[TokenScore]:
+    """The scores of one token per row of `logits` `[n, vocabulary]`, and of the `tops` likeliest tokens of each row.
+
+    `logits` are the model's, float32, before temperature, bias, penalties and masks (vLLM's "raw_logprobs").
+    """
+    if not tokens:
+        return []
+    logprobs = torch.log_softmax(logits, dim=-1).clamp_(min=LOGPROB_MIN)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    largest, likeliest = logprobs.topk(min(max(tops), logprobs.shape[1]), dim=-1)
+    rows = zip(chosen, likeliest.tolist(), largest.tolist(), tops, strict=True)
+    return [
+        TokenScore(logprob=logprob, top=tuple(zip(ids[:top], values[:top], strict=True)))
+        for logprob, ids, values, top in rows
+    ]
