@@ -128,6 +128,10 @@ class Settings(BaseSettings):
     """limit for an instance to send the first token; then another instance is tried"""
     stream_idle_timeout_s: float = Field(60.0, gt=0)
     """limit between two tokens; then the stream is continued on another instance"""
+    prefix_cache_shared: bool = False
+    """let tenants share cached prefixes; then the time to the first token tells what others asked"""
+    prefix_index_keys_max: int = Field(100_000, ge=1000)
+    """pieces of prompts of which a process knows which instances have cached them; about 0.5 kB each"""
     circuit_open_max_s: float = Field(60.0, ge=1)
     """longest time that a failing instance receives no requests (circuit breaker)"""
     stream_continuations_max: int = Field(5, ge=0)

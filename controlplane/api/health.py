@@ -101,6 +101,7 @@ async def readyz(health: HealthDep) -> JSONResponse:
 @router.get("/metrics", response_class=Response)
 async def metrics(state: StateDep, health: HealthDep) -> Response:
     """Prometheus metrics."""
+    state.metrics.keep_instances({each.instance_id for each in state.fleet.instances()})
     state.metrics.show_loops(health.stored.loops, late=health.verdict.late)
     return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

@@ -1,11 +1,12 @@
 """Metrics of a gateway, with the names of Prometheus and OpenTelemetry conventions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from controlplane.policies.limits import Limit
 from controlplane.policies.readiness import Loop, LoopFacts
+from dataplane.protocol.messages import Finished
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
@@ -16,11 +17,23 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._counted: set[tuple[str, str]] = set()
+        """Model and instance of every prompt."""
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
         self.continuations = self._counter("continuations", "Streams that continued on another instance.", *own)
         self.input_tokens = self._counter("input_tokens", "Prompt tokens served.", *own)
+        self.cached_input_tokens = self._counter(
+            "cached_input_tokens", "Prompt tokens served from prefix caches.", *own
+        )
+        instance = ("model", "instance")
+        self.instance_input_tokens = self._counter(
+            "instance_input_tokens", "Prompt tokens served by an instance that is there.", *instance
+        )
+        self.instance_cached_input_tokens = self._counter(
+            "instance_cached_input_tokens", "Those of them that the instance had cached.", *instance
+        )
         self.output_tokens = self._counter("output_tokens", "Completion tokens served.", *own)
         self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they were on time.", *own, "met")
         self.slo_requests = self._counter("slo_requests", "Answers by whether they met the objectives.", *own, "met")
@@ -73,6 +86,19 @@ class Metrics:
             self._loop_late.labels(facts.loop).set(facts.loop in late)
             if facts.last_success_s is not None:
                 self._loop_success_s.labels(facts.loop).set(facts.last_success_s)
+
+    def note_prompt(self, model: str, instance: str, end: Finished) -> None:
+        """Count the prompt of an answer for its instance."""
+        self.instance_input_tokens.labels(model, instance).inc(end.prompt_tokens)
+        self.instance_cached_input_tokens.labels(model, instance).inc(end.cached_tokens)
+        self._counted.add((model, instance))
+
+    def keep_instances(self, present: Container[str]) -> None:
+        """Drop the counts of instances that are gone."""
+        for labels in [labels for labels in self._counted if labels[1] not in present]:
+            self.instance_input_tokens.remove(*labels)
+            self.instance_cached_input_tokens.remove(*labels)
+            self._counted.remove(labels)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:
         """Read the number of waiting flex requests from `waiting` at every scrape."""

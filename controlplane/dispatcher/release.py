@@ -205,7 +205,9 @@ class Releaser:
         messages = query.choices(_upstream_id(held), fence=held.fence, epoch=held.epoch)
         model = await self._fleet.model(query.model)
         region = endpoint.region
-        in_flight = InFlightQuery.of(self._fleet, model, query, messages, origin=region, only_region=region)
+        in_flight = InFlightQuery.of(
+            self._fleet, model, query, messages, tenant=held.tenant, origin=region, only_region=region
+        )
         if held.first:
             self._demand.count(NIW, endpoint, in_flight.input_tokens)
         renderer = ENDPOINTS[held.endpoint].renderer(query, answer_id=_upstream_id(held))

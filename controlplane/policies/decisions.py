@@ -8,12 +8,15 @@ from controlplane.policies.facts import Endpoint, SlotId
 
 
 class Route(Struct, frozen=True, kw_only=True):
-    """The instance that gets a request. `utilization`: of its endpoint, as a share of 1."""
+    """The instance that gets a request. `utilization`: of its endpoint, as a share of 1. `cached_tokens`: of its
+    prompt, which the instance has likely cached.
+    """
 
     instance_id: str
     node_id: str
     region: str
     utilization: float
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

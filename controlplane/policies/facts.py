@@ -137,6 +137,10 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     """A request to route. `preference`: regions in the order in which its origin prefers them, its own first.
     `excluded`: instances that failed it; `avoided`: instances and nodes that keep failing, chosen only if there are no
     others. `ttft_s`: when its first token is due; instances that would begin later are chosen last.
+
+    `input_tokens`: of its prompt; `cached_tokens`: how many of the first of these each instance has likely cached, by
+    instance. `home_key`: the same for all requests of a conversation, and from it all processes compute the same home
+    instance; empty: it has none.
     """
 
     model: str
@@ -146,6 +150,9 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     excluded: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
     ttft_s: float | None = None
+    input_tokens: int = 0
+    cached_tokens: Mapping[str, int] = {}
+    home_key: bytes = b""
 
 
 class GroupFacts(Struct, frozen=True, kw_only=True):

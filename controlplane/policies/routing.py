@@ -1,7 +1,18 @@
 """The route of a request: a region by preference and effective memory utilization, then the instance with the fewest
 remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what this process has sent since counts as well.
+
+A cached prefix is prefill work that an instance need not do, so its tokens are subtracted from the instance's queue:
+
+    instance   remaining + sent   cached   score
+    a                     9,000    3,000   6,000
+    b                     5,000        0   5,000   <- chosen: waiting for `a` would cost more than the cache saves
+
+This bounds the load that a prefix attracts: no instance is chosen whose queue exceeds the shortest one by more tokens
+than the request has cached there. The decision is made for each request and instance: one overloaded instance does not
+switch the cache off for the others, and neither do small differences of load.
 """
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +27,17 @@ _IW_F = Tier.IW_F
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings:
-    """Regions below `utilization_max` are preferred to regions above it; reports older than `stale_s` do not count."""
+    """Regions below `utilization_max` are preferred to regions above it; reports older than `stale_s` do not count.
+
+    A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. The
+    home instance of a conversation counts as if it had cached `home_share` of the prompt: another process may have
+    sent the turns before this one there.
+    """
 
     utilization_max: float = 0.7
     stale_s: float = 5.0
+    return_share: float = 0.5
+    home_share: float = 0.1
 
 
 def is_usable(instance: InstanceFacts, stale_s: float) -> bool:
@@ -92,9 +110,33 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
             by_region[region].append(instance)
         else:
             by_region[region] = [instance]
-    region, utilization = _choose_region(by_region, facts.preference, settings.utilization_max)
-    chosen = _shortest_queue(by_region[region])
-    return Route(instance_id=chosen.instance_id, node_id=chosen.node_id, region=region, utilization=utilization)
+    region, utilization = _choose_region(by_region, _order(by_region, facts, settings), settings.utilization_max)
+    chosen = _shortest_queue(by_region[region], facts, settings)
+    return Route(
+        instance_id=chosen.instance_id,
+        node_id=chosen.node_id,
+        region=region,
+        utilization=utilization,
+        cached_tokens=facts.cached_tokens.get(chosen.instance_id, 0),
+    )
+
+
+def _order(
+    by_region: Mapping[str, Iterable[InstanceFacts]], facts: RoutingFacts, settings: RoutingSettings
+) -> tuple[str, ...]:
+    """The regions in order of preference. Those that have cached enough of the prompt are first: a conversation returns
+    to its region.
+    """
+    cached = facts.cached_tokens
+    if not cached:
+        return facts.preference
+    least = settings.return_share * facts.input_tokens
+    returns = {
+        region: any(cached.get(one.instance_id, 0) >= least for one in instances)
+        for region, instances in by_region.items()
+    }
+    others = sorted(returns.keys() - set(facts.preference))
+    return tuple(sorted((*facts.preference, *others), key=lambda region: not returns.get(region, False)))
 
 
 def _choose_region(
@@ -115,15 +157,44 @@ def _choose_region(
     return region, load[region]
 
 
-def _shortest_queue(instances: Iterable[InstanceFacts]) -> InstanceFacts:
-    """The instance with the fewest remaining tokens; of several the first by id."""
-    chosen, fewest = None, 0
+def _shortest_queue(
+    instances: Sequence[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings
+) -> InstanceFacts:
+    """The instance with the fewest remaining tokens, less those of the prompt that it has cached; of several the home
+    instance, else the first by id.
+    """
+    cached_tokens, home, home_tokens = facts.cached_tokens, "", 0.0
+    if facts.home_key:
+        home, home_tokens = home_instance(facts.home_key, instances), settings.home_share * facts.input_tokens
+    chosen, fewest = None, 0.0
     for instance in instances:
-        tokens = instance.remaining_tokens + instance.sent_tokens
-        if chosen is None or tokens < fewest or (tokens == fewest and instance.instance_id < chosen.instance_id):
+        name = instance.instance_id
+        cached: float = cached_tokens.get(name, 0) if cached_tokens else 0
+        if name == home and cached < home_tokens:
+            cached = home_tokens
+        tokens = instance.remaining_tokens + instance.sent_tokens - cached
+        if (
+            chosen is None
+            or tokens < fewest
+            or (tokens == fewest and chosen.instance_id != home and (name == home or name < chosen.instance_id))
+        ):
             chosen, fewest = instance, tokens
     assert chosen is not None
     return chosen
+
+
+def home_instance(key: bytes, instances: Iterable[InstanceFacts]) -> str:
+    """The instance with the highest hash of key and id (rendezvous hashing): where instances come and go, other
+    conversations keep theirs.
+    """
+    keyed = hashlib.blake2b(key, digest_size=8)
+
+    def weight(name: str) -> bytes:
+        hashed = keyed.copy()
+        hashed.update(name.encode())
+        return hashed.digest()
+
+    return max((instance.instance_id for instance in instances), key=weight)
 
 
 def choose_preference(

@@ -47,6 +47,7 @@ class InFlightQuery:
         query: Query,
         messages: Sequence[Generate],
         *,
+        tenant: str,
         origin: str | None,
         only_region: str | None = None,
     ) -> "InFlightQuery":
@@ -55,8 +56,20 @@ class InFlightQuery:
         Raises:
             ContextLengthError: `max_tokens` alone is beyond the model's context.
         """
-        make = InFlightRequest.of
-        choices = [make(fleet, model, message, origin=origin, only_region=only_region) for message in messages]
+        choices: list[InFlightRequest] = []
+        for number, message in enumerate(messages):
+            of_prompt = number % query.best_of
+            choice = InFlightRequest.of(
+                fleet,
+                model,
+                message,
+                tenant=tenant,
+                origin=origin,
+                only_region=only_region,
+                prompt_cache_key=query.prompt_cache_key,
+                prefix=choices[-of_prompt].prefix if of_prompt else None,
+            )
+            choices.append(choice)
         return cls(query=query, choices=choices)
 
     @property

@@ -6,6 +6,7 @@ without Redis reads its first view from Postgres.
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
@@ -134,6 +135,18 @@ class FleetCache:
             self._sent.forget(self._reported_at_s())
         if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
             self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
+
+    @property
+    def view(self) -> FleetView:
+        """The last view that was read."""
+        return self._view
+
+    def cache_salt(self, tenant: str, given: str) -> str:
+        """The salt of a tenant's cached prefixes. By the time to the first token nobody can learn what another tenant
+        asked, nor whoever does not know the salt that was `given`.
+        """
+        owner = "" if self._settings.prefix_cache_shared else tenant
+        return hashlib.sha256(f"{len(owner)}:{owner}{given}".encode()).hexdigest()[:32] if owner or given else ""
 
     def is_starting(self, model: str, within_s: float) -> bool:
         """Whether an instance of the model is on some node, or was within so many seconds: it may soon be ready, and a

@@ -8,6 +8,7 @@ import msgspec
 from controlplane.errors import ContextLengthError, NodeError
 from controlplane.policies.decisions import Route
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.prompt_prefixes import PromptPrefix, prefix_of
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import Finished, Generate, Started, StreamEvent, Token
 
@@ -27,13 +28,14 @@ class InFlightRequest:
     deferred request was released to. `routes`: every instance that was tried, in order; the last one streams.
     `excluded`: instances that failed the request, and `failure`: how the last one did. `wait_until_s`: until when the
     request waits for an instance, by `time.monotonic`. `beside`: the instance that has computed its prompt just now for
-    another choice of the same query.
+    another choice of the same query. `prefix`: its prompt, as instances may have cached it.
     """
 
     message: Generate
     input_tokens: int
     origin: str | None
     preference: tuple[str, ...]
+    prefix: PromptPrefix
     only_region: str | None = None
     beside: str | None = None
     routes: list[Route] = field(default_factory=list)
@@ -48,16 +50,32 @@ class InFlightRequest:
 
     @classmethod
     def of(
-        cls, fleet: FleetCache, model: Model, message: Generate, *, origin: str | None, only_region: str | None = None
+        cls,
+        fleet: FleetCache,
+        model: Model,
+        message: Generate,
+        *,
+        tenant: str,
+        origin: str | None,
+        only_region: str | None = None,
+        prompt_cache_key: str = "",
+        prefix: PromptPrefix | None = None,
     ) -> "InFlightRequest":
-        """A request that begins now.
+        """A request that begins now. Its `cache_salt` becomes one of its tenant's own, unless tenants share prefixes.
+        `prefix`: of its prompt, if known.
 
         Raises:
             ContextLengthError: `max_tokens` alone is beyond the model's context.
         """
         check_context(message.sampling.max_tokens, model)
+        salted = msgspec.structs.replace(
+            message,
+            objective=fleet.objective(model, message.tier),
+            cache_salt=fleet.cache_salt(tenant, message.cache_salt),
+        )
         return cls(
-            message=msgspec.structs.replace(message, objective=fleet.objective(model, message.tier)),
+            message=salted,
+            prefix=prefix or prefix_of(salted, prompt_cache_key),
             input_tokens=min(estimated_input_tokens(message), model.context_tokens),
             origin=origin,
             preference=fleet.preference(origin),

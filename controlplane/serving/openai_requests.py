@@ -85,6 +85,9 @@ class GenerationRequest(NeutralFields, ABC):
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512)
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=512, description="extension: share cached prefixes only where it is the same"
+    )
     ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
     min_tokens: int | None = Field(None, ge=0, description="extension: over 0 only with ignore_eos and max_tokens")
 
@@ -123,9 +126,10 @@ class GenerationRequest(NeutralFields, ABC):
             model=self.model,
             tier=tier,
             sampling=self.sampling(),
+            cache_salt=self.cache_salt or "",
             **self.prompt_fields(),
         )
-        return Query(prompts=(message,))
+        return Query(prompts=(message,), prompt_cache_key=self.prompt_cache_key or "")
 
     def tier(self) -> Tier:
         return tier_of(self.service_tier)

@@ -20,6 +20,7 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight import EventStream, InFlightRequest
+from controlplane.serving.prompt_prefixes import CachedPrefixes
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from dataplane.protocol.messages import STALE_EPOCH, Generate, Sampling
@@ -40,6 +41,7 @@ class Sender:
             utilization_max=settings.route_utilization_max, stale_s=settings.heartbeat_stale_s
         )
         self._circuits = Circuits(CircuitSettings(open_max_s=settings.circuit_open_max_s))
+        self._prefixes = CachedPrefixes(settings.prefix_index_keys_max)
 
     async def send(self, request: InFlightRequest, facts: RoutingFacts | None = None) -> EventStream:
         """The events of the stream: `Started` from each instance that takes the request, then what it answers.
@@ -55,7 +57,9 @@ class Sender:
             with step("route"):
                 route = await self._next_route(request, facts)
             facts = None
-            sending = self._fleet.note_sent(route.instance_id, request.tokens, request.input_tokens)
+            cached = route.cached_tokens
+            sending = self._fleet.note_sent(route.instance_id, request.tokens - cached, request.input_tokens - cached)
+            prompt = self._prefixes.begin(request.prefix, route)
             self._circuits.note_sent(route)
             request.routes.append(route)
             before = request.position
@@ -65,8 +69,11 @@ class Sender:
                     async with contextlib.aclosing(generating) as stream:
                         async for events in stream:
                             request.note(events)
+                            if not prompt.computed and request.position != before:
+                                prompt.note_computed()
                             yield events
             except NodeError as error:
+                prompt.note_failed()
                 self._fleet.note_refused(route.instance_id, sending)
                 self._circuits.note_end(route, error)
                 self._require_another(request, error)
@@ -76,6 +83,8 @@ class Sender:
                     request.wait_until_s = time.monotonic() + self._settings.stream_continue_wait_s
             else:
                 self._circuits.note_end(route, None)
+                if request.end is not None:
+                    prompt.note_end(request.end)
                 return
 
     def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
@@ -133,6 +142,7 @@ class Sender:
         instances = self._fleet.instances(message.model)
         if request.only_region is not None:
             instances = tuple(i for i in instances if i.endpoint.region == request.only_region)
+        self._prefixes.follow(self._fleet.view)
         return RoutingFacts(
             model=message.model,
             tier=message.tier,
@@ -141,6 +151,9 @@ class Sender:
             excluded=frozenset(request.excluded),
             avoided=self._circuits.avoided(),
             ttft_s=None if message.objective is None else message.objective.ttft_s,
+            input_tokens=request.input_tokens,
+            cached_tokens=self._prefixes.cached_tokens(request.prefix, request.input_tokens),
+            home_key=request.prefix.home_key,
         )
 
     def _url(self, route: Route) -> str:

@@ -37,6 +37,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     epoch: int
     batch_id: str
+    tenant: str
     endpoint: str
     model: str
     body: str
@@ -132,8 +133,8 @@ _CLAIM = text(
         ) AS due
     ))
     AND asked.batch_number = queued.batch_number AND asked.line = queued.line AND batches.number = queued.batch_number
-    RETURNING queued.batch_number, queued.line, queued.epoch, batches.id, batches.endpoint, queued.model,
-              CAST(asked.body AS text), queued.attempts
+    RETURNING queued.batch_number, queued.line, queued.epoch, batches.id, batches.tenant, batches.endpoint,
+              queued.model, CAST(asked.body AS text), queued.attempts
     """
 )
 
@@ -156,12 +157,13 @@ def claim(session: Session, wanted: Mapping[tuple[int, str], int], *, lease_s: i
             line=line,
             epoch=epoch,
             batch_id=batch_id,
+            tenant=tenant,
             endpoint=endpoint,
             model=model,
             body=body,
             attempts=attempts,
         )
-        for number, line, epoch, batch_id, endpoint, model, body, attempts in rows.all()
+        for number, line, epoch, batch_id, tenant, endpoint, model, body, attempts in rows.all()
     ]
     return sorted(claims, key=lambda claim: claim.key)
 

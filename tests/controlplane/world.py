@@ -72,6 +72,7 @@ class FakeAgent:
         self.peers: set[int] = set()
         self.dropped, self.freed = threading.Event(), threading.Event()
         self.url = ""
+        self.cached_tokens = 0
         self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
 
     def next_mode(self) -> str:
@@ -122,7 +123,7 @@ class FakeAgent:
             yield Failed(status=503, code="worker_lost", message="the worker died", retryable=True)
         elif mode != "no finish":
             yield Token(text="turns", token_ids=(3,))
-            yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3)
+            yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3, cached_tokens=self.cached_tokens)
 
 
 REFUSALS = {

@@ -70,8 +70,10 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     model = await state.fleet.model(query.model)
     require_model(request.state.caller, model.name)
     messages = query.choices(request.state.request_id)
-    in_flight = InFlightQuery.of(state.fleet, model, query, messages, origin=_origin(state, origin))
     attempt = await _attempt(request)
+    in_flight = InFlightQuery.of(
+        state.fleet, model, query, messages, tenant=attempt.tenant, origin=_origin(state, origin)
+    )
     answering = Answering(state, in_flight, arrived_s, attempt, record)
     return answering, state.limits.limited(request, in_flight, answering.events())
 
@@ -155,6 +157,8 @@ class Answering:
                 self._state.metrics.continuations.labels(*self._labels).inc()
         elif isinstance(event, Finished):
             self._ended += 1
+            instance_id = self.query.choices[choice].routes[-1].instance_id
+            self._state.metrics.note_prompt(self.query.query.model, instance_id, event)
             if self._ended == len(self.query.choices):
                 self._measure.finished(self.query.usage())
                 self._record.outcome = OK

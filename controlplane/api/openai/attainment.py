@@ -70,6 +70,7 @@ class AnswerMeasure:
         """Record the end of all choices. The pace of a request is that of its slowest one."""
         metrics, labels = self._metrics, self._labels
         metrics.input_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.cached_input_tokens.labels(*labels).inc(usage.cached_tokens)
         metrics.output_tokens.labels(*labels).inc(usage.completion_tokens)
         metrics.duration_s.labels(*labels).observe(time.monotonic() - self._arrived_s)
         paces = self._paces.values()

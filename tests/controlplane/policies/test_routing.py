@@ -139,6 +139,68 @@ def test_nothing_available_is_full() -> None:
     assert utilization_of([]) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("why", "instances", "cached", "chosen"),
+    [
+        # scores are remaining + sent - cached
+        ("9000 - 3000 > 5000", [("a", 9000), ("b", 5000)], {"a": 3000}, "b"),
+        ("7000 - 3000 < 5000", [("a", 7000), ("b", 5000)], {"a": 3000}, "a"),
+        ("the longer hit at equal load", [("a", 500), ("b", 500), ("c", 500)], {"a": 100, "b": 900}, "b"),
+        ("a hot instance leaves the others their hits", [("a", 10**6), ("b", 60), ("c", 0)], {"a": 99, "b": 99}, "b"),
+        ("a shared beginning of 64 tokens moves 64", [("a", 65), ("b", 0)], {"a": 64}, "b"),
+        ("an instance that is gone", [("a", 1), ("b", 0)], {"z": 5000}, "b"),
+    ],
+)
+def test_a_hit_is_worth_the_prefill_it_saves(
+    why: str, instances: list[tuple[str, int]], cached: dict[str, int], chosen: str
+) -> None:
+    asked = [instance(name, remaining_tokens=tokens) for name, tokens in instances]
+    route = choose_route(facts(*asked, input_tokens=5000, cached_tokens=cached), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert (route.instance_id, route.cached_tokens) == (chosen, cached.get(chosen, 0)), why
+
+
+@pytest.mark.parametrize(
+    ("why", "used", "cached", "region"),
+    [
+        ("a conversation returns to the region that has half of it", 0, 500, "west"),
+        ("a shared beginning does not leave the preferred region", 0, 499, "east"),
+        ("a region above the threshold", 70, 1000, "east"),
+    ],
+)
+def test_a_conversation_returns_to_its_region(why: str, used: int, cached: int, region: str) -> None:
+    there = facts(
+        instance("e"), instance("w", "west", used=used), input_tokens=1000, cached_tokens={"w": cached, "e": 0}
+    )
+    route = choose_route(there, 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.region == region, why
+
+
+def test_processes_that_know_nothing_of_a_conversation_agree_on_its_home() -> None:
+    names = [f"i{number}" for number in range(8)]
+
+    def chosen(key: int, names: list[str], **load: int) -> str:
+        asked = [instance(name, remaining_tokens=load.get(name, 0)) for name in names]
+        route = choose_route(facts(*asked, home_key=key.to_bytes(4), input_tokens=1000), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        return route.instance_id
+
+    homes = {key: chosen(key, names) for key in range(200)}
+    assert homes == {key: chosen(key, names[::-1]) for key in homes}
+    assert set(homes.values()) == set(names), "conversations are spread"
+    kept = {key: chosen(key, names[:-1]) for key in homes}
+    assert all(kept[key] == home for key, home in homes.items() if home != "i7"), "only those of `i7` move"
+    home = homes[0]
+    assert chosen(0, names, **{home: 99}) == home, "home counts as 100 tokens of 1000"
+    assert chosen(0, names, **{home: 101}) != home
+    other = next(name for name in names if name != home)
+    known = facts(*map(instance, names), home_key=bytes(4), input_tokens=1000, cached_tokens={other: 101})
+    route = choose_route(known, 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == other, "what is known counts for more"
+
+
 INSTANCES = st.lists(
     st.builds(
         instance,

@@ -18,6 +18,7 @@ from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.in_flight_tokens import Sending
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
+from controlplane.store.redis.live import EMPTY_VIEW, FleetView
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
@@ -133,6 +134,13 @@ class Fleet(FleetCache):
     def node_url(self, node: str) -> str:
         return f"http://{node}"
 
+    @property
+    def view(self) -> FleetView:
+        return EMPTY_VIEW
+
+    def cache_salt(self, tenant: str, given: str) -> str:
+        return tenant + given
+
     def objective(self, model: Model, tier: Tier) -> Objective | None:
         return Objective(ttft_s=0.5, tbt_s=0.02) if tier == Tier.IW_N else None
 
@@ -153,7 +161,7 @@ async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tu
     sender = Sender(fleet, nodes, settings(**changes))
     stop = Sampling(stop=("STOP",))
     message = Generate(request_id="q", instance_id="", model="tide", tier=Tier.IW_N, sampling=stop, prompt="x")
-    request = InFlightRequest.of(fleet, MODEL, message, origin=None)
+    request = InFlightRequest.of(fleet, MODEL, message, tenant="t", origin=None)
     text, token_ids, end, placed = "", [], None, 0
     try:
         async with aclosing(sender.send(request)) as sent:

@@ -15,7 +15,7 @@ def in_flight(**prompt: Any) -> InFlightRequest:
     model = Model(name="tide", context_tokens=4096)
     sampling = Sampling(max_tokens=100)
     message = Generate(request_id="r", instance_id="", model="tide", tier=Tier.IW_N, sampling=sampling, **prompt)
-    return InFlightRequest.of(Fleet(), model, message, origin=None)
+    return InFlightRequest.of(Fleet(), model, message, tenant="t", origin=None)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""The approximate index of prefixes: what it finds, what it forgets, and its bounds."""
+
+from controlplane.policies.prefix_index import HOLDERS_MAX, PrefixIndex
+
+
+def index_of(*notes: tuple[list[int], str, float], keys_max: int = 1000) -> PrefixIndex:
+    index = PrefixIndex(keys_max)
+    for keys, instance, now_s in notes:
+        index.note(keys, instance, now_s, computed=True)
+    return index
+
+
+def test_it_finds_how_much_each_instance_has() -> None:
+    index = index_of(([1, 2, 3], "a", 1.0), ([1, 2], "b", 2.0), ([9], "c", 3.0))
+    assert index.find([1, 2, 3, 4]) == {"a": 3, "b": 2}
+    assert index.find([1, 5]) == {"a": 1, "b": 1}
+    assert index.find([5, 1]) == {}
+    assert index.find([]) == {}
+
+
+def test_a_piece_in_the_middle_alone_is_no_prefix() -> None:
+    index = index_of(([1, 2, 3], "a", 1.0), ([2, 3], "b", 1.0))
+    assert index.find([1, 2, 3]) == {"a": 3}
+
+
+def test_what_is_evicted_takes_with_it_all_that_was_used_before() -> None:
+    index = index_of(([1, 2], "a", 1.0), ([3], "a", 2.0), ([4], "a", 3.0), ([1], "b", 1.0))
+    index.note_evicted("a", 2.0)
+    assert index.find([1, 2]) == {"b": 1}
+    assert index.find([3]) == {}
+    assert index.find([4]) == {"a": 1}, "used later"
+    index.note([1, 2], "a", 4.0, computed=True)
+    assert index.find([1, 2]) == {"a": 2, "b": 1}, "computed again"
+    index.note_evicted("a", 1.0)
+    assert index.find([4]) == {"a": 1}, "older news change nothing"
+
+
+def test_what_failed_is_dropped_at_that_instance_alone() -> None:
+    index = index_of(([1, 2], "a", 1.0), ([1, 2], "b", 1.0))
+    index.drop([1, 2], "a")
+    assert index.find([1, 2]) == {"b": 2}
+    index.drop([1, 2], "b")
+    assert len(index) == 0
+
+
+def test_only_what_was_computed_counts_as_such() -> None:
+    index = PrefixIndex(10)
+    index.note([1], "a", 1.0, computed=False)
+    use = index.last_use([1], "a", 1)
+    assert use is not None
+    assert not use.computed
+    index.note([1], "a", 2.0, computed=True)
+    index.note([1], "a", 3.0, computed=False)
+    use = index.last_use([1], "a", 1)
+    assert use is not None
+    assert (use.used_s, use.computed) == (3.0, True)
+    assert index.last_use([1], "a", 0) is None
+    assert index.last_use([1], "b", 1) is None
+
+
+def test_it_is_bounded_and_drops_ends_before_beginnings() -> None:
+    index = index_of(([1, 2, 3], "a", 1.0), ([7, 8], "b", 2.0), keys_max=4)
+    assert len(index) == 4
+    assert index.find([1, 2, 3]) == {"a": 2}
+    assert index.find([7, 8]) == {"b": 2}
+    many = index_of(*(([1], f"i{number}", float(number)) for number in range(HOLDERS_MAX + 3)))
+    assert set(many.find([1])) == {f"i{number}" for number in range(3, HOLDERS_MAX + 3)}
