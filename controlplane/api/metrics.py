@@ -17,8 +17,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._counted: set[tuple[str, str]] = set()
-        """Model and instance of every prompt."""
+        self._counted: set[tuple[str, str]] = set()  # model and instance of every prompt
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
@@ -27,12 +26,10 @@ class Metrics:
         self.cached_input_tokens = self._counter(
             "cached_input_tokens", "Prompt tokens served from prefix caches.", *own
         )
-        instance = ("model", "instance")
-        self.instance_input_tokens = self._counter(
-            "instance_input_tokens", "Prompt tokens served by an instance that is there.", *instance
-        )
-        self.instance_cached_input_tokens = self._counter(
-            "instance_cached_input_tokens", "Those of them that the instance had cached.", *instance
+        by_instance = ("model", "instance")
+        self._instance_input = self._counter("instance_input_tokens", "Prompt tokens by instance.", *by_instance)
+        self._instance_cached = self._counter(
+            "instance_cached_input_tokens", "Prompt tokens that an instance had cached.", *by_instance
         )
         self.output_tokens = self._counter("output_tokens", "Completion tokens served.", *own)
         self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they were on time.", *own, "met")
@@ -89,15 +86,15 @@ class Metrics:
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
-        self.instance_input_tokens.labels(model, instance).inc(end.prompt_tokens)
-        self.instance_cached_input_tokens.labels(model, instance).inc(end.cached_tokens)
+        self._instance_input.labels(model, instance).inc(end.prompt_tokens)
+        self._instance_cached.labels(model, instance).inc(end.cached_tokens)
         self._counted.add((model, instance))
 
     def keep_instances(self, present: Container[str]) -> None:
         """Drop the counts of instances that are gone."""
         for labels in [labels for labels in self._counted if labels[1] not in present]:
-            self.instance_input_tokens.remove(*labels)
-            self.instance_cached_input_tokens.remove(*labels)
+            self._instance_input.remove(*labels)
+            self._instance_cached.remove(*labels)
             self._counted.remove(labels)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:
