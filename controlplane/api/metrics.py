@@ -17,7 +17,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._counted: set[tuple[str, str]] = set()  # model and instance of every prompt
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
@@ -26,11 +25,7 @@ class Metrics:
         self.cached_input_tokens = self._counter(
             "cached_input_tokens", "Prompt tokens served from prefix caches.", *own
         )
-        by_instance = ("model", "instance")
-        self._instance_input = self._counter("instance_input_tokens", "Prompt tokens by instance.", *by_instance)
-        self._instance_cached = self._counter(
-            "instance_cached_input_tokens", "Prompt tokens that an instance had cached.", *by_instance
-        )
+        self._count_by_instance()
         self.output_tokens = self._counter("output_tokens", "Completion tokens served.", *own)
         self.slo_tokens = self._counter("slo_tokens", "Tokens by whether they were on time.", *own, "met")
         self.slo_requests = self._counter("slo_requests", "Answers by whether they met the objectives.", *own, "met")
@@ -72,6 +67,14 @@ class Metrics:
         self._flex_waiting = Gauge(
             "tidepool_flex_waiting", "Flex requests that wait for spare capacity.", registry=self._registry
         )
+
+    def _count_by_instance(self) -> None:
+        by_instance = ("model", "instance")
+        self._instance_input = self._counter("instance_input_tokens", "Prompt tokens by instance.", *by_instance)
+        self._instance_cached = self._counter(
+            "instance_cached_input_tokens", "Prompt tokens that an instance had cached.", *by_instance
+        )
+        self._counted: set[tuple[str, str]] = set()  # model and instance of every prompt
 
     def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
         self._limit_refusals.labels(limit.value).inc()
