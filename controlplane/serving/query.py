@@ -14,7 +14,8 @@ _SEED_MASK = 2**63 - 1
 
 class Query(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message for each prompt, and how many answers of each the client gets. `best_of`: so many are generated for
-    each prompt, at least `n`. `prompt_cache_key`: the client's name for prompts that begin alike. `options`: what else the answer's shape depends on; its renderer knows the keys.
+    each prompt, at least `n`. `prompt_cache_key`: the client's name for prompts that begin alike. `options`: what else
+    the answer's shape depends on; its renderer knows the keys.
     """
 
     prompts: tuple[Generate, ...]
