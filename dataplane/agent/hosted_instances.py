@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from dataplane.agent.pooled_answers import PoolingRules, read_rules
 from dataplane.agent.tokenization import Tokenizer, TokenizerCache
 from dataplane.checkpoints.local import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
 from dataplane.protocol.errors import ModelLoadError
@@ -37,8 +38,9 @@ LOAD_LOSSES_MAX = 1
 class HostedInstance:
     """An instance of a worker.
 
-    `folder`: its checkpoint on this node. `load_serial`: of the Load that the present process has not answered yet.
-    `losses`: processes in a row that died while they loaded it. `reloading`: it was ready until its process was lost.
+    `folder`: its checkpoint on this node. `rules`: of a model that does not generate. `load_serial`: of the Load that
+    the present process has not answered yet. `losses`: processes in a row that died while they loaded it. `reloading`:
+    it was ready until its process was lost.
     `retry`: when a failed load is tried again. `orphaned`: it failed because processes died. `wanted_s`: since when it
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
     it is no longer desired. `fetch`: the progress of its checkpoint's download.
@@ -48,6 +50,7 @@ class HostedInstance:
     state: InstanceState = "loading"
     folder: str = ""
     tokenizer: Tokenizer | None = None
+    rules: PoolingRules | None = None
     error: str | None = None
     load_serial: int | None = None
     losses: int = 0
@@ -226,7 +229,7 @@ class HostedInstances:
         if not changed:
             return
         if hosted.drained:
-            self._add(HostedInstance(desired=desired, tokenizer=hosted.tokenizer))
+            self._add(HostedInstance(desired=desired, tokenizer=hosted.tokenizer, rules=hosted.rules))
         elif hosted.state in ("ready", "draining"):
             hosted.state = "draining" if desired.draining else "ready"
         self._on_change(hosted.instance_id)
@@ -270,6 +273,7 @@ class HostedInstances:
         try:
             hosted.folder = await self._local_folder(hosted)
             await asyncio.to_thread(read_ahead, Path(hosted.folder))
+            hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)
             hosted.tokenizer = await self._tokenizers.get(hosted.desired.model.path, hosted.folder)
         except ModelLoadError as error:
             self._fail(hosted, error.message)

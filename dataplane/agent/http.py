@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from dataplane.agent.answers import Answer, failed_event
 from dataplane.agent.metrics import agent_registry
 from dataplane.agent.node import Agent
+from dataplane.agent.pooled_answers import PooledAnswer
 from dataplane.agent.state import node_state
 from dataplane.protocol.errors import BadRequestError, DataplaneError
 from dataplane.protocol.messages import Generate, encode_line
@@ -46,7 +47,7 @@ class BodyTooLargeError(DataplaneError):
 class AnswerResponse(StreamingResponse):
     """The stream of an answer. Its end, by a disconnected client too, ends the request in the worker."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer | PooledAnswer) -> None:
         super().__init__(_lines(answer), media_type="application/x-ndjson")
         self._answer = answer
 
@@ -57,7 +58,7 @@ class AnswerResponse(StreamingResponse):
             self._answer.close()
 
 
-async def _lines(answer: Answer) -> AsyncIterator[bytes]:
+async def _lines(answer: Answer | PooledAnswer) -> AsyncIterator[bytes]:
     async for event in answer.events():
         yield encode_line(event)
 

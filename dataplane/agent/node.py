@@ -12,13 +12,16 @@ from prometheus_client import CollectorRegistry
 from dataplane.agent.answers import Answer, check_sampling, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
+from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.pooled_answers import PooledAnswer, PoolingRules, check_task, pooled_prompt, pooled_request
 from dataplane.agent.prompts import PromptTokenizer
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import IncrementalDetokenizer, LoadTokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import NodeResources, StartWorker
+from dataplane.checkpoints.pooling import EmbeddingRules
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.protocol.errors import (
     BadRequestError,
@@ -159,7 +162,7 @@ class Agent:
         """Model switches on all workers since the agent started."""
         return sum(worker.switches_total for worker in self.workers)
 
-    async def admit(self, generate: Generate) -> Answer:
+    async def admit(self, generate: Generate) -> Answer | PooledAnswer:
         """Check and tokenize a request, and send it to its instance.
 
         Raises:
@@ -175,9 +178,12 @@ class Agent:
             raise BadRequestError(
                 f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
             )
+        check_task(generate, model)
         group.check_queue()
         assert hosted.tokenizer is not None, "an instance is ready only with its tokenizer"
         tokens_max = min(model.context_tokens, group.kv_tokens_max(generate.instance_id))
+        if hosted.rules is not None:
+            return await self._admit_pooled(generate, group, hosted, hosted.rules, tokens_max=tokens_max)
         prompt = await self._prompts.tokenize(generate, hosted.tokenizer, tokens_max=tokens_max)
         detokenizer = IncrementalDetokenizer(hosted.tokenizer, generate.sampling.stop, sent_chars=generate.sent_chars)
         resumed = await asyncio.to_thread(detokenizer.resume, generate.generated) if generate.generated else ""
@@ -186,6 +192,26 @@ class Agent:
         inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
         return Answer(inflight, detokenizer, cancel=group.cancel, measure=measure, resumed=resumed)
+
+    async def _admit_pooled(
+        self, generate: Generate, group: WorkerGroup, hosted: HostedInstance, rules: PoolingRules, *, tokens_max: int
+    ) -> PooledAnswer:
+        """`admit` for a model that embeds or scores."""
+        model, tokenizer = hosted.desired.model, hosted.tokenizer
+        assert tokenizer is not None
+        if isinstance(rules, EmbeddingRules) and rules.tokens_max is not None:
+            tokens_max = min(tokens_max, rules.tokens_max)
+        asked = pooled_prompt(generate, rules)
+        if asked.messages is not None:
+            query, document = (message.content for message in asked.messages)
+            prompt = await self._prompts.tokenize_pair(query, document, tokenizer, tokens_max=tokens_max)
+        else:
+            prompt = await self._prompts.tokenize(asked, tokenizer, tokens_max=tokens_max)
+        group.check_queue()
+        request = pooled_request(asked, prompt, model, tokens_max=tokens_max)
+        inflight = self._fenced(asked, group, group.submit(request))
+        measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
+        return PooledAnswer(inflight, rules, dimensions=generate.dimensions, cancel=group.cancel, measure=measure)
 
     def _fenced(self, generate: Generate, group: WorkerGroup, inflight: InflightRequest) -> InflightRequest:
         """The request in flight, unless a newer claim of it arrived while it was tokenized."""

@@ -45,6 +45,14 @@ class PromptTokenizer:
             tokens = await asyncio.to_thread(work)
         return _not_empty(tokens, param)
 
+    async def tokenize_pair(
+        self, query: str, document: str, tokenizer: Tokenizer, *, tokens_max: int
+    ) -> tuple[int, ...]:
+        """The tokens of two texts that are scored together; raises as `tokenize`."""
+        async with self._long_prompt(len(query) + len(document)):
+            tokens = await asyncio.to_thread(tokenizer.encode_pair, query, document, tokens_max=tokens_max)
+        return _not_empty(tokens, "messages")
+
     @contextlib.asynccontextmanager
     async def _long_prompt(self, chars: int) -> AsyncIterator[None]:
         """Wait while `long_prompts_max` long prompts run, if this one is long."""

@@ -41,6 +41,9 @@ class Tokenizer(Protocol):
     def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
         """The tokens of a plain prompt; raises as `encode_chat` does."""
 
+    def encode_pair(self, query: str, document: str, *, tokens_max: int) -> tuple[int, ...]:
+        """The tokens of two texts, as the checkpoint joins them; raises as `encode_chat` does."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
 
@@ -103,6 +106,15 @@ class CheckpointTokenizer:
         """The tokens of a plain prompt, special tokens added as the checkpoint wants them."""
         return self._encode(prompt, "prompt", tokens_max, special=True)
 
+    def encode_pair(self, query: str, document: str, *, tokens_max: int) -> tuple[int, ...]:
+        """The tokens of two texts, joined by the template of the tokenizer, or else one after the other."""
+        for text in (query, document):
+            if self._bound is not None and len(text) > tokens_max:
+                _check_length(self._bound.least_tokens(text, enough=tokens_max), tokens_max, "messages")
+        [encoding] = self._tokenizer.encode_batch_fast([(query, document)], add_special_tokens=True)
+        _check_length(len(encoding), tokens_max, "messages")
+        return tuple(encoding.ids)
+
     def _encode(self, text: str, param: str, tokens_max: int, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text. `encode_batch_fast` releases the interpreter lock; `encode` may hold it for seconds."""
         if self._bound is not None and len(text) > tokens_max:
@@ -126,6 +138,9 @@ class WordTokenizer:
 
     def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
         return _word_ids(prompt, "prompt", tokens_max)
+
+    def encode_pair(self, query: str, document: str, *, tokens_max: int) -> tuple[int, ...]:
+        return _word_ids(f"{query} {document}", "messages", tokens_max)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)

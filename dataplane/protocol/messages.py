@@ -111,7 +111,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `template`: further variables of the chat template. `constraint`: of the answer after any reasoning. `cache_salt`:
     only requests with the same salt share cached prefixes. `pooling`: answer with one `Pooled` event instead of tokens,
-    for models whose task is not "generate".
+    for models whose task is not "generate". `dimensions`: to how many numbers an embedding is cut. `prompt_name`: which
+    of the checkpoint's own prompts precedes the text to embed; None: its default one, if it has one.
     """
 
     request_id: str
@@ -133,6 +134,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     constraint: Constraint | None = None
     cache_salt: str = ""
     pooling: bool = False
+    dimensions: int | None = None
+    prompt_name: str | None = None
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
