@@ -1,20 +1,29 @@
-"""From a Generate message to its stream of events: checks of the request, and the answer's text."""
+"""From a Generate message to its stream of events."""
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from dataplane.agent.measures import RequestMeasure
 from dataplane.agent.tokenization import IncrementalDetokenizer
 from dataplane.dispatch.requests import InflightRequest
-from dataplane.engines.interface import EngineOutput, EngineRequest
-from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
-from dataplane.protocol.messages import Failed, Finished, FinishReason, Generate, ModelSpec, Started, StreamEvent, Token
+from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
+from dataplane.protocol.errors import ContextLengthError, DataplaneError
+from dataplane.protocol.messages import (
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    ModelSpec,
+    Started,
+    StreamEvent,
+    Token,
+    TokenLogprob,
+    TopLogprob,
+)
 from dataplane.runtime.tracing import current_parent
 
 RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
 """Refusals for reasons other than the request itself: another instance may take it."""
-
-TEMPERATURE_MAX = 2.0
 
 
 def failed_event(error: DataplaneError) -> Failed:
@@ -26,30 +35,6 @@ def failed_event(error: DataplaneError) -> Failed:
         param=error.param,
         retryable=error.status in RETRYABLE_STATUSES,
     )
-
-
-def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
-    """Refuse sampling parameters out of range.
-
-    Raises:
-        BadRequestError: names the field and its limits.
-    """
-    sampling = generate.sampling
-    sources = (generate.messages, generate.prompt, generate.prompt_tokens)
-    if sum(source is not None for source in sources) != 1:
-        raise BadRequestError("exactly one of messages, prompt and prompt_tokens must be set", param="messages")
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        raise BadRequestError(f"max_tokens must be at least 1, not {sampling.max_tokens}", param="max_tokens")
-    if not 0 <= sampling.temperature <= TEMPERATURE_MAX:
-        raise BadRequestError(f"temperature must be 0 to 2, not {sampling.temperature}", param="temperature")
-    if not 0 < sampling.top_p <= 1:
-        raise BadRequestError(f"top_p must be over 0 and at most 1, not {sampling.top_p}", param="top_p")
-    if len(sampling.stop) > stop_strings_max:
-        raise BadRequestError(f"stop holds {len(sampling.stop)} strings; {stop_strings_max} is the limit", param="stop")
-    if generate.sent_chars < 0:
-        raise BadRequestError(f"sent_chars must be at least 0, not {generate.sent_chars}", param="sent_chars")
-    if "" in sampling.stop:
-        raise BadRequestError("stop must not hold an empty string", param="stop")
 
 
 def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, tokens_max: int) -> EngineRequest:
@@ -75,10 +60,18 @@ def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec
         prompt=prompt,
         generated=generate.generated,
         max_tokens=max_tokens,
+        min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(31),
         ignore_eos=sampling.ignore_eos,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        logprobs=sampling.logprobs,
         trace=current_parent(),
     )
 
@@ -149,7 +142,24 @@ class Answer:
         self._completion_tokens += len(token_ids)
         self._measure.made(len(token_ids))
         new = "".join(texts)
-        return Token(text=new, token_ids=tuple(token_ids)) if new or token_ids else None
+        if not new and not token_ids:
+            return None
+        logprobs = self._logprobs(token_ids, output.scores) if output.scores else ()
+        return Token(text=new, token_ids=tuple(token_ids), logprobs=logprobs)
+
+    def _logprobs(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> tuple[TokenLogprob, ...]:
+        return tuple(
+            TokenLogprob(
+                token=self._top(token_id, score.logprob), top=tuple(self._top(one, value) for one, value in score.top)
+            )
+            for token_id, score in zip(token_ids, scores, strict=False)
+        )
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        """A token decoded by itself: of one that is part of a character, the text is a replacement character."""
+        utf8 = self._detokenizer.token_bytes(token_id)
+        text = utf8.decode("utf-8", errors="replace")
+        return TopLogprob(token_id=token_id, text=text, utf8=tuple(utf8), logprob=logprob)
 
     def _finished(self, reason: FinishReason) -> Finished:
         self._measure.ended(reason)

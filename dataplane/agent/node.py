@@ -9,13 +9,14 @@ import time
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dataplane.agent.answers import Answer, check_sampling, engine_request
+from dataplane.agent.answers import Answer, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
 from dataplane.agent.pooled_answers import PooledAnswer, PoolingRules, check_task, pooled_prompt, pooled_request
 from dataplane.agent.prompts import PromptTokenizer
+from dataplane.agent.sampling import check_sampling
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.tokenization import IncrementalDetokenizer, LoadTokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup

@@ -33,6 +33,7 @@ class PromptTokenizer:
             OverloadedError: it is long, and too many long prompts wait.
         """
         tokenizer.check_tokens(generate.generated, "generated")
+        tokenizer.check_tokens([token_id for token_id, _ in generate.sampling.logit_bias], "logit_bias")
         if generate.messages is not None:
             chars = sum(len(message.content) for message in generate.messages)
             work, param = partial(tokenizer.encode_chat, generate.messages, tokens_max=tokens_max), "messages"

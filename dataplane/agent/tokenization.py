@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from zlib import crc32
 
 from dataplane.agent.token_bounds import TokenBound
+from dataplane.agent.token_bytes import token_bytes_reader
 from dataplane.engines.replay.vocabulary import WORDS
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError
 from dataplane.protocol.messages import ChatMessage, EngineKind
@@ -46,6 +47,11 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for: a text, with the blank that separates it from the one before, or some bytes of a
+        character. Special tokens have their names; ids without a token have none.
+        """
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         """Refuse ids that the model does not have.
@@ -81,6 +87,7 @@ class CheckpointTokenizer:
             raise ModelLoadError(f"{folder}: the tokenizer cannot be used: {error}", param="path") from error
         self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bound = TokenBound.of_file(path)
+        self._token_bytes = token_bytes_reader(self._tokenizer)
 
     def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
         """Render the chat template, or `role: content` lines where the checkpoint has none.
@@ -126,6 +133,9 @@ class CheckpointTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._token_bytes(token_id)
+
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         _check_range(token_ids, self._vocabulary_size, param)
 
@@ -144,6 +154,9 @@ class WordTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f" {WORDS[token_id % len(WORDS)]}".encode()
 
     def check_tokens(self, token_ids: Sequence[int], param: str) -> None:
         _check_range(token_ids, len(WORDS), param)
@@ -224,6 +237,10 @@ class IncrementalDetokenizer:
             return ""
         self._start, self._read = self._read, len(self._token_ids)
         return self._release(after[len(before) :])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Tokenizer.token_bytes`."""
+        return self._tokenizer.token_bytes(token_id)
 
     def finish(self) -> str:
         """The text that was held back, when no token follows."""

@@ -1,0 +1,58 @@
+"""The bytes that a single token stands for, as log probabilities report them.
+
+A token of a byte-level vocabulary, or of byte fallback, may be part of a character: its bytes are told by its piece in
+the vocabulary, while a decoder writes a replacement character. All bytes of an answer, joined, are its text.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
+_CACHED_TOKENS = 2**16
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def token_bytes_reader(tokenizer: Any) -> Callable[[int], bytes]:
+    """A function from a token id to its bytes, by a `tokenizers.Tokenizer`; none for ids without a token. Blanks that a
+    decoder places are those between two tokens; special tokens have their names' bytes.
+    """
+    decoder = tokenizer.decoder
+    kinds = frozenset() if decoder is None else _kinds(json.loads(decoder.__getstate__()))
+    added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    return lru_cache(_CACHED_TOKENS)(partial(_token_bytes, tokenizer, kinds, added))
+
+
+def _token_bytes(tokenizer: Any, kinds: frozenset[str], added: dict[int, str], token_id: int) -> bytes:
+    piece = added.get(token_id)
+    if piece is not None:
+        return piece.encode()
+    piece = tokenizer.id_to_token(token_id)
+    if piece is None:
+        return b""
+    if "ByteLevel" in kinds and all(char in _BYTES for char in piece):
+        return bytes(_BYTES[char] for char in piece)
+    if "ByteFallback" in kinds and (byte := _FALLBACK.fullmatch(piece)):
+        return bytes.fromhex(byte[1])
+    once, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
+    return twice[len(once) :].encode()
+
+
+def _kinds(decoder: dict[str, Any]) -> frozenset[str]:
+    """The types of a decoder and of those that it is a sequence of."""
+    parts = (_kinds(part) for part in decoder.get("decoders", ()))
+    return frozenset({decoder["type"]}).union(*parts)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters by which byte-level vocabularies write bytes (GPT-2's): printable ones of Latin-1 themselves, and
+    the others from U+0100 on, in order.
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
