@@ -76,6 +76,8 @@ async def test_refusals_are_failed_messages_with_their_status() -> None:
         ({"sampling": Sampling(temperature=-0.1)}, 400, "invalid_value", "temperature"),
         ({"sampling": Sampling(top_p=0.0)}, 400, "invalid_value", "top_p"),
         ({"sampling": Sampling(stop=("",))}, 400, "invalid_value", "stop"),
+        ({"sampling": Sampling(frequency_penalty=2.1)}, 400, "invalid_value", "frequency_penalty"),
+        ({"sampling": Sampling(logit_bias=((99999, 1.0),))}, 400, "invalid_value", "logit_bias"),
         ({"sampling": Sampling(max_tokens=5000)}, 400, "context_length_exceeded", "max_tokens"),
         ({"prompt": "the " * 3000, "sampling": Sampling()}, 400, "context_length_exceeded", "prompt"),
     ]

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dataplane.agent.answers import engine_request
@@ -13,7 +14,16 @@ from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.tokenization import load_tokenizer
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.protocol.messages import DesiredInstance, Finished, Generate, ModelSpec, Sampling
+from dataplane.protocol.messages import (
+    DesiredInstance,
+    Finished,
+    Generate,
+    ModelSpec,
+    Sampling,
+    StreamEvent,
+    Token,
+    TokenLogprob,
+)
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.engines.torch.tiny import save_tiny
 from tests.dataplane.replay_node import generate, running_node, settings
@@ -44,8 +54,34 @@ def torch_settings(count: int, **changes: Any) -> AgentSettings:
 
 
 def body(request_id: str, seed: int, name: str = "tide") -> Generate:
+    """Odd seeds ask for penalties, bias and log probabilities."""
     sampling = Sampling(max_tokens=60 + seed % 40, temperature=1.0, seed=seed, ignore_eos=True)
+    if seed % 2:
+        sampling = msgspec.structs.replace(
+            sampling,
+            frequency_penalty=0.6,
+            presence_penalty=0.4,
+            repetition_penalty=1.2,
+            logit_bias=((101, 3.0), (32, -100.0)),
+            top_k=60,
+            min_p=0.01,
+            logprobs=3,
+        )
     return generate(f"{request_id}-{seed}-{name}", instance_id=f"i-{name}", model=name, sampling=sampling)
+
+
+def logprobs_of(events: list[StreamEvent]) -> list[TokenLogprob]:
+    return [one for event in events if isinstance(event, Token) for one in event.logprobs]
+
+
+def check_same(events: list[StreamEvent], calm: list[StreamEvent]) -> None:
+    """That two streams have the same tokens, and log probabilities that differ by rounding alone."""
+    assert token_ids(events) == token_ids(calm)
+    ours, theirs = logprobs_of(events), logprobs_of(calm)
+    assert [one.token.token_id for one in ours] == [one.token.token_id for one in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        values, expected = ([top.logprob for top in (both.token, *both.top)] for both in (one, other))
+        assert values == pytest.approx(expected, abs=1e-3)
 
 
 def instances(specs: list[ModelSpec]) -> list[DesiredInstance]:
@@ -60,7 +96,13 @@ async def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
         calm = await read(node, body("calm", 139))
         assert calm[-1] == Finished(finish_reason="length", prompt_tokens=14, completion_tokens=79)
         storm = await read(node, body("storm", 139), kill_at=5)
-        assert token_ids(storm) == token_ids(calm)
+        check_same(storm, calm)
+        asked = logprobs_of(calm)
+        assert [one.token.token_id for one in asked] == token_ids(calm)
+        assert all(len(one.top) == 3 and one.token.token_id != 32 for one in asked)
+        assert b"".join(bytes(one.token.utf8) for one in asked).decode(errors="replace") == "".join(
+            event.text for event in calm if isinstance(event, Token)
+        )
         assert node.agent.workers[0].restarts_total == 1
 
 
