@@ -15,12 +15,20 @@ class CompletionRenderer(OpenAIRenderer):
     id_prefix = "cmpl"
 
     def begin(self) -> bytes:
+        """The chunks with the prompts, if they shall be echoed."""
+        super().begin()
         self._offsets = [0] * self._count
-        return super().begin()
+        echoed = [(index, self._echo(index)) for index in range(self._count)]
+        return b"".join(self.chunk(_choice(index, text)) for index, text in echoed if text)
 
     def choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
         logprobs = completion_logprobs(answer.logprobs, 0) if self._shows_logprobs else None
-        return _choice(index, answer.text, logprobs=logprobs, finish_reason=answer.finish_reason)
+        return _choice(index, self._echo(index) + answer.text, logprobs=logprobs, finish_reason=answer.finish_reason)
+
+    def _echo(self, index: int) -> str:
+        """What a choice's text begins with."""
+        prompt = self.query.prompts[index // self.query.n].prompt or ""
+        return prompt if self.query.options.get("echo") else ""
 
     def text_choice(self, index: int, text: str) -> dict[str, Any]:
         return _choice(index, text)

@@ -73,7 +73,7 @@ def parse_json(endpoint: str, body: bytes) -> EndpointRequest:
 
 def stored_query(query: Query) -> bytes:
     """A query as the queue stores it: one that is a single message as that message, which older versions read too."""
-    plain = len(query.prompts) == query.n == query.best_of == 1 and not query.options
+    plain = query == Query(prompts=query.prompts[:1])
     return msgspec.json.encode(query.prompts[0] if plain else query)
 
 

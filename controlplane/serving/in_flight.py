@@ -122,7 +122,11 @@ def estimated_input_tokens(message: Generate) -> int:
     if message.prompt_tokens is not None:
         return len(message.prompt_tokens)
     texts = [message.prompt or ""] if message.messages is None else [each.content for each in message.messages]
-    return sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts)
+    tokens = sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts)
+    calls = [each.tool_calls for each in message.messages or () if each.tool_calls]
+    if calls or message.tools is not None:
+        tokens += len(msgspec.json.encode((calls, message.tools))) // _BYTES_PER_TOKEN
+    return tokens
 
 
 def check_context(max_tokens: int | None, model: Model) -> None:

@@ -38,7 +38,7 @@ class OpenAIRenderer(Renderer):
     def __init__(self, query: Query, *, answer_id: str, include_usage: bool = False) -> None:
         super().__init__(query, answer_id=answer_id, include_usage=include_usage)
         self._count = query.n * len(query.prompts)
-        self._shows_logprobs = query.n == query.best_of and query.prompts[0].sampling.logprobs is not None
+        self._shows_logprobs = not query.options.get("hide_logprobs") and query.prompts[0].sampling.logprobs is not None
         self._head = {
             "id": f"{self.id_prefix}-{answer_id}",
             "object": self.chunk_kind,

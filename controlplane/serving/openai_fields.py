@@ -1,16 +1,22 @@
-"""Fields of OpenAI's and vLLM's requests that are not supported: accepted with their default value, else refused with a
-message, so that no client assumes a penalty or a tool that was never applied.
+"""Types that fields of several requests share, and fields of OpenAI's and vLLM's requests that are not supported: those
+are accepted with their default value, else refused with a message, so that no client assumes what was never applied.
 """
 
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 STOP_STRINGS_MAX = 4
+OBJECT_BYTES_MAX = 64 * 1024
+"""Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
+FUNCTION_NAME = "^[a-zA-Z0-9_-]{1,64}$"
 UNSUPPORTED = "unsupported_parameter"
 """Pydantic's type of these errors, and OpenAI's code for them."""
+INVALID = "invalid_value"
+"""Pydantic's type of errors that name their field themselves."""
 
 
 def _valid_unicode(text: str) -> str:
@@ -25,9 +31,39 @@ def _valid_unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
-def unsupported(message: str) -> PydanticCustomError:
-    """The refusal of a value; its message is for the client's user."""
-    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message})
+def json_text(value: Any) -> str:
+    """A value as JSON text.
+
+    Raises:
+        ValueError: it is too large or too deep, or holds what JSON text cannot.
+    """
+    try:
+        encoded = msgspec.json.encode(value)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except (UnicodeEncodeError, OverflowError):
+        raise ValueError("holds a string or a number that cannot be passed on") from None
+    if len(encoded) > OBJECT_BYTES_MAX:
+        raise ValueError(f"at most {OBJECT_BYTES_MAX} bytes of JSON are allowed, not {len(encoded)}")
+    return encoded.decode()
+
+
+def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+    json_text(value)
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
+
+
+def unsupported(message: str, *, field: str | None = None) -> PydanticCustomError:
+    """The refusal of a value; its message is for the client's user. `field`: as in `fault`."""
+    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message} | ({"field": field} if field else {}))
+
+
+def fault(field: str, message: str) -> PydanticCustomError:
+    """The refusal of a field that only a look at the whole request can judge."""
+    return PydanticCustomError(INVALID, "{message}", {"message": message, "field": field})
 
 
 def _only(message: str, *neutral: Any) -> BeforeValidator:
@@ -44,53 +80,30 @@ def _no(what: str) -> str:
     return f"{what} are not supported yet"
 
 
-_ZERO, _ONE = (0, 0.0), (1, 1.0)
-NoTools = Annotated[SkipJsonSchema[None], _only(_no("tools"), [])]
-NoToolChoice = Annotated[SkipJsonSchema[None], _only(_no("tools"), "none", "auto")]
-NoPenalty = Annotated[SkipJsonSchema[None], _only(_no("penalties"), *_ZERO)]
-NoBias = Annotated[SkipJsonSchema[None], _only(_no("token biases"), {})]
-NoLogprobs = Annotated[SkipJsonSchema[None], _only(_no("log probabilities"), False)]
-NoTopLogprobs = Annotated[SkipJsonSchema[None], _only(_no("log probabilities"), 0)]
-OneAnswer = Annotated[SkipJsonSchema[None], _only("only one answer for each request is supported yet", 1)]
+_OLD_TOOLS = "the older functions are not supported; tools are"
+NoFunctions = Annotated[SkipJsonSchema[None], _only(_OLD_TOOLS, [])]
 
 
 class NeutralFields(BaseModel):
     """Fields of both endpoints. The OpenAPI document leaves them out: it lists what is supported."""
 
-    n: OneAnswer = None
-    frequency_penalty: NoPenalty = None
-    presence_penalty: NoPenalty = None
-    repetition_penalty: Annotated[SkipJsonSchema[None], _only(_no("penalties"), *_ONE)] = None
-    length_penalty: Annotated[SkipJsonSchema[None], _only(_no("penalties"), *_ONE)] = None
-    logit_bias: NoBias = None
-    top_k: Annotated[SkipJsonSchema[None], _only("top_k is not supported yet; top_p is", -1, 0)] = None
-    min_p: Annotated[SkipJsonSchema[None], _only("min_p is not supported yet; top_p is", *_ZERO)] = None
+    length_penalty: Annotated[SkipJsonSchema[None], _only("beam search is not supported yet", 1, 1.0)] = None
     use_beam_search: Annotated[SkipJsonSchema[None], _only("beam search is not supported yet", False)] = None
     stop_token_ids: Annotated[SkipJsonSchema[None], _only(_no("stop tokens"), [])] = None
     include_stop_str_in_output: Annotated[
         SkipJsonSchema[None], _only("stop strings are never part of the answer", False)
     ] = None
     skip_special_tokens: Annotated[SkipJsonSchema[None], _only("special tokens are never shown", True)] = None
-    prompt_logprobs: NoTopLogprobs = None
+    prompt_logprobs: Annotated[SkipJsonSchema[None], _only(_no("log probabilities of prompts"), 0)] = None
 
 
 class NeutralChatFields(BaseModel):
     """Fields of chat completions."""
 
-    tools: NoTools = None
-    tool_choice: NoToolChoice = None
-    functions: NoTools = None
-    function_call: NoToolChoice = None
-    parallel_tool_calls: Annotated[bool | None, Field(description="without tools it means nothing")] = None
-    response_format: Annotated[
-        SkipJsonSchema[None],
-        _only("only text answers are supported yet: response_format may be {'type': 'text'}", {"type": "text"}),
-    ] = None
-    logprobs: NoLogprobs = None
-    top_logprobs: NoTopLogprobs = None
+    functions: NoFunctions = None
+    function_call: Annotated[SkipJsonSchema[None], _only(_OLD_TOOLS, "none", "auto")] = None
     modalities: Annotated[SkipJsonSchema[None], _only("only text answers are supported yet", ["text"], [])] = None
     audio: Annotated[SkipJsonSchema[None], _only("only text answers are supported yet")] = None
-    reasoning_effort: Annotated[SkipJsonSchema[None], _only("reasoning effort cannot be set yet", "none")] = None
     verbosity: Annotated[SkipJsonSchema[None], _only("verbosity cannot be set yet", "medium")] = None
     web_search_options: Annotated[SkipJsonSchema[None], _only("web search is not supported")] = None
     prediction: Annotated[SkipJsonSchema[None], _only("predicted outputs are not supported yet")] = None
@@ -99,9 +112,6 @@ class NeutralChatFields(BaseModel):
 class NeutralCompletionFields(BaseModel):
     """Fields of completions."""
 
-    echo: Annotated[SkipJsonSchema[None], _only("echo is not supported yet", False)] = None
-    best_of: OneAnswer = None
-    logprobs: Annotated[SkipJsonSchema[None], _only(_no("log probabilities"))] = None
     suffix: Annotated[SkipJsonSchema[None], _only("a suffix is not supported yet", "")] = None
 
 
@@ -126,12 +136,3 @@ def _text_parts_only(value: Any) -> Any:
 
 
 TEXT_PARTS_ONLY: BeforeValidator = BeforeValidator(_text_parts_only)
-
-
-def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > 1 and not isinstance(value[0], int):
-        raise unsupported(f"only one prompt for each request is supported yet, not {len(value)}")
-    return value
-
-
-ONE_PROMPT: BeforeValidator = BeforeValidator(_one_prompt)

@@ -5,57 +5,64 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from controlplane.errors import InvalidValueError, UnknownParameterError, UnsupportedParameterError
 from controlplane.serving.openai_fields import (
-    ONE_PROMPT,
-    TEXT_PARTS_ONLY,
     UNSUPPORTED,
+    JsonObject,
     NeutralChatFields,
     NeutralCompletionFields,
     NeutralFields,
-    NoTools,
     Stop,
     Text,
+    fault,
     unsupported,
 )
-from controlplane.serving.query import Query
-from dataplane.protocol.messages import ChatMessage, Generate, Sampling
+from controlplane.serving.openai_formats import (
+    Choice,
+    Pattern,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    choice_constraint,
+    format_constraint,
+    grammar_constraint,
+    only_one,
+    regex_constraint,
+    schema_constraint,
+)
+from controlplane.serving.openai_messages import Message, ToolChoice, Tools, check_conversation, tool_use
+from controlplane.serving.query import CHOICES_MAX, Query
+from dataplane.protocol.messages import Constraint, Generate, Sampling
 from dataplane.protocol.tiers import Tier
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint
+N_MAX = 8
+BEST_OF_MAX = 20
+PROMPTS_MAX = 32
+LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 1024
+_TOKEN_ID_MAX = 2**31 - 1
 
-_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|item:\w+")
+_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|choice-\w+|tagged-.*")
+_AS_GIVEN = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "min_tokens",
+)
+"""Fields of sampling whose names and values nodes share."""
+_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
-
-
-class TextPart(BaseModel):
-    """A part of a message's content; only text is supported."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
-    text: Text
-
-
-class Message(BaseModel):
-    """One message of a conversation."""
-
-    model_config = ConfigDict(extra="ignore")
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | list[TextPart] | None, TEXT_PARTS_ONLY] = None
-    name: str | None = None
-    tool_calls: NoTools = None
-    function_call: NoTools = None
-
-    def flattened(self) -> ChatMessage:
-        """The message as plain text; older chat templates call `developer` `system`."""
-        parts = self.content if isinstance(self.content, list) else None
-        text = "".join(part.text for part in parts) if parts is not None else str(self.content or "")
-        return ChatMessage(role="system" if self.role == "developer" else self.role, content=text)
 
 
 class StreamOptions(BaseModel):
@@ -70,26 +77,90 @@ class StreamOptions(BaseModel):
         return sorted(name for name, value in (self.__pydantic_extra__ or {}).items() if value)
 
 
-class GenerationRequest(NeutralFields, ABC):
+def _token_ids(value: Any) -> Any:
+    """Refuse biases whose keys are no token ids."""
+    if isinstance(value, dict):
+        for key in value:
+            if not (isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) <= _TOKEN_ID_MAX):
+                raise ValueError("keys are token ids: whole numbers as strings")
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=LOGIT_BIAS_MAX), BeforeValidator(_token_ids)
+]
+
+
+class SamplingFields(BaseModel):
+    """How tokens are chosen. Fields that only vLLM has are extensions."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1, le=_TOKEN_ID_MAX, description="extension; 0 and -1: no limit")
+    min_p: float | None = Field(None, ge=0, le=1, description="extension: of the likeliest token's probability")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, description="extension; 1: none")
+    logit_bias: LogitBias | None = Field(None, description="by token id, -100 to 100")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop = None
+    ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
+    min_tokens: int | None = Field(None, ge=0, description="extension: no end before so many tokens")
+
+    def as_sampling(self, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
+        """The fields as nodes take them; what is not given is left out of the message."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "top_k": max(0, self.top_k or 0) or None,
+            "stop": tuple(stop for stop in stops if stop) or None,
+            "logit_bias": tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()) or None,
+        }
+        given |= {name: getattr(self, name) for name in _AS_GIVEN}
+        return Sampling(**{name: value for name, value in given.items() if value is not None})
+
+
+class ConstraintFields(BaseModel):
+    """vLLM's ways to say what the answer must match; the `guided_` ones are older names."""
+
+    structured_outputs: StructuredOutputs | None = Field(None, description="extension; at most one constraint")
+    guided_json: Schema | None = Field(None, description="extension: structured_outputs.json")
+    guided_regex: Pattern | None = Field(None, description="extension: structured_outputs.regex")
+    guided_choice: Choice | None = Field(None, description="extension: structured_outputs.choice")
+    guided_grammar: Pattern | None = Field(None, description="extension: structured_outputs.grammar")
+
+    def constraints(self) -> dict[str, Constraint | None]:
+        """What each of the fields asks for.
+
+        Raises:
+            PydanticCustomError: structured_outputs asks for several things.
+        """
+        outputs = self.structured_outputs
+        return {
+            "guided_json": None if self.guided_json is None else schema_constraint(self.guided_json),
+            "guided_regex": regex_constraint(self.guided_regex),
+            "guided_choice": choice_constraint(self.guided_choice),
+            "guided_grammar": grammar_constraint(self.guided_grammar),
+            "structured_outputs": None if outputs is None else outputs.constraint("structured_outputs"),
+        }
+
+
+class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, ABC):
     """The fields of both endpoints. A field that is null counts as absent, even an unknown one."""
 
     model_config = ConfigDict(extra="forbid")
     model: Text = Field(min_length=1, max_length=200)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    stop: Stop = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: StrictInt | None = Field(None, ge=1, le=N_MAX, description="answers, each with a seed derived from `seed`")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     service_tier: ServiceTier | None = None
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
-    prompt_cache_key: str | None = Field(None, max_length=512)
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=512, description="extension: share cached prefixes only where it is the same"
+    prompt_cache_key: Text | None = Field(None, max_length=512, description="requests with one key go to one instance")
+    cache_salt: Text | None = Field(
+        None, min_length=1, max_length=512, description="extension: only requests with the same salt share cached prompts"
     )
-    ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
-    min_tokens: int | None = Field(None, ge=0, description="extension: over 0 only with ignore_eos and max_tokens")
 
     @model_validator(mode="before")
     @classmethod
@@ -99,51 +170,55 @@ class GenerationRequest(NeutralFields, ABC):
         return given
 
     @model_validator(mode="after")
-    def _options_need_stream(self) -> "GenerationRequest":
+    def _fields_fit_together(self) -> "GenerationRequest":
         if not self.stream and self.stream_options is not None and any(dict(self.stream_options).values()):
-            raise ValueError("stream_options is only allowed when stream is true")
+            raise fault("stream_options", "stream_options is only allowed when stream is true")
+        most = self.tokens_max()
+        if self.min_tokens and most is not None and self.min_tokens > most:
+            raise fault("min_tokens", f"min_tokens {self.min_tokens} is over max_tokens {most}")
+        self.check()
+        self.constraint()
         return self
 
-    @model_validator(mode="after")
-    def _fewest_tokens_are_all(self) -> "GenerationRequest":
-        if self.min_tokens and not (self.ignore_eos and self.min_tokens <= (self.tokens_max() or 0)):
-            raise unsupported("min_tokens is not supported yet, but with ignore_eos and at most max_tokens")
-        return self
+    def constraint(self) -> Constraint | None:
+        """What the answer must match; None: anything goes.
+
+        Raises:
+            PydanticCustomError: several fields ask for something.
+        """
+        return only_one(self.constraints())
+
+    @abstractmethod
+    def check(self) -> None:
+        """Accept fields that fit together.
+
+        Raises:
+            PydanticCustomError: they do not.
+        """
 
     @abstractmethod
     def tokens_max(self) -> int | None:
         """The most tokens to generate; None: as many as fit."""
 
     @abstractmethod
-    def prompt_fields(self) -> dict[str, Any]:
-        """The prompt, in the field of `Generate` that it belongs to."""
-
     def query(self, *, tier: Tier) -> Query:
         """The request as nodes take it, for instances that are still to be chosen."""
-        message = Generate(
+
+    def as_message(self, *, tier: Tier, sampling: Sampling, **fields: Any) -> Generate:
+        """What every message of the request holds, and `fields` of one of them."""
+        return Generate(
             request_id="",
             instance_id="",
             model=self.model,
             tier=tier,
-            sampling=self.sampling(),
+            sampling=sampling,
+            constraint=self.constraint(),
             cache_salt=self.cache_salt or "",
-            **self.prompt_fields(),
+            **fields,
         )
-        return Query(prompts=(message,), prompt_cache_key=self.prompt_cache_key or "")
 
     def tier(self) -> Tier:
         return tier_of(self.service_tier)
-
-    def sampling(self) -> Sampling:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            max_tokens=self.tokens_max(),
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
-            stop=tuple(stop for stop in stops if stop),
-            ignore_eos=bool(self.ignore_eos),
-        )
 
 
 class ChatRequest(NeutralChatFields, GenerationRequest):
@@ -152,34 +227,141 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
     messages: list[Message] = Field(min_length=1, max_length=2048)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: StrictBool | None = None
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=LOGPROBS_MAX)
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="a variable of the chat template; none: also enable_thinking false"
+    )
+    chat_template_kwargs: JsonObject | None = Field(None, description="extension: variables of the chat template")
     store: bool | None = None
     metadata: dict[str, str] | None = None
+
+    def check(self) -> None:
+        check_conversation(self.messages)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise fault("top_logprobs", "top_logprobs needs logprobs: true")
+        for name in self.chat_template_kwargs or {}:
+            if not name.isidentifier() or name in _RESERVED_VARIABLES:
+                raise fault("chat_template_kwargs", f"'{name[:40]}' is no variable that may be set")
+        self._tools()
 
     def tokens_max(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
-    def prompt_fields(self) -> dict[str, Any]:
-        return {"messages": tuple(message.flattened() for message in self.messages)}
+    def constraints(self) -> dict[str, Constraint | None]:
+        return {"response_format": format_constraint(self.response_format)} | super().constraints()
+
+    def query(self, *, tier: Tier) -> Query:
+        n = self.n or 1
+        message = self.as_message(
+            tier=tier,
+            sampling=self.as_sampling(
+                max_tokens=self.tokens_max(), logprobs=(self.top_logprobs or 0) if self.logprobs else None
+            ),
+            messages=tuple(message.flattened() for message in self.messages),
+            tools=self._tools(),
+            template=self._template(),
+        )
+        return Query(prompts=(message,), n=n, best_of=n, prompt_cache_key=self.prompt_cache_key or "")
+
+    def _tools(self) -> Any:
+        return tool_use(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls is not False)
+
+    def _template(self) -> dict[str, Any]:
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return effort | (self.chat_template_kwargs or {})
+
+
+def _few_prompts(value: Any) -> Any:
+    """Refuse what is no prompt, in one message instead of one for each alternative."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("a string, token ids, or a list of either")
+    if all(isinstance(each, str) for each in value) or all(isinstance(each, list) and each for each in value):
+        if len(value) > PROMPTS_MAX:
+            raise ValueError(f"at most {PROMPTS_MAX} prompts, not {len(value)}")
+        return value
+    if all(type(each) is int and 0 <= each <= _TOKEN_ID_MAX for each in value):
+        return value
+    raise ValueError("a string, token ids, or a list of either")
+
+
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=_TOKEN_ID_MAX)]], Field(min_length=1)]
+Prompt = Annotated[
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS_MAX)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1, max_length=PROMPTS_MAX)],
+    BeforeValidator(_few_prompts),
+]
 
 
 class CompletionRequest(NeutralCompletionFields, GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[
-        Text | Annotated[list[Text], Field(min_length=1, max_length=1)] | Annotated[list[int], Field(min_length=1)],
-        ONE_PROMPT,
-    ]
+    prompt: Prompt
     max_tokens: int | None = Field(COMPLETION_MAX_TOKENS, ge=1)
+    best_of: StrictInt | None = Field(
+        None,
+        ge=1,
+        le=BEST_OF_MAX,
+        description="answers made, of which the `n` with the best mean log probability count",
+    )
+    logprobs: StrictInt | None = Field(None, ge=0, le=LOGPROBS_MAX)
+    echo: bool | None = Field(None, description="the answer begins with its prompt, which is text then")
+
+    def check(self) -> None:
+        n, made = self.n or 1, self._made()
+        if made < n:
+            raise fault("best_of", f"best_of {made} is under n {n}")
+        if made > n and self.stream:
+            raise fault("best_of", "best_of over n is not possible with stream: the best is known at the end")
+        prompts = len(self._prompts())
+        if prompts * made > CHOICES_MAX:
+            raise fault(
+                "best_of" if self.best_of else "n",
+                f"at most {CHOICES_MAX} answers a request, not {made} for each of {prompts} prompts",
+            )
+        if self.echo and self.logprobs is not None:
+            raise unsupported(
+                "log probabilities of prompts are not supported: echo or logprobs, not both", field="echo"
+            )
+        if self.echo and any("prompt_tokens" in prompt for prompt in self._prompts()):
+            raise unsupported("echo needs prompts of text, not of token ids", field="echo")
 
     def tokens_max(self) -> int | None:
         return self.max_tokens
 
-    def prompt_fields(self) -> dict[str, Any]:
-        if isinstance(self.prompt, str):
-            return {"prompt": self.prompt}
-        if isinstance(self.prompt[0], str):
-            return {"prompt": self.prompt[0]}
-        return {"prompt_tokens": tuple(self.prompt)}
+    def query(self, *, tier: Tier) -> Query:
+        n, made = self.n or 1, self._made()
+        hidden = made > n and self.logprobs is None
+        sampling = self.as_sampling(max_tokens=self.max_tokens, logprobs=0 if hidden else self.logprobs)
+        return Query(
+            prompts=tuple(self.as_message(tier=tier, sampling=sampling, **prompt) for prompt in self._prompts()),
+            n=n,
+            best_of=made,
+            prompt_cache_key=self.prompt_cache_key or "",
+            options=({"hide_logprobs": True} if hidden else {}) | ({"echo": True} if self.echo else {}),
+        )
+
+    def _made(self) -> int:
+        return self.best_of or self.n or 1
+
+    def _prompts(self) -> list[dict[str, Any]]:
+        """The prompts, each in the field of `Generate` that it belongs to."""
+        given: list[Any] = (
+            [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
+        )
+        return [{"prompt": one} if isinstance(one, str) else {"prompt_tokens": tuple(one)} for one in given]
 
 
 AnyRequest = ChatRequest | CompletionRequest
@@ -200,7 +382,8 @@ def first_fault(fault: Mapping[str, Any]) -> InvalidValueError:
     branches that pydantic inserts.
     """
     path = [str(part) for part in fault["loc"] if not _UNION_BRANCH.fullmatch(str(part))]
-    field = ".".join(path).encode(errors="replace").decode() or None
+    named: str | None = fault.get("ctx", {}).get("field")
+    field = named or ".".join(path).encode(errors="replace").decode() or None
     if fault["type"] == "extra_forbidden":
         return UnknownParameterError(f"{field}: there is no such field", param=field)
     message = str(fault["msg"]).removeprefix("Value error, ").encode(errors="replace").decode()

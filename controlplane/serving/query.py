@@ -8,6 +8,8 @@ import msgspec
 from dataplane.protocol.messages import Generate
 from dataplane.protocol.tiers import Tier
 
+CHOICES_MAX = 64
+"""Answers to generate for one query."""
 _SEED_BYTES = 8
 _SEED_MASK = 2**63 - 1
 

@@ -1,0 +1,230 @@
+"""The messages of a conversation, and the tools that it may use, as chat completions spell them."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+
+from controlplane.serving.openai_fields import (
+    FUNCTION_NAME,
+    TEXT_PARTS_ONLY,
+    JsonObject,
+    NoFunctions,
+    Text,
+    fault,
+    unsupported,
+)
+from dataplane.protocol.messages import ChatMessage, Tool, ToolCall, ToolUse
+
+TOOLS_MAX = 128
+TOOL_CALLS_MAX = 128
+_FUNCTIONS_ONLY = "only tools of type 'function' are supported"
+
+
+def _functions_only(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise unsupported(f"{_FUNCTIONS_ONLY}, not '{kind[:40]}'")
+    return value
+
+
+class TextPart(BaseModel):
+    """A part of a message's content; only text is supported."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(BaseModel):
+    """The function of a tool call. `arguments`: JSON text, as the model wrote it."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    arguments: Text
+
+
+class AssistantToolCall(BaseModel):
+    """A tool call of an earlier answer."""
+
+    model_config = ConfigDict(extra="ignore")
+    id: Text = Field(min_length=1, max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(BaseModel):
+    """One message of a conversation. `reasoning_content`: what the assistant thought before its content."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Text | list[TextPart] | None, TEXT_PARTS_ONLY] = None
+    name: Annotated[Text, Field(max_length=256)] | None = None
+    tool_calls: (
+        Annotated[
+            list[Annotated[AssistantToolCall, BeforeValidator(_functions_only)]], Field(max_length=TOOL_CALLS_MAX)
+        ]
+        | None
+    ) = None
+    tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
+    function_call: NoFunctions = None
+
+    def flattened(self) -> ChatMessage:
+        """The message as plain text; older chat templates call `developer` `system`."""
+        parts = self.content if isinstance(self.content, list) else None
+        text = "".join(part.text for part in parts) if parts is not None else str(self.content or "")
+        return ChatMessage(
+            role="system" if self.role == "developer" else self.role,
+            content=text,
+            name=self.name,
+            tool_calls=tuple(
+                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in self.tool_calls or ()
+            ),
+            tool_call_id=self.tool_call_id,
+            reasoning=self.reasoning_content,
+        )
+
+
+def check_conversation(messages: Sequence[Message]) -> None:
+    """Accept messages whose tool results answer calls that precede them.
+
+    Raises:
+        PydanticCustomError: a message does not fit its role; the error names it.
+    """
+    calls: set[str] = set()
+    for number, message in enumerate(messages):
+        if message.tool_calls:
+            if message.role != "assistant":
+                raise fault(
+                    f"messages.{number}.tool_calls", "only messages of the role 'assistant' may have tool calls"
+                )
+            calls |= {call.id for call in message.tool_calls}
+        if message.role == "tool" and message.tool_call_id not in calls:
+            given = "is missing" if message.tool_call_id is None else f"'{message.tool_call_id[:80]}' is unknown"
+            raise fault(
+                f"messages.{number}.tool_call_id",
+                f"{given}: a message of the role 'tool' names the id of a tool call in a message before it",
+            )
+
+
+class Function(BaseModel):
+    """A function that the model may call. `parameters`: the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: Annotated[Text, Field(max_length=16_384)] | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="the arguments of every call match the schema")
+
+
+class FunctionTool(BaseModel):
+    """A tool; only functions are supported."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[
+    list[Annotated[FunctionTool, BeforeValidator(_functions_only)]],
+    Field(max_length=TOOLS_MAX, description=f"at most {TOOLS_MAX} functions, each with a name of its own"),
+]
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+
+
+class NamedTool(BaseModel):
+    """The choice of one function."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(BaseModel):
+    """The choice among some of the tools."""
+
+    model_config = ConfigDict(extra="forbid")
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=TOOLS_MAX)]
+
+
+class AllowedToolChoice(BaseModel):
+    """The choice among some of the tools, as OpenAI wraps it."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
+    return f"choice-{kind}"
+
+
+def _known_choice(value: Any) -> Any:
+    """Refuse what is no choice at all, in one message instead of one for each alternative."""
+    if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("function", "allowed_tools"):
+        return value
+    if isinstance(kind, str):
+        raise unsupported(f"{_FUNCTIONS_ONLY}, not '{kind[:40]}'")
+    raise ValueError("'none', 'auto', 'required', or an object that names a function")
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("choice-word")]
+    | Annotated[NamedTool, Tag("choice-function")]
+    | Annotated[AllowedToolChoice, Tag("choice-allowed_tools")],
+    Discriminator(_choice_tag),
+    BeforeValidator(_known_choice),
+]
+
+
+def tool_use(tools: Sequence[FunctionTool], choice: Any, *, parallel: bool) -> ToolUse | None:
+    """The tools of a request as nodes take them; None: it has none.
+
+    Raises:
+        PydanticCustomError: two tools have one name, or the choice is not among them.
+    """
+    by_name = {tool.function.name: tool for tool in tools}
+    if len(by_name) < len(tools):
+        raise fault("tools", "every tool needs a name of its own")
+    mode: Any = choice if isinstance(choice, str) else "auto"
+    allowed: Sequence[str] = list(by_name)
+    if isinstance(choice, NamedTool):
+        mode, allowed = "named", [choice.function.name]
+    elif isinstance(choice, AllowedToolChoice):
+        mode, allowed = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    for name in allowed:
+        if name not in by_name:
+            raise fault("tool_choice", f"there is no tool '{name}' in tools")
+    if not tools:
+        if mode == "required":
+            raise fault("tool_choice", "'required' needs tools")
+        return None
+    kept = by_name if mode == "named" else {name: by_name[name] for name in allowed}
+    return ToolUse(
+        tools=tuple(_tool(tool.function) for tool in kept.values()),
+        choice=mode,
+        name=allowed[0] if mode == "named" else None,
+        parallel=parallel,
+    )
+
+
+def _tool(function: Function) -> Tool:
+    return Tool(
+        name=function.name,
+        description=function.description,
+        parameters=function.parameters,
+        strict=bool(function.strict),
+    )
