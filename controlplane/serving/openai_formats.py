@@ -50,7 +50,7 @@ class JsonSchemaResponse(BaseModel):
 
 def _known_format(value: Any) -> Any:
     kind = _kind(value)
-    if f"choice-{kind}" not in _FORMATS:
+    if f"item:{kind}" not in _FORMATS:
         raise ValueError("an object whose type is 'text', 'json_object' or 'json_schema'")
     return value
 
@@ -60,10 +60,10 @@ def _kind(value: Any) -> str:
 
 
 def _format_tag(value: Any) -> str:
-    return f"choice-{_kind(value)}"
+    return f"item:{_kind(value)}"
 
 
-_FORMATS = ("choice-text", "choice-json_object", "choice-json_schema")
+_FORMATS = ("item:text", "item:json_object", "item:json_schema")
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag(_FORMATS[0])]
     | Annotated[JsonObjectFormat, Tag(_FORMATS[1])]

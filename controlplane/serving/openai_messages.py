@@ -166,7 +166,7 @@ class AllowedToolChoice(BaseModel):
 
 def _choice_tag(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
-    return f"choice-{kind}"
+    return f"item:{kind}"
 
 
 def _known_choice(value: Any) -> Any:
@@ -182,9 +182,9 @@ def _known_choice(value: Any) -> Any:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("choice-word")]
-    | Annotated[NamedTool, Tag("choice-function")]
-    | Annotated[AllowedToolChoice, Tag("choice-allowed_tools")],
+    Annotated[Literal["none", "auto", "required"], Tag("item:word")]
+    | Annotated[NamedTool, Tag("item:function")]
+    | Annotated[AllowedToolChoice, Tag("item:allowed_tools")],
     Discriminator(_choice_tag),
     BeforeValidator(_known_choice),
 ]

@@ -46,7 +46,7 @@ LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 1024
 _TOKEN_ID_MAX = 2**31 - 1
 
-_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|choice-\w+|tagged-.*")
+_UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|item:\w+")
 _AS_GIVEN = (
     "temperature",
     "top_p",
@@ -159,7 +159,10 @@ class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, ABC):
     safety_identifier: str | None = Field(None, max_length=512)
     prompt_cache_key: Text | None = Field(None, max_length=512, description="requests with one key go to one instance")
     cache_salt: Text | None = Field(
-        None, min_length=1, max_length=512, description="extension: only requests with the same salt share cached prompts"
+        None,
+        min_length=1,
+        max_length=512,
+        description="extension: only requests with the same salt share cached prompts",
     )
 
     @model_validator(mode="before")
@@ -314,7 +317,7 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
         None,
         ge=1,
         le=BEST_OF_MAX,
-        description="answers made, of which the `n` with the best mean log probability count",
+        description="answers made; the `n` with the best mean log probability count",
     )
     logprobs: StrictInt | None = Field(None, ge=0, le=LOGPROBS_MAX)
     echo: bool | None = Field(None, description="the answer begins with its prompt, which is text then")

@@ -94,8 +94,10 @@ def test_flex_needs_spare_room_and_others_do_not(world: World) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any], str | None]] = [
-    ({"n": 2}, "n"),
-    ({"logprobs": True}, "logprobs"),
+    ({"n": 9}, "n"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": []}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "pirate", "content": "ahoy"}]}, "messages.0.role"),
@@ -104,31 +106,43 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"service_tier": "gold"}, "service_tier"),
     ({"stop": ["a"] * 5}, "stop"),
-    ({"presence_penalty": 1}, "presence_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"logit_bias": {"tide": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"stream": "perhaps"}, "stream"),
     ({"surprise": 1}, "surprise"),
     ({"model": ""}, "model"),
-    ({"stream_options": {"include_usage": True}}, None),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages.0.tool_calls.0.function"),
+    ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.tool_call_id"),
     ({"n": True}, "n"),
-    ({"min_tokens": 4}, None),
-    ({"min_tokens": 5, "max_tokens": 4, "ignore_eos": True}, None),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
 ]
 PLAIN_WORDS: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "function"}]}, "unsupported_parameter", "tools: tools are not supported yet"),
-    ({"tool_choice": "required"}, "unsupported_parameter", "tool_choice: tools are not supported yet"),
+    (
+        {"tools": [{"type": "web_search"}]},
+        "unsupported_parameter",
+        "tools.0: only tools of type 'function' are supported, not 'web_search'",
+    ),
+    ({"tool_choice": "required"}, "invalid_value", "tool_choice: 'required' needs tools"),
+    ({"functions": [{}]}, "unsupported_parameter", "functions: the older functions are not supported; tools are"),
     ({"stop": ["a"] * 5}, "invalid_value", "stop: at most 4 stop strings, not 5"),
     ({"stop": [1]}, "invalid_value", "stop: a string, or a list of at most 4 strings"),
-    ({"n": 2}, "unsupported_parameter", "n: only one answer for each request is supported yet"),
-    ({"frequency_penalty": 0.5}, "unsupported_parameter", "frequency_penalty: penalties are not supported yet"),
-    ({"logit_bias": {"1": 2}}, "unsupported_parameter", "logit_bias: token biases are not supported yet"),
-    ({"logprobs": True}, "unsupported_parameter", "logprobs: log probabilities are not supported yet"),
+    ({"logit_bias": {"a": 2}}, "invalid_value", "logit_bias: keys are token ids: whole numbers as strings"),
+    ({"top_logprobs": 2}, "invalid_value", "top_logprobs: top_logprobs needs logprobs: true"),
     (
-        {"response_format": {"type": "json_schema"}},
-        "unsupported_parameter",
-        "response_format: only text answers are supported yet: response_format may be {'type': 'text'}",
+        {"response_format": {"type": "xml"}},
+        "invalid_value",
+        "response_format: an object whose type is 'text', 'json_object' or 'json_schema'",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}},
+        "invalid_value",
+        "structured_outputs: one of response_format, structured_outputs may be given, not several",
     ),
     ({"surprise": 1}, "unknown_parameter", "surprise: there is no such field"),
     (
@@ -143,7 +157,7 @@ NEUTRAL: list[dict[str, Any]] = [
     {"response_format": None}, {"response_format": {"type": "text"}}, {"logit_bias": None}, {"logit_bias": {}},
     {"n": None}, {"n": 1}, {"user": None}, {"user": ""}, {"metadata": None}, {"metadata": {}}, {"store": False},
     {"reasoning_effort": None}, {"frequency_penalty": 0}, {"presence_penalty": 0.0}, {"repetition_penalty": 1.0},
-    {"logprobs": False}, {"top_logprobs": None}, {"top_logprobs": 0}, {"max_tokens": None}, {"temperature": None},
+    {"logprobs": False}, {"top_logprobs": None}, {"max_tokens": None}, {"temperature": None},
     {"max_completion_tokens": None}, {"top_p": None}, {"seed": None}, {"stream": None}, {"stream_options": None},
     {"stream_options": {}}, {"stream_options": {"include_usage": None}}, {"stream_options": {"include_usage": False}},
     {"service_tier": None}, {"modalities": ["text"]}, {"ignore_eos": None}, {"audio": None},
@@ -169,9 +183,9 @@ def test_null_is_absent_in_completions_too(gateway: Gateway, agent: FakeAgent) -
     answer = gateway.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     assert agent.asked[-1].sampling.max_tokens == 16
-    refused = gateway.http.post("/v1/completions", json=body | {"prompt": ["a", "b"]})
+    refused = gateway.http.post("/v1/completions", json=body | {"prompt": ["a", 2]})
     assert refused.status_code == 400
-    assert assert_error(refused)["message"] == "prompt: only one prompt for each request is supported yet, not 2"
+    assert assert_error(refused)["message"] == "prompt: a string, token ids, or a list of either"
 
 
 def test_refusals_are_said_in_plain_words(gateway: Gateway) -> None:
