@@ -15,7 +15,7 @@ from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
-from controlplane.api.openai import batches, chat, files, models
+from controlplane.api.openai import batches, chat, files, models, responses
 from controlplane.api.openai.openapi import DocumentedApi
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
@@ -29,6 +29,7 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
+from controlplane.serving.stored_responses import StoredResponses
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs.open import open_blobs
@@ -85,6 +86,7 @@ def _routes() -> list[BaseRoute]:
     api = APIRouter()
     for scope, router in (
         (KeyScope.CHAT, chat.router),
+        (KeyScope.CHAT, responses.router),
         (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),
@@ -121,6 +123,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         limits=LimitKeeper(LimitStore(settings), metrics, settings),
         usage=UsageCounter(database),
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
+        responses=StoredResponses(database, settings),
     )
 
 

@@ -17,6 +17,7 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
+from controlplane.serving.stored_responses import StoredResponses
 from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
@@ -53,6 +54,7 @@ class State:
     limits: LimitKeeper
     usage: UsageCounter
     requests: RequestLog
+    responses: StoredResponses
     beats: BeatThreads = field(default_factory=BeatThreads)
     postgres_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))

@@ -13,6 +13,8 @@ from controlplane.serving.chat_answers import ChatRenderer
 from controlplane.serving.completion_answers import CompletionRenderer
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, first_fault
 from controlplane.serving.query import Query
+from controlplane.serving.responses.renderer import ResponseRenderer
+from controlplane.serving.responses.requests import RESPONSES, ResponseRequest
 from dataplane.protocol.messages import Generate
 from dataplane.protocol.tiers import Tier
 
@@ -51,6 +53,7 @@ class Endpoint:
 ENDPOINTS: dict[str, Endpoint] = {
     CHAT: Endpoint(request=ChatRequest, renderer=ChatRenderer),
     COMPLETIONS: Endpoint(request=CompletionRequest, renderer=CompletionRenderer),
+    RESPONSES: Endpoint(request=ResponseRequest, renderer=ResponseRenderer, batch=False),
 }
 BATCH_ENDPOINTS = tuple(path for path, endpoint in ENDPOINTS.items() if endpoint.batch)
 _MESSAGES = msgspec.json.Decoder(Generate)

@@ -62,12 +62,13 @@ HANGS_S = 600.0
 
 class FakeAgent:
     """A node's HTTP face. `script`: how to answer the next requests, then always `then`. "held" answers come when they
-    are `freed`.
+    are `freed`. `events`: what "answer" sends after `Started`, in place of three tokens.
     """
 
-    def __init__(self, *script: str, then: str = "answer") -> None:
+    def __init__(self, *script: str, then: str = "answer", events: Sequence[StreamEvent] = ()) -> None:
         self.script = list(script)
         self.then = then
+        self.events = events
         self.asked: list[Generate] = []
         self.peers: set[int] = set()
         self.dropped, self.freed = threading.Event(), threading.Event()
@@ -113,6 +114,10 @@ class FakeAgent:
         await asyncio.sleep(0.5 if mode == "slow" else 0)
         while mode == "held" and not self.freed.is_set():  # noqa: ASYNC110  (another thread sets it)
             await asyncio.sleep(0.01)
+        if mode == "answer" and self.events:
+            for event in self.events:
+                yield event
+            return
         if not generate.generated:
             yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
         if mode == "die later":

@@ -9,6 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from controlplane.serving.openai_fields import Text, unsupported
 from controlplane.serving.openai_requests import served_as, tier_of
+from controlplane.serving.query import Query
 from controlplane.serving.responses.items import Input, Item, conversation, written
 from controlplane.serving.responses.tools import ToolChoice, ToolChoiceField, Tools, tool_use
 from dataplane.protocol.messages import Constraint, Generate, Sampling
@@ -84,7 +85,7 @@ class ReasoningConfig(BaseModel):
         return {"reasoning_effort": self.effort, "enable_thinking": self.effort != "none"}
 
 
-class StreamOptions(BaseModel):
+class ResponseStreamOptions(BaseModel):
     """Nothing is padded, so there is nothing to leave out."""
 
     model_config = ConfigDict(extra="forbid")
@@ -114,7 +115,7 @@ class ResponseRequest(RefusedFields):
     instructions: Text | None = None
     previous_response_id: Text | None = Field(None, max_length=128)
     tools: Tools
-    tool_choice: ToolChoiceField = ToolChoice(type="auto")
+    tool_choice: ToolChoiceField = Field(default_factory=lambda: ToolChoice(type="auto"))
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1, description="of hosted tools, of which there are none")
     text: TextConfig = TextConfig()
@@ -127,7 +128,7 @@ class ResponseRequest(RefusedFields):
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
     store: bool = True
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     background: Annotated[Literal[False], _only("responses in the background are not supported", False)] = False
     truncation: Annotated[Literal["disabled"], _only("prompts are never cut", "disabled")] = "disabled"
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = None
@@ -153,13 +154,14 @@ class ResponseRequest(RefusedFields):
         """The most tokens of the answer; None: as many as fit."""
         return self.max_output_tokens
 
-    def message(self, *, tier: Tier, earlier: Sequence[Item] = ()) -> Generate:
-        """The request as nodes take it. `earlier`: the items of the previous responses.
+    def query(self, *, tier: Tier, earlier: Sequence[Item] = ()) -> Query:
+        """The request as nodes take it, with the response object before its answer as options. `earlier`: the items of
+        the previous responses.
 
         Raises:
             InvalidValueError: an item answers no call, or the tools do not fit together.
         """
-        return Generate(
+        message = Generate(
             request_id="",
             instance_id="",
             model=self.model,
@@ -170,6 +172,7 @@ class ResponseRequest(RefusedFields):
             constraint=self.text.format.constraint(),
             template=self.reasoning.template(),
         )
+        return Query(prompts=(message,), options=self.head(tier))
 
     def sampling(self) -> Sampling:
         """How to choose tokens."""
@@ -181,12 +184,10 @@ class ResponseRequest(RefusedFields):
             logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
         )
 
-    def head(self, *, response_id: str, created_at: int, tier: Tier) -> dict[str, Any]:
-        """The response object before its answer."""
+    def head(self, tier: Tier) -> dict[str, Any]:
+        """The response object before its answer, without its id and the time of its creation."""
         return {
-            "id": response_id,
             "object": "response",
-            "created_at": created_at,
             "completed_at": None,
             "status": "in_progress",
             "background": self.background,

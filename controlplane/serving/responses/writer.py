@@ -38,9 +38,13 @@ class ResponseWriter:
         self._end: dict[str, Any] = {}
 
     @property
-    def output(self) -> list[Item]:
-        """The items that are whole."""
-        return self._done
+    def has_ended(self) -> bool:
+        """Whether the response is whole, or has failed."""
+        return bool(self._end)
+
+    def note_not_stored(self) -> None:
+        """Let the response say that it cannot be retrieved."""
+        self._head = {**self._head, "store": False}
 
     def response(self) -> dict[str, Any]:
         """The response object as it is now."""

@@ -25,7 +25,12 @@ def request(**body: Any) -> ResponseRequest:
 
 
 def message(**body: Any) -> Generate:
-    return request(**body).message(tier=Tier.IW_N)
+    return asked(request(**body))
+
+
+def asked(body: ResponseRequest, earlier: Any = ()) -> Generate:
+    [only] = body.query(tier=Tier.IW_N, earlier=earlier).prompts
+    return only
 
 
 def text(content: str, kind: str = "input_text") -> dict[str, Any]:
@@ -33,15 +38,15 @@ def text(content: str, kind: str = "input_text") -> dict[str, Any]:
 
 
 def test_a_text() -> None:
-    asked = message(instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=9)
-    assert asked.messages == (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hi"))
-    sampling = asked.sampling
+    found = message(instructions="be brief", temperature=0.5, top_p=0.9, max_output_tokens=9)
+    assert found.messages == (ChatMessage(role="system", content="be brief"), ChatMessage(role="user", content="hi"))
+    sampling = found.sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.logprobs) == (0.5, 0.9, 9, None)
-    assert (asked.tools, asked.constraint, asked.template) == (None, None, {})
+    assert (found.tools, found.constraint, found.template) == (None, None, {})
 
 
 def test_a_conversation_with_tools() -> None:
-    asked = message(
+    found = message(
         input=[
             {"role": "developer", "content": "be brief"},
             {"type": "message", "role": "user", "content": [text("what "), text("now")]},
@@ -55,7 +60,7 @@ def test_a_conversation_with_tools() -> None:
             {"role": "assistant", "content": "second"},
         ]
     )  # fmt: skip
-    assert asked.messages == (
+    assert found.messages == (
         ChatMessage(role="system", content="be brief"),
         ChatMessage(role="user", content="what now"),
         ChatMessage(
@@ -76,8 +81,8 @@ def test_a_conversation_with_tools() -> None:
 
 def test_earlier_items_come_before_the_input() -> None:
     earlier = written(request(input=[CALL]).input, "resp_0")
-    asked = request(input=[OUTPUT]).message(tier=Tier.IW_N, earlier=earlier)
-    assert [each.role for each in asked.messages or ()] == ["assistant", "tool"]
+    found = asked(request(input=[OUTPUT]), earlier)
+    assert [each.role for each in found.messages or ()] == ["assistant", "tool"]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +101,11 @@ def test_earlier_items_come_before_the_input() -> None:
 )
 def test_tool_choices(choice: Any, expected: Any) -> None:
     body = request(tools=[LOOK, HEAR], tool_choice=choice, parallel_tool_calls=False)
-    use = body.message(tier=Tier.IW_N).tools
+    use = asked(body).tools
     assert use is not None
     assert (use.choice, use.name, [tool.name for tool in use.tools]) == expected
     assert not use.parallel
-    head = body.head(response_id="resp_1", created_at=1, tier=Tier.IW_F)
+    head = body.head(Tier.IW_F) | {"id": "resp_1", "created_at": 1}
     assert head["tool_choice"] == choice
     Response.model_validate(head)
 
@@ -117,10 +122,10 @@ def test_formats_and_effort() -> None:
         text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}, "verbosity": "medium"},
         reasoning={"effort": "low", "summary": "auto"},
     )
-    asked = body.message(tier=Tier.IW_N)
-    assert asked.constraint == Constraint(kind="json_schema", definition=msgspec.json.encode(schema).decode())
-    assert asked.template == {"reasoning_effort": "low", "enable_thinking": True}
-    head = body.head(response_id="resp_1", created_at=1, tier=Tier.IW_F)
+    found = asked(body)
+    assert found.constraint == Constraint(kind="json_schema", definition=msgspec.json.encode(schema).decode())
+    assert found.template == {"reasoning_effort": "low", "enable_thinking": True}
+    head = body.head(Tier.IW_F) | {"id": "resp_1", "created_at": 1}
     assert head["text"]["format"]["schema"] == schema
     assert head["service_tier"] == "priority"
     assert message(text={"format": {"type": "json_object"}}).constraint == Constraint(kind="json_object")
@@ -181,7 +186,7 @@ def test_what_means_nothing_here_is_accepted() -> None:
 )
 def test_refusals_name_their_field(param: str, body: Any, words: str) -> None:
     try:
-        request(**body).message(tier=Tier.IW_N)
+        message(**body)
     except ValidationError as fault:
         error: InvalidValueError = first_fault(fault.errors()[0])
     except InvalidValueError as refused:

@@ -33,7 +33,7 @@ def finished(reason: Any = "stop") -> Finished:
 
 def a_writer(**changes: Any) -> ResponseWriter:
     request = ResponseRequest.model_validate({"model": "tide", "input": "hi", "tools": [TOOL]} | changes)
-    return ResponseWriter(request.head(response_id="resp_1", created_at=100, tier=Tier.IW_N), clock=lambda: 104.5)
+    return ResponseWriter({"id": "resp_1", "created_at": 100, **request.head(Tier.IW_N)}, clock=lambda: 104.5)
 
 
 def events_of(writer: ResponseWriter, *events: StreamEvent) -> list[dict[str, Any]]:

@@ -1,0 +1,60 @@
+"""Answers of the Responses API as endpoints make them: the writer's events as bytes."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from controlplane.errors import TidepoolError
+from controlplane.serving.answers import ChoiceAnswer, Renderer
+from controlplane.serving.fan_out import TokenUsage
+from controlplane.serving.query import Query
+from controlplane.serving.responses.output_items import Body
+from controlplane.serving.responses.writer import ResponseWriter
+from dataplane.protocol.messages import StreamEvent, Token, ToolCallDelta
+
+
+class ResponseRenderer(Renderer):
+    """The shape of responses. The query's options are the response object before its answer."""
+
+    def __init__(self, query: Query, *, answer_id: str, include_usage: bool = False) -> None:
+        super().__init__(query, answer_id=answer_id, include_usage=include_usage)
+        self.response_id = f"resp_{answer_id}"
+        head = {"id": self.response_id, "created_at": int(time.time()), **query.options}
+        self.writer = ResponseWriter(head)
+
+    def whole(self, answers: Sequence[ChoiceAnswer], usage: TokenUsage) -> dict[str, Any]:
+        """The response. Log probabilities are those of all tokens, so they are shown where all tokens are text."""
+        [answer] = answers
+        only_text = not answer.reasoning and not answer.tool_calls
+        calls = [
+            ToolCallDelta(index=index, name=call.name, arguments="".join(call.arguments))
+            for index, call in enumerate(answer.tool_calls)
+        ]
+        for token in (
+            Token(text="", reasoning=answer.reasoning),
+            Token(text=answer.text, logprobs=tuple(answer.logprobs) if only_text else ()),
+            Token(text="", tool_calls=tuple(calls)),
+        ):
+            self.writer.write(token)
+        assert answer.end is not None
+        self.writer.write(answer.end)
+        return self.writer.response()
+
+    def begin(self) -> bytes:
+        return _sse(self.writer.begin())
+
+    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+        return b"".join(_sse(self.writer.write(event)) for event in events)
+
+    def end(self, usage: TokenUsage) -> bytes:
+        return _sse([self.writer.ended()])
+
+    def failure(self, error: TidepoolError) -> bytes:
+        return _sse(self.writer.failed(error))
+
+
+def _sse(bodies: Iterable[Body]) -> bytes:
+    """Server-sent events that are named by their type."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies)
