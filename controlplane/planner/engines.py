@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import (
+    TORCH,
     EngineFacts,
     EngineSettings,
     choose_engine,
@@ -18,7 +19,8 @@ from controlplane.store.engine_failures import engine_failures, note_engine_fail
 from controlplane.store.fleet import FleetInventory, read_inventory
 from controlplane.store.instances import running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
-from controlplane.store.tables import Instance
+from controlplane.store.tables import Instance, Model
+from dataplane.protocol.messages import EngineChoice
 
 
 def send_back_failed(session: Session, settings: Settings, *, actor: str, now_s: float) -> int:
@@ -77,10 +79,15 @@ def _settle(
     return sum(change.moves for change in changes)
 
 
+def _asked(model: Model) -> EngineChoice:
+    """What the operator chose; a model that does not generate runs on torch alone."""
+    return TORCH if model.engine == "auto" and model.task != "generate" else model.engine
+
+
 def _facts(
     session: Session, inventory: FleetInventory, instances: Iterable[Instance], *, steady_since_s: float
 ) -> list[EngineFacts]:
-    asked = {model.name: model.engine for model in inventory.models}
+    asked = {model.name: _asked(model) for model in inventory.models}
     prefers = {node.name: node.engine for node in inventory.nodes}
     slots = {(slot.node, slot.index): slot for slot in inventory.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {

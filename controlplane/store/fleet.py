@@ -123,19 +123,23 @@ def put_gpu_type(session: Session, *, name: str, memory_bytes: int, cost_per_hou
 
 
 def put_model(session: Session, model: Model) -> Model:
-    """Register a model. The same registration again changes nothing; another checkpoint under the name is refused while
-    instances of it are alive. To another engine they move one after the other, see `policies.engines`; how often they
-    failed on either is forgotten.
+    """Register a model. The same registration again changes nothing; another checkpoint or task under the name is
+    refused while instances of it are alive. To another engine they move one after the other, see `policies.engines`;
+    how often they failed on either is forgotten.
 
     Raises:
-        ConflictError: instances of the name run from another path.
-        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs.
+        ConflictError: instances of the name run from another path, or for another task.
+        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs, or it does not generate.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
     live = select(Instance.id).where(Instance.model == model.name, Instance.desired != Desired.STOPPED).limit(1)
     if present is not None and present.path != model.path and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+    if present is not None and model.task not in (None, present.task) and session.scalar(live) is not None:
+        raise ConflictError(f"model '{model.name}' has live instances for task {present.task}", param="task")
+    if model.engine == "vllm" and model.task not in (None, "generate"):
+        raise InvalidValueError("engine may not be vllm: it runs models that generate", param="engine")
     sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)
     if model.engine == "vllm" and (gpus := session.scalar(sizes)) is not None:
         raise InvalidValueError(f"engine may not be vllm: {_ONE_GPU} {gpus}, says a profile of it", param="engine")

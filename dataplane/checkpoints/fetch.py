@@ -37,9 +37,13 @@ class _TransientError(Exception):
 
 
 class RemoteFile(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of the manifest. `name` is a plain file name, so that nothing is written outside of the folder."""
+    """An entry of the manifest. `name` is a plain file name, perhaps in a folder, so that nothing is written outside of
+    the checkpoint's folder.
+    """
 
-    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")]
+    name: Annotated[
+        str, msgspec.Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,199}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
+    ]
     size_bytes: Annotated[int, msgspec.Meta(ge=0)]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
@@ -151,6 +155,7 @@ class _Download:
         self._file = file
         self._progress = progress
         self._target = folder / file.name
+        self._target.parent.mkdir(exist_ok=True)
         self._partial = folder / f"{file.name}.part"
         self._checksum = folder / f"{file.name}.sha256"
 

@@ -12,6 +12,7 @@ import httpx2 as httpx
 from huggingface_hub import constants, set_client_factory, snapshot_download
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from dataplane.checkpoints.pooling import module_folders
 from dataplane.checkpoints.sources import WEIGHTS, FetchError, FetchRules, Progress, open_client
 
 _SOURCE = re.compile(r"hf://(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>.+))?")
@@ -29,15 +30,17 @@ def fetch_from_hub(source: str, folder: Path, weights: bool, progress: Progress,
     if match is None:
         raise FetchError(f"{source} is not of the form hf://ORG/NAME[@REVISION]")
     apply_rules(rules)
+    download = partial(
+        snapshot_download,
+        match["repository"],
+        revision=match["revision"],
+        local_dir=folder,
+        tqdm_class=_progress_bars(progress),
+    )
     try:
-        snapshot_download(
-            match["repository"],
-            revision=match["revision"],
-            local_dir=folder,
-            allow_patterns=[*_FILES, *([f"*{WEIGHTS}"] if weights else [])],
-            ignore_patterns=["*/*"],
-            tqdm_class=_progress_bars(progress),
-        )
+        download(allow_patterns=[*_FILES, *([f"*{WEIGHTS}"] if weights else [])], ignore_patterns=["*/*"])
+        if modules := module_folders(folder):
+            download(allow_patterns=[f"{module}/config.json" for module in modules])
     except (OSError, ValueError, httpx.HTTPError) as error:
         raise FetchError(f"{source} cannot be fetched: {' '.join(str(error).split())}") from error
     total_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())

@@ -5,6 +5,7 @@ normalization), `1_Pooling/config.json` says which tokens are pooled, `config_se
 Cross-encoders are checkpoints with a classification head. Only JSON is read here.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,10 @@ from dataplane.protocol.messages import Task
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
+_FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 HEAD_SUFFIX = "ForSequenceClassification"
+HEADS = frozenset(("lm_head.weight", "score.weight"))
+"""Tensors that an embedding does not need."""
 
 PooledTokens = Literal["last", "mean", "cls"]
 """Which states make an embedding: the last token's, the mean of all, or the first token's."""
@@ -147,7 +151,7 @@ def module_folders(folder: Path) -> list[str]:
         ModelLoadError: `modules.json` cannot be read, or names a path outside of the folder.
     """
     paths = [str(module.get("path") or "") for module in _modules(folder)]
-    strange = [path for path in paths if path and (not path[0].isalnum() or "/" in path)]
+    strange = [path for path in paths if path and not _FOLDER.fullmatch(path)]
     if strange:
         raise ModelLoadError(f"{folder / MODULES}: {strange[0]!r} is no name of a folder")
     return [path for path in paths if path]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from dataplane.protocol.messages import EngineChoice
+from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.scheduling.costs import switch_s
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.cli.deletes import delete_model
@@ -65,6 +65,14 @@ EngineRates = Annotated[
         " ops.bench.engine.engines`). May be repeated.",
     ),
 ]
+TaskChoice = Annotated[
+    str | None,
+    typer.Option(
+        metavar="generate|embed|score",
+        help="What it answers with; default: what the checkpoint's files say. embed: a model without its head; score:"
+        " one output of a head, or yes and no of a causal model.",
+    ),
+]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format, or GGUF files.")
 models.command("convert")(convert_model)
 
@@ -91,6 +99,7 @@ def add_model(
     slo: Objectives = None,
     engine: Engine = "auto",
     engine_rates: EngineRates = None,
+    task: TaskChoice = None,
     private_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
@@ -103,10 +112,12 @@ def add_model(
     measured = parse_engine_rates(engine_rates or [], list(rates))
     if engine not in get_args(EngineChoice):
         raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
+    if task is not None and task not in get_args(Task):
+        raise typer.BadParameter(f"--task must be one of {', '.join(get_args(Task))}, not '{task}'")
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
-    body = _described(path, to, private_host or []) | {"slo": objectives or None, "engine": engine}
+    body = _described(path, to, private_host or [], task) | {"slo": objectives or None, "engine": engine}
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
@@ -167,7 +178,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "weights": lambda row: bytes_text(row["weights_bytes"]),
         "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
         "context": "context_tokens",
-        **same("engine", "path"),
+        **same("task", "engine", "path"),
     }
     print_pages(context, "/admin/models", "Models", columns, as_json=as_json)
 
@@ -219,9 +230,9 @@ def _put_profiles(
     return [api.put("/admin/profiles", body) for body in profiles]
 
 
-def _described(path: str, to: Path | None, private_hosts: list[str]) -> dict[str, Any]:
+def _described(path: str, to: Path | None, private_hosts: list[str], task: Any) -> dict[str, Any]:
     try:
-        return describe_checkpoint(folder_of(path, to), tuple(private_hosts))
+        return describe_checkpoint(folder_of(path, to), tuple(private_hosts), task=task)
     except CheckpointError as error:
         raise CommandError(str(error)) from error
 
@@ -267,7 +278,7 @@ def _engine_text(profile: Mapping[str, Any]) -> str:
 
 def _sizes_text(model: dict[str, Any]) -> str:
     return (
-        f"{model['architecture']}, weights {bytes_text(model['weights_bytes'])},"
+        f"{model['architecture']} to {model['task']}, weights {bytes_text(model['weights_bytes'])},"
         f" KV {bytes_text(model['kv_bytes_per_token'])} a token, context {model['context_tokens']} tokens"
     )
 

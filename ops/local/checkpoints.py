@@ -3,6 +3,8 @@
 It may be a folder, or be in a registry or on the hub. No tensor is read or fetched, so torch is not needed.
 """
 
+import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,15 +15,26 @@ import httpx2 as httpx
 import msgspec
 
 from dataplane.checkpoints.fetch import MANIFEST_BYTES_MAX, Manifest, RemoteFile
+from dataplane.checkpoints.pooling import (
+    HEADS,
+    LENGTHS,
+    MODULES,
+    PROMPTS,
+    module_folders,
+    read_embedding_rules,
+    read_score_rules,
+    task_of,
+)
 from dataplane.checkpoints.safetensors_file import HEADER_BYTES_MAX, ITEM_BYTES, list_tensors, read_json
 from dataplane.checkpoints.sources import FetchError, FetchRules, open_client
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import Task
 from dataplane.protocol.model_sources import check_source, is_remote
 
 LIKELY_HEADER_BYTES = 100_000
 """The first request; most headers are not longer."""
 TIME_MAX_S = 300.0
-_READ_WHOLE = {"config.json", "model.safetensors.index.json"}
+_READ_WHOLE = {"config.json", "model.safetensors.index.json", MODULES, PROMPTS, LENGTHS}
 
 
 class RemoteError(ValueError):
@@ -44,7 +57,8 @@ def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...], 
                 _read(client, f"{url}/manifest.json", MANIFEST_BYTES_MAX, in_time), type=Manifest
             )
             for file in manifest.files:
-                if file.name in _READ_WHOLE or file.name.endswith(".safetensors"):
+                is_whole = file.name in _READ_WHOLE or file.name.endswith("/config.json")
+                if is_whole or ("/" not in file.name and file.name.endswith(".safetensors")):
                     _outline_file(client, f"{url}/{file.name}", file, folder / file.name, in_time)
     except FetchError as error:
         raise RemoteError(error.message) from error
@@ -54,20 +68,34 @@ def outline_registry(source: str, folder: Path, private_hosts: tuple[str, ...], 
         raise RemoteError(f"{url} cannot be read: {error}") from error
 
 
-def read_hub(source: str) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
-    """Of a checkpoint on the Hugging Face hub: `config.json`, and type and bytes of its tensors by name.
+def read_hub(source: str) -> tuple[Path, dict[str, tuple[str, int]]]:
+    """Of a checkpoint on the Hugging Face hub: a folder with its configs, and type and bytes of its tensors by name.
 
     Raises:
         RemoteError: the hub is out of reach or refuses, or has no such checkpoint.
     """
     try:
         from huggingface_hub import HfApi  # noqa: PLC0415  (comes with the node extra)
+        from huggingface_hub.errors import HfHubHTTPError  # noqa: PLC0415
     except ImportError:
         raise RemoteError(f"{source}: install the node extra to read from the Hugging Face hub") from None
     repository, _, revision = source.removeprefix("hf://").partition("@")
     hub = HfApi()
+
+    def read(name: str) -> Path:
+        return Path(hub.hf_hub_download(repository, name, revision=revision or None))
+
     try:
-        config = read_json(Path(hub.hf_hub_download(repository, "config.json", revision=revision or None)))
+        folder = read("config.json").parent
+        for name in (MODULES, PROMPTS, LENGTHS):
+            try:
+                read(name)
+            except HfHubHTTPError as error:
+                if error.response.status_code != httpx.codes.NOT_FOUND:
+                    raise
+        for module in module_folders(folder):
+            with contextlib.suppress(HfHubHTTPError):  # a normalization has no config
+                read(f"{module}/config.json")
         metadata = hub.get_safetensors_metadata(repository, revision=revision or None)
     except Exception as error:  # the hub's client knows no common exception
         raise RemoteError(f"{source} cannot be read: {' '.join(str(error).split())}") from error
@@ -76,13 +104,14 @@ def read_hub(source: str) -> tuple[dict[str, Any], dict[str, tuple[str, int]]]:
         for file in metadata.files_metadata.values()
         for name, tensor in file.tensors.items()
     }
-    return config, tensors
+    return folder, tensors
 
 
 def _outline_file(
     client: httpx.Client, address: str, file: RemoteFile, target: Path, in_time: Callable[[], None]
 ) -> None:
-    if file.name in _READ_WHOLE:
+    if not file.name.endswith(".safetensors"):
+        target.parent.mkdir(exist_ok=True)
         target.write_bytes(_read(client, address, HEADER_BYTES_MAX, in_time))
         return
     beginning = _read(client, address, LIKELY_HEADER_BYTES, in_time)
@@ -121,14 +150,19 @@ class CheckpointError(ValueError):
 
 
 def describe_checkpoint(
-    source: Path | str, private_hosts: tuple[str, ...] = (), *, time_max_s: float = TIME_MAX_S
+    source: Path | str,
+    private_hosts: tuple[str, ...] = (),
+    *,
+    time_max_s: float = TIME_MAX_S,
+    task: Task | None = None,
 ) -> dict[str, Any]:
     """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
     `weights_bytes` is the size of all stored tensors, `parameters` the number of their elements, an output head that is
     tied to the embedding left out; None where some are of integer or 8-bit types. `kv_bytes_per_token` is 2 x layers x
     KV heads x head size x bytes of an element in the checkpoint's own type. `context_tokens` is
-    `max_position_embeddings`. `private_hosts`: names and networks that may be read although they are not public.
+    `max_position_embeddings`, or the longest text that an embedding model takes. `task`: what the model shall answer
+    with; None: what its files say. `private_hosts`: names and networks that may be read although they are not public.
     `time_max_s`: the longest time to read from a registry.
 
     Raises:
@@ -139,37 +173,52 @@ def describe_checkpoint(
             check_source(str(source))
         except ValueError as error:
             raise CheckpointError(f"{source}: {error}") from error
-        return _describe_remote(str(source), private_hosts, time_max_s)
+        return _describe_remote(str(source), private_hosts, time_max_s, task)
     folder = Path(source)
     folder = folder.expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
-    return _describe_folder(folder, str(folder))
+    return _describe_folder(folder, str(folder), task)
 
 
-def _describe_remote(source: str, private_hosts: tuple[str, ...], time_max_s: float) -> dict[str, Any]:
+def _describe_remote(
+    source: str, private_hosts: tuple[str, ...], time_max_s: float, task: Task | None
+) -> dict[str, Any]:
     try:
         if source.startswith("hf://"):
-            return _describe(source, *read_hub(source))
+            folder, tensors = read_hub(source)
+            return _describe(source, folder, tensors, task)
         with TemporaryDirectory() as outline:
             outline_registry(source, Path(outline), private_hosts, time_max_s)
-            return _describe_folder(Path(outline), source)
+            return _describe_folder(Path(outline), source, task)
     except RemoteError as error:
         raise CheckpointError(str(error)) from error
 
 
-def _describe_folder(folder: Path, path: str) -> dict[str, Any]:
+def _describe_folder(folder: Path, path: str, task: Task | None) -> dict[str, Any]:
     """Describe the folder as what lies at `path`."""
     try:
-        config = read_json(folder / "config.json")
+        read_json(folder / "config.json")
         tensors = {name: (tensor.dtype, tensor.size_bytes) for name, tensor in list_tensors(folder).items()}
     except ModelLoadError as error:
         raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
-    return _describe(path, config, tensors)
+    return _describe(path, folder, tensors, task)
 
 
-def _describe(path: str, content: dict[str, Any], tensors: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
-    """`tensors`: type and bytes of each by name."""
+def _describe(
+    path: str, folder: Path, tensors: Mapping[str, tuple[str, int]], task: Task | None = None
+) -> dict[str, Any]:
+    """`folder` has the configs of what lies at `path`; `tensors`: type and bytes of each by name."""
+    try:
+        content = read_json(folder / "config.json")
+        task = task or task_of(folder, content)
+        tokens_max = read_embedding_rules(folder).tokens_max if task == "embed" else None
+        if task == "score":
+            read_score_rules(folder)
+    except ModelLoadError as error:
+        raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
+    if task == "embed":
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in HEADS}
     config = _Config(f"{path.rstrip('/')}/config.json", content)
     bytes_by_type: Counter[str] = Counter()
     for dtype, size_bytes in tensors.values():
@@ -185,7 +234,8 @@ def _describe(path: str, content: dict[str, Any], tensors: Mapping[str, tuple[st
         "weights_bytes": bytes_by_type.total(),
         "parameters": _parameters(tensors, tied=config.is_tied()),
         "kv_bytes_per_token": values * (config.element_bytes() or element_bytes),
-        "context_tokens": config.positive("max_position_embeddings"),
+        "context_tokens": min(config.positive("max_position_embeddings"), tokens_max or sys.maxsize),
+        "task": task,
     }
 
 

@@ -42,7 +42,8 @@ class Registry:
     @classmethod
     def of(cls, folder: Path) -> Self:
         """A registry that has what is in a folder."""
-        return cls({file.name: file.read_bytes() for file in folder.iterdir()})
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return cls({str(file.relative_to(folder)): file.read_bytes() for file in files})
 
     def asked(self, name: str) -> list[str | None]:
         """The Range headers of the requests for a file."""

@@ -33,7 +33,7 @@ from controlplane.planner.schedule import enqueue
 from controlplane.store import fleet, tables
 from controlplane.store.rows import list_rows, require
 from controlplane.store.weights import require_fit
-from dataplane.protocol.messages import EngineChoice
+from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
@@ -70,6 +70,10 @@ class ModelChange(Body):
         description="what its dedicated instances run on; auto: the faster where both were measured, else what the node"
         " prefers; pooled ones run on torch. Instances that are alive move one after the other",
     )
+    task: Task = Field(
+        "generate",
+        description="what it answers with: text, embeddings, or scores of pairs of texts; the last two on torch",
+    )
 
 
 class Model(Answer):
@@ -84,6 +88,7 @@ class Model(Answer):
     context_tokens: int = Field(examples=[40_960])
     slo: dict[str, Objective] | None = Field(examples=[{"IW-F": {"ttft_s": 1.0, "tbt_s": 0.1}}])
     engine: str = Field(examples=["auto"])
+    task: str = Field(examples=["generate"])
     created_at: datetime
 
 

@@ -135,6 +135,8 @@ GOOD = described("config.json", SMALL)
     [
         ({"files": [{**GOOD, "name": "../config.json"}]}, "is no manifest: .*name"),
         ({"files": [{**GOOD, "name": "/etc/passwd"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "folder/../../config.json"}]}, "is no manifest: .*name"),
+        ({"files": [{**GOOD, "name": "folder/.hidden"}]}, "is no manifest: .*name"),
         ({"files": [{**GOOD, "name": ".."}]}, "is no manifest: .*name"),
         ({"files": [{**GOOD, "name": "a\n"}]}, "is no manifest: .*name"),
         ({"files": [{**GOOD, "size_bytes": -1}]}, "is no manifest: .*size_bytes"),

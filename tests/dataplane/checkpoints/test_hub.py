@@ -112,3 +112,18 @@ def test_a_hub_that_refuses_is_an_error_unless_the_folder_is_complete(
 def test_a_repository_that_the_hub_has_not(hub: Registry, tmp_path: Path, source: str) -> None:
     with pytest.raises(FetchError, match=f"^{source} cannot be fetched: "):
         fetch_checkpoint(source, tmp_path / "model")
+
+
+def test_the_configs_of_modules_are_downloaded_and_no_other_folder(hub: Registry, tmp_path: Path) -> None:
+    modules = [{"path": "", "type": "a.Transformer"}, {"path": "1_Pooling", "type": "a.Pooling"}]
+    added = {"modules.json": json.dumps(modules).encode(), "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+    for name, content in added.items():
+        hub.files[f"org/name/resolve/{COMMIT}/{name}"] = content
+    listing = f"api/models/org/name/tree/{COMMIT}?recursive=true&expand=false"
+    tree = [{"type": "file", "path": name, "size": len(content), "oid": "0" * 40} for name, content in added.items()]
+    hub.files[listing] = json.dumps([*json.loads(hub.files[listing]), *tree]).encode()
+    folder = tmp_path / "model"
+    fetch_checkpoint(SOURCE, folder, weights=False)
+    assert names(folder) == {"config.json", "modules.json"}
+    assert (folder / "1_Pooling" / "config.json").read_bytes() == added["1_Pooling/config.json"]
+    assert not (folder / "onnx").exists()

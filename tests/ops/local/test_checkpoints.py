@@ -52,7 +52,54 @@ def test_sizes_are_derived(tmp_path: Path) -> None:
         "parameters": 32 + 16,
         "kv_bytes_per_token": 2 * 3 * 2 * 16 * 2,
         "context_tokens": 2048,
+        "task": "generate",
     }
+
+
+def write_modules(folder: Path, *, pooling: dict[str, Any] | None = None) -> None:
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling or {"pooling_mode_lasttoken": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 512}))
+
+
+def test_an_embedding_model_has_no_head_and_a_longest_text(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    write_safetensors(folder / "model.safetensors", TENSORS | {"lm_head.weight": ("BF16", [100])})
+    write_modules(folder)
+    described = describe_checkpoint(folder)
+    assert (described["task"], described["context_tokens"]) == ("embed", 512)
+    assert (described["weights_bytes"], described["parameters"]) == ((32 + 16) * 2, 32 + 16)
+    asked = describe_checkpoint(folder, task="generate")
+    assert (asked["task"], asked["context_tokens"], asked["weights_bytes"]) == ("generate", 2048, (32 + 16 + 100) * 2)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "task"),
+    [
+        ("Qwen3Model", {}, "embed"),
+        ("Qwen3ForCausalLM", {}, "generate"),
+        ("Qwen3ForSequenceClassification", {"id2label": {"0": "relevant"}}, "score"),
+    ],
+)
+def test_the_task_follows_the_architecture(
+    architecture: str, changes: dict[str, Any], task: str, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, architectures=[architecture], **changes)
+    assert describe_checkpoint(folder)["task"] == task
+
+
+def test_what_no_node_could_pool_is_said_when_it_is_registered(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    write_modules(folder, pooling={"pooling_mode_max_tokens": True})
+    with pytest.raises(CheckpointError, match="pooling max is not supported"):
+        describe_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="its head has 2 outputs"):
+        describe_checkpoint(write_checkpoint(tmp_path / "head", architectures=["LlamaForSequenceClassification"]))
+    with pytest.raises(CheckpointError, match="bidirectional"):
+        describe_checkpoint(write_checkpoint(tmp_path / "both", is_causal=False), task="embed")
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from dataplane.checkpoints.fetch import fetch_checkpoint
+from dataplane.checkpoints.sources import FetchRules
 from ops.local.checkpoints import LIKELY_HEADER_BYTES, CheckpointError, describe_checkpoint
 from tests.dataplane.registry import Registry, use_as_hub
-from tests.ops.local.test_checkpoints import write_checkpoint, write_safetensors
+from tests.ops.local.test_checkpoints import write_checkpoint, write_modules, write_safetensors
 
 HERE = ("127.0.0.1",)
 WEIGHTS = {"a": ("BF16", [1000, 1000])}
@@ -48,6 +50,19 @@ def test_a_registry_is_described_as_its_folder(folder: Path, registry: Registry)
 def test_a_server_without_ranges_is_not_heard_to_the_end(folder: Path, registry: Registry) -> None:
     registry.ranges = False
     assert describe_checkpoint(registry.url, HERE) == describe_checkpoint(folder) | {"path": registry.url}
+
+
+def test_an_embedding_model_in_a_registry_is_described_and_fetched(folder: Path, tmp_path: Path) -> None:
+    write_modules(folder)
+    registry = Registry.of(folder)
+    try:
+        described = describe_checkpoint(registry.url, HERE)
+        assert described == describe_checkpoint(folder) | {"path": registry.url}
+        assert described["task"] == "embed"
+        fetched = fetch_checkpoint(registry.url, tmp_path / "fetched", rules=FetchRules(private_hosts=HERE))
+        assert describe_checkpoint(fetched) == describe_checkpoint(folder) | {"path": str(fetched)}
+    finally:
+        registry.close()
 
 
 def _without(name: str) -> Callable[[Registry], None]:
@@ -134,6 +149,16 @@ def test_the_hub_is_described_as_a_folder(folder: Path, hub: Registry) -> None:
     source = "hf://org/tiny@v1"
     assert describe_checkpoint(source) == describe_checkpoint(folder) | {"path": source}
     assert {"bytes=0-100000", None} <= {asked for _, asked in hub.requests}
+
+
+def test_an_embedding_model_on_the_hub_is_described_as_a_folder(folder: Path, hub: Registry) -> None:
+    write_modules(folder)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    hub.files |= {f"org/tiny/resolve/v1/{file.relative_to(folder)}": file.read_bytes() for file in files}
+    source = "hf://org/tiny@v1"
+    described = describe_checkpoint(source)
+    assert described == describe_checkpoint(folder) | {"path": source}
+    assert described["task"] == "embed"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from dataplane.checkpoints.pooling import HEADS
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 
 _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -26,7 +27,6 @@ _RENAMED = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 """Suffix of a parameter's name -> another name it may be stored under."""
 
 
-_HEADS = frozenset(("lm_head.weight", "score.weight"))
 _TRUNK = "model."
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def without_head(stored: Mapping[str, T]) -> dict[str, T]:
     """The stored tensors of a model without its head, by their names there. A checkpoint may have been written without
     a head to begin with.
     """
-    return {name.removeprefix(_TRUNK): tensor for name, tensor in stored.items() if name not in _HEADS}
+    return {name.removeprefix(_TRUNK): tensor for name, tensor in stored.items() if name not in HEADS}
 
 
 def as_stored(places: Iterable[PlacedTensor], stored: Container[str]) -> tuple[PlacedTensor, ...]:
