@@ -3,8 +3,13 @@
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from dataplane.agent.detokenization import IncrementalDetokenizer
 from dataplane.agent.measures import RequestMeasure
-from dataplane.agent.tokenization import IncrementalDetokenizer
+from dataplane.agent.parsing.answer_text import AnswerText, Parsed
+from dataplane.agent.parsing.families import Families
+from dataplane.agent.parsing.reasoning import ReasoningParser
+from dataplane.agent.parsing.tool_calls import ToolCallParser
+from dataplane.agent.tokenization import Tokenizer
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
 from dataplane.protocol.errors import ContextLengthError, DataplaneError
@@ -76,22 +81,44 @@ def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec
     )
 
 
+def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, tail: str) -> AnswerText:
+    """The text of an answer, before any token. Tool calls are looked for where the request has tools that may be
+    called, reasoning in every conversation; `tail` is the end of the prompt, which may have begun the reasoning.
+    """
+    chat, uses = generate.messages is not None, generate.tools
+    form = families.reasoning if chat else None
+    family = families.tools if chat and uses is not None and uses.choice != "none" else None
+    markers = (*(() if form is None else form.markers), *(() if family is None else family.markers))
+    ids = {marker: tokenizer.special_id(marker) for marker in markers}
+    shown = {token_id: marker for marker, token_id in ids.items() if token_id is not None}
+    tools = None
+    if family is not None and uses is not None:
+        names = frozenset(tool.name for tool in uses.tools)
+        tools = ToolCallParser(family.form, names, parallel=uses.parallel, special=frozenset(shown.values()))
+    return AnswerText(
+        IncrementalDetokenizer(tokenizer, generate.sampling.stop, shown=shown),
+        reasoning=None if form is None else ReasoningParser(form, opened=tail.rstrip().endswith(form.opening)),
+        tools=tools,
+        sent_chars=generate.sent_chars,
+    )
+
+
 class Answer:
     """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends.
-    `detokenizer` has the tokens that another instance made; `resumed` is their text that was not streamed yet.
+    `text` has the tokens that another instance made; `resumed` is what of them was not streamed yet.
     """
 
     def __init__(
         self,
         inflight: InflightRequest,
-        detokenizer: IncrementalDetokenizer,
+        text: AnswerText,
         *,
         cancel: Callable[[EngineRequest], None],
         measure: RequestMeasure,
-        resumed: str = "",
+        resumed: Parsed = Parsed(),  # noqa: B008  (frozen)
     ) -> None:
         self._inflight = inflight
-        self._detokenizer = detokenizer
+        self._text = text
         self._cancel = cancel
         self._measure = measure
         self._resumed = resumed
@@ -106,9 +133,9 @@ class Answer:
         """Started, then a Token for each output, then Finished or Failed."""
         yield Started(prompt_tokens=len(self._inflight.request.prompt))
         if self._resumed:
-            yield Token(text=self._resumed)
+            yield _token(self._resumed)
         while True:
-            if self._detokenizer.stopped:
+            if self._text.stopped:
                 finished = self._finished("stop")
                 self.close()
                 yield finished
@@ -125,27 +152,26 @@ class Answer:
             event = self._token_event(output)
             if event is not None:
                 yield event
-            if output.finish_reason is not None and not self._detokenizer.stopped:
+            if output.finish_reason is not None and not self._text.stopped:
                 yield self._finished(output.finish_reason)
                 return
 
     def _token_event(self, output: EngineOutput) -> Token | None:
         """The new text. Tokens after a stop string do not count."""
-        texts, token_ids = [], []
+        new, token_ids = Parsed(), []
         for token_id in output.token_ids:
-            texts.append(self._detokenizer.feed(token_id))
+            new += self._text.feed(token_id)
             token_ids.append(token_id)
-            if self._detokenizer.stopped:
+            if self._text.stopped:
                 break
         if output.finish_reason is not None:
-            texts.append(self._detokenizer.finish())
+            new += self._text.finish()
         self._completion_tokens += len(token_ids)
         self._measure.made(len(token_ids))
-        new = "".join(texts)
         if not new and not token_ids:
             return None
         logprobs = self._logprobs(token_ids, output.scores) if output.scores else ()
-        return Token(text=new, token_ids=tuple(token_ids), logprobs=logprobs)
+        return _token(new, tuple(token_ids), logprobs)
 
     def _logprobs(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> tuple[TokenLogprob, ...]:
         return tuple(
@@ -157,14 +183,26 @@ class Answer:
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
         """A token decoded by itself: of one that is part of a character, the text is a replacement character."""
-        utf8 = self._detokenizer.token_bytes(token_id)
+        utf8 = self._text.token_bytes(token_id)
         text = utf8.decode("utf-8", errors="replace")
         return TopLogprob(token_id=token_id, text=text, utf8=tuple(utf8), logprob=logprob)
 
     def _finished(self, reason: FinishReason) -> Finished:
+        reason = self._text.finish_reason(reason)
         self._measure.ended(reason)
         return Finished(
             finish_reason=reason,
             prompt_tokens=len(self._inflight.request.prompt),
             completion_tokens=self._completion_tokens,
+            reasoning_tokens=self._text.reasoning_tokens,
         )
+
+
+def _token(new: Parsed, token_ids: tuple[int, ...] = (), logprobs: tuple[TokenLogprob, ...] = ()) -> Token:
+    return Token(
+        text=new.content,
+        token_ids=token_ids,
+        reasoning=new.reasoning,
+        tool_calls=new.tool_calls,
+        logprobs=logprobs,
+    )

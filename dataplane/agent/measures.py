@@ -74,7 +74,7 @@ class RequestMeasure:
         self._measures.success.labels(self._model, reason).inc()
         self._span.set_attributes({"gen_ai.usage.output_tokens": self._tokens, "tidepool.end": reason})
         self._span.end()
-        if reason in ("stop", "length"):
+        if reason not in ("abort", "error"):
             self._measures.whole.labels(self._model).observe(self._clock() - self._arrived_s)
             if self._tokens > 1:
                 seconds = (self._last_s - self._first_s) / (self._tokens - 1)

@@ -9,16 +9,19 @@ import time
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dataplane.agent.answers import Answer, engine_request
+from dataplane.agent.answers import Answer, answer_text, engine_request
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.parsing.answer_text import Parsed
+from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pooled_answers import PooledAnswer, PoolingRules, check_task, pooled_prompt, pooled_request
 from dataplane.agent.prompts import PromptTokenizer
 from dataplane.agent.sampling import check_sampling
 from dataplane.agent.settings import AgentSettings
-from dataplane.agent.tokenization import IncrementalDetokenizer, LoadTokenizer, TokenizerCache, load_tokenizer
+from dataplane.agent.templates.renderers import TemplateRenderers
+from dataplane.agent.tokenization import LoadTokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import NodeResources, StartWorker
@@ -56,11 +59,14 @@ class Agent:
         """The desired state that this node follows; 0 before it received one."""
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
-        self._prompts = PromptTokenizer(settings)
+        self._renderers = TemplateRenderers(
+            processes_max=settings.template_processes_max, time_max_s=settings.template_time_max_s
+        )
+        self._prompts = PromptTokenizer(settings, self._renderers)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
-        tokenizers = TokenizerCache(settings.engine, load_tokenizer)
+        tokenizers = TokenizerCache(settings.engine, load_tokenizer, self._renderers.variables)
         resources = NodeResources(
             settings=settings, files=self._files, tokenizers=tokenizers, start_worker=start_worker
         )
@@ -84,6 +90,7 @@ class Agent:
             for group in self.groups:
                 group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
             self._files.close()
+            await self._renderers.close()
 
     def apply(self, desired: DesiredInstances) -> None:
         """Follow a desired state.
@@ -185,14 +192,15 @@ class Agent:
         tokens_max = min(model.context_tokens, group.kv_tokens_max(generate.instance_id))
         if hosted.rules is not None:
             return await self._admit_pooled(generate, group, hosted, hosted.rules, tokens_max=tokens_max)
-        prompt = await self._prompts.tokenize(generate, hosted.tokenizer, tokens_max=tokens_max)
-        detokenizer = IncrementalDetokenizer(hosted.tokenizer, generate.sampling.stop, sent_chars=generate.sent_chars)
-        resumed = await asyncio.to_thread(detokenizer.resume, generate.generated) if generate.generated else ""
+        families = families_of(model, hosted.tokenizer.template)
+        prompt = await self._prompts.tokenize(generate, hosted.tokenizer, family=families.tools, tokens_max=tokens_max)
+        text = answer_text(generate, hosted.tokenizer, families, prompt.tail)
+        resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else Parsed()
         group.check_queue()
-        request = engine_request(generate, prompt, model, tokens_max=tokens_max)
+        request = engine_request(generate, prompt.tokens, model, tokens_max=tokens_max)
         inflight = self._fenced(generate, group, group.submit(request))
-        measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
-        return Answer(inflight, detokenizer, cancel=group.cancel, measure=measure, resumed=resumed)
+        measure = RequestMeasure(self._measures, model.name, len(prompt.tokens), time.monotonic)
+        return Answer(inflight, text, cancel=group.cancel, measure=measure, resumed=resumed)
 
     async def _admit_pooled(
         self, generate: Generate, group: WorkerGroup, hosted: HostedInstance, rules: PoolingRules, *, tokens_max: int
@@ -207,7 +215,7 @@ class Agent:
             query, document = (message.content for message in asked.messages)
             prompt = await self._prompts.tokenize_pair(query, document, tokenizer, tokens_max=tokens_max)
         else:
-            prompt = await self._prompts.tokenize(asked, tokenizer, tokens_max=tokens_max)
+            prompt = (await self._prompts.tokenize(asked, tokenizer, tokens_max=tokens_max)).tokens
         group.check_queue()
         request = pooled_request(asked, prompt, model, tokens_max=tokens_max)
         inflight = self._fenced(asked, group, group.submit(request))

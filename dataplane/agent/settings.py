@@ -158,6 +158,10 @@ class AgentSettings(BaseSettings):
     """length from which a prompt counts as long"""
     long_prompts_max: int = Field(2, ge=1, le=64)
     """long prompts that are tokenized at the same time"""
+    template_processes_max: int = Field(2, ge=1, le=64)
+    """processes that render chat templates; each template uses one at a time"""
+    template_time_max_s: float = Field(5.0, gt=0, le=60)
+    """longest time to render a conversation, and to wait for that"""
     fences_max: int = Field(10_000, ge=1)
     """batch requests no longer in flight whose newest claim is remembered, to reject outdated ones"""
     heartbeat_every_s: float = Field(1.0, gt=0, le=60)

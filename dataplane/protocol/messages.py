@@ -230,8 +230,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
 
     def is_same(self, other: "ModelSpec") -> bool:
-        """Whether it is the same model, on whatever engine: requests may continue from their tokens."""
-        return msgspec.structs.replace(self, engine=other.engine) == other
+        """Whether it is the same model, on whatever engine and however its answers are parsed: requests may continue
+        from their tokens.
+        """
+        return (
+            msgspec.structs.replace(
+                self, engine=other.engine, tool_parser=other.tool_parser, reasoning_parser=other.reasoning_parser
+            )
+            == other
+        )
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):

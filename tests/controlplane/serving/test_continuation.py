@@ -21,8 +21,9 @@ from controlplane.settings import Settings
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
+from dataplane.agent.detokenization import IncrementalDetokenizer
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
-from dataplane.agent.tokenization import IncrementalDetokenizer
+from dataplane.agent.parsing.answer_text import AnswerText
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
@@ -37,11 +38,16 @@ MODEL = Model(name="tide", path="/x", architecture="L", weights_bytes=1, kv_byte
 class ByteTokenizer:
     """A tokenizer of bytes."""
 
-    def encode_chat(self, messages: Any) -> tuple[int, ...]:
-        return (1,)
+    template = None
 
-    def encode_text(self, prompt: str) -> tuple[int, ...]:
+    def encode_text(self, prompt: str, **_: Any) -> tuple[int, ...]:
         return tuple(prompt.encode())
+
+    def special_id(self, token: str) -> int | None:
+        return None
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
 
     def decode(self, token_ids: Any) -> str:
         return bytes(token_ids).decode(errors="replace")
@@ -98,7 +104,8 @@ class Nodes(AgentClient):
             if last:
                 flight.outputs.put(EngineOutput(request_id="r", token_ids=tuple(last)))
             flight.outputs.put(EngineOutput(request_id="r", finish_reason="stop"))
-        text = IncrementalDetokenizer(ByteTokenizer(), generate.sampling.stop, sent_chars=generate.sent_chars)
+        detokenizer = IncrementalDetokenizer(ByteTokenizer(), generate.sampling.stop)
+        text = AnswerText(detokenizer, sent_chars=generate.sent_chars)
         resumed = text.resume(generate.generated)
         measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)
         async for event in Answer(flight, text, cancel=lambda _: None, measure=measure, resumed=resumed).events():

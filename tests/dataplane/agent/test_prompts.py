@@ -2,14 +2,14 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
 
 import pytest
 
-from dataplane.agent.prompts import PromptTokenizer
+from dataplane.agent.prompts import Prompt, PromptTokenizer
+from dataplane.agent.templates.renderers import TemplateRenderers
 from dataplane.agent.tokenization import WordTokenizer
 from dataplane.protocol.errors import OverloadedError
-from dataplane.protocol.messages import ChatMessage, Failed, Finished
+from dataplane.protocol.messages import Failed, Finished
 from tests.dataplane.replay_node import PATIENCE_S, generate, instance, running_node, settings
 from tests.dataplane.streams import read
 from tests.event_loop import asynchronous
@@ -31,10 +31,9 @@ class SteppedTokenizer(WordTokenizer):
         """Let so many long prompts end."""
         self._steps.release(prompts)
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, tokens_max: int) -> tuple[int, ...]:
-        return self.encode_text(messages[0].content, tokens_max=tokens_max)
-
-    def encode_text(self, prompt: str, *, tokens_max: int) -> tuple[int, ...]:
+    def encode_text(
+        self, prompt: str, *, tokens_max: int, special: bool = True, param: str = "prompt"
+    ) -> tuple[int, ...]:
         if len(prompt) >= LONG_CHARS:
             with self._lock:
                 self.running += 1
@@ -42,7 +41,7 @@ class SteppedTokenizer(WordTokenizer):
             assert self._steps.acquire(timeout=PATIENCE_S)
             with self._lock:
                 self.running -= 1
-        return super().encode_text(prompt, tokens_max=tokens_max)
+        return super().encode_text(prompt, tokens_max=tokens_max, special=special, param=param)
 
 
 @asynchronous
@@ -65,9 +64,9 @@ async def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized() -> N
 @asynchronous
 async def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
     tokenizer = SteppedTokenizer()
-    prompts = PromptTokenizer(settings(**LIMITS))
+    prompts = PromptTokenizer(settings(**LIMITS), TemplateRenderers(processes_max=1, time_max_s=5.0))
 
-    def one() -> "asyncio.Task[tuple[int, ...]]":
+    def one() -> "asyncio.Task[Prompt]":
         return asyncio.create_task(prompts.tokenize(generate(prompt=LONG), tokenizer, tokens_max=4096))
 
     admitted = [one() for _ in range(2 + 16)]
@@ -78,7 +77,7 @@ async def test_too_many_long_prompts_are_refused_and_may_go_elsewhere() -> None:
     await asyncio.wait(admitted[-1:])
     again = one()
     tokenizer.step(18)
-    assert {len(await task) for task in (*admitted[:-1], again)} == {300}
+    assert {len((await task).tokens) for task in (*admitted[:-1], again)} == {300}
     assert tokenizer.running_most == 2
 
 

@@ -15,6 +15,7 @@ from dataplane.protocol.messages import ChatMessage
 from ops.local.pretrained import SMOLLM2, NotOfferedError, Pretrained, cache_folder, fetch, pretrained_model
 from ops.local.sample_fleet import PRETRAINED_REGION, make_nodes, regions_of
 from ops.local.tiny_models import TinyModel, build_tiny_models
+from tests.dataplane.chats import prompt_tokens
 from tests.dataplane.engines.torch.tiny import greedy_tokens
 from tests.ops.gguf.files import save_original, write_gguf
 
@@ -125,5 +126,5 @@ def test_the_real_one_speaks_and_its_tokens_are_those_that_llama_cpp_knows(tmp_p
     text = CheckpointTokenizer(folder)
     assert sha256(str(list(text.encode_text(LLAMA_CPP_TEXT, tokens_max=1000))).encode()).hexdigest() == LLAMA_CPP_HASH
     assert text.decode(text.encode_text(LLAMA_CPP_TEXT, tokens_max=1000)) == LLAMA_CPP_TEXT
-    prompt = text.encode_chat([ChatMessage(role="user", content="What is the capital of France?")], tokens_max=1000)
+    prompt = prompt_tokens(folder, [ChatMessage(role="user", content="What is the capital of France?")])
     assert text.decode(greedy_tokens(folder, prompt, 12)) == "The capital of France is Paris."

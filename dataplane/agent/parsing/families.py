@@ -1,0 +1,165 @@
+"""The families of models by how they write tool calls and reasoning, and how a chat template tells them apart."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dataplane.agent.parsing.calls import CallReader, JsonCallReader, NamedCallReader
+from dataplane.agent.parsing.reasoning import ReasoningFormat
+from dataplane.agent.parsing.tool_calls import CallFormat
+from dataplane.agent.templates.chat_template import ChatTemplate
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolFamily:
+    """How calls are written. `call_text`: one call, from its name and its arguments as JSON text. `markers`: special
+    tokens that the parser must see, where the tokenizer has them. `short_ids`: see `spellings`.
+    """
+
+    form: CallFormat
+    call_text: Callable[[str, str], str]
+    markers: tuple[str, ...] = ()
+    short_ids: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Families:
+    """Those of a model; None: its tool calls or its reasoning are not looked for."""
+
+    tools: ToolFamily | None
+    reasoning: ReasoningFormat | None
+
+
+def _json_call(key: str) -> Callable[[str, str], str]:
+    return lambda name, arguments: f'{{"name": "{name}", "{key}": {arguments}}}'
+
+
+def _json_reader(accepts: Callable[[str], bool], _first: str) -> CallReader:
+    return JsonCallReader(accepts)
+
+
+_MISTRAL_HEADER = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]\s*)?")
+_DEEPSEEK_CALLS, _DEEPSEEK_CALLS_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
+_DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
+_DEEPSEEK_NAME = "<\uff5ctool▁sep\uff5c>"
+_DEEPSEEK_HEADER = re.compile(rf"\s*(?:function\s*{_DEEPSEEK_NAME})?\s*([\w.-]+)\s*(?:{_DEEPSEEK_NAME}\s*|```json\s*)?")
+
+
+def _mistral_reader(accepts: Callable[[str], bool], first: str) -> CallReader:
+    return JsonCallReader(accepts) if first in "{[" else NamedCallReader(_MISTRAL_HEADER, accepts)
+
+
+def _deepseek_reader(accepts: Callable[[str], bool], _first: str) -> CallReader:
+    return NamedCallReader(_DEEPSEEK_HEADER, accepts)
+
+
+TOOL_FAMILIES: dict[str, ToolFamily] = {
+    "hermes": ToolFamily(
+        form=CallFormat(openings=("<tool_call>",), closings=("</tool_call>", "}"), reader=_json_reader),
+        call_text=lambda name, arguments: f"<tool_call>\n{_json_call('arguments')(name, arguments)}\n</tool_call>",
+        markers=("<tool_call>", "</tool_call>"),
+    ),
+    "llama3_json": ToolFamily(
+        form=CallFormat(
+            openings=("<|python_tag|>",),
+            closings=(";", ",", "]", "}"),
+            reader=_json_reader,
+            lists=True,
+            bare=True,
+        ),
+        call_text=_json_call("parameters"),
+        markers=("<|python_tag|>",),
+    ),
+    "mistral": ToolFamily(
+        form=CallFormat(openings=("[TOOL_CALLS]",), closings=("]", ","), reader=_mistral_reader, lists=True),
+        call_text=lambda name, arguments: f"[TOOL_CALLS][{_json_call('arguments')(name, arguments)}]",
+        markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        short_ids=True,
+    ),
+    "phi4_mini_json": ToolFamily(
+        form=CallFormat(
+            openings=("<|tool_call|>",), closings=("<|/tool_call|>", "]", ","), reader=_json_reader, lists=True
+        ),
+        call_text=lambda name, arguments: f"<|tool_call|>[{_json_call('arguments')(name, arguments)}]<|/tool_call|>",
+        markers=("<|tool_call|>", "<|/tool_call|>"),
+    ),
+    "deepseek_v3": ToolFamily(
+        form=CallFormat(
+            openings=(_DEEPSEEK_CALL, _DEEPSEEK_CALLS + _DEEPSEEK_CALL),
+            closings=("```", _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
+            reader=_deepseek_reader,
+        ),
+        call_text=lambda name, arguments: (
+            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function{_DEEPSEEK_NAME}{name}\n```json\n{arguments}\n```"
+            f"{_DEEPSEEK_CALL_END}{_DEEPSEEK_CALLS_END}"
+        ),
+        markers=(_DEEPSEEK_CALLS, _DEEPSEEK_CALL, _DEEPSEEK_NAME, _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
+    ),
+    "json": ToolFamily(
+        form=CallFormat(
+            openings=("```json",),
+            closings=("```", ";", ",", "]", "}"),
+            reader=_json_reader,
+            lists=True,
+            bare=True,
+            known=True,
+        ),
+        call_text=_json_call("arguments"),
+    ),
+}
+
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "qwen3": ReasoningFormat(opening="<think>", closing="</think>"),
+    "deepseek_r1": ReasoningFormat(opening="<think>", closing="</think>", assumed=True),
+    "mistral": ReasoningFormat(opening="[THINK]", closing="[/THINK]"),
+}
+
+
+def families_of(model: ModelSpec, template: ChatTemplate | None) -> Families:
+    """How a model writes calls and reasoning: as it was registered, else as its chat template shows.
+
+    Raises:
+        ModelLoadError: this node does not know the parser that the model names.
+    """
+    tools = model.tool_parser or _tool_parser(template)
+    reasoning = model.reasoning_parser or _reasoning_parser(template)
+    return Families(
+        tools=_named(tools, TOOL_FAMILIES, "tool_parser"),
+        reasoning=_named(reasoning, REASONING_FORMATS, "reasoning_parser"),
+    )
+
+
+def _named(name: str, known: Mapping[str, T], field: str) -> T | None:
+    if name == "none":
+        return None
+    if name not in known:
+        raise ModelLoadError(f"{field} must be one of {', '.join(known)} and none, not {name}", param=field)
+    return known[name]
+
+
+def _tool_parser(template: ChatTemplate | None) -> ToolParserName:
+    source = "" if template is None else template.tool_source
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if _DEEPSEEK_CALL in source:
+        return "deepseek_v3"
+    if "<tool_call>" in source:
+        return "hermes"
+    if "<|tool_call|>" in source:
+        return "phi4_mini_json"
+    if "<|python_tag|>" in source or "Environment: ipython" in source:
+        return "llama3_json"
+    return "json"
+
+
+def _reasoning_parser(template: ChatTemplate | None) -> ReasoningParserName:
+    source = "" if template is None else template.source
+    if "</think>" in source:
+        return "qwen3"
+    return "mistral" if "[/THINK]" in source else "none"

@@ -1,0 +1,85 @@
+"""Reasoning before an answer: the text between two markers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+_State = Literal["start", "opened", "reasoning", "closed", "rest"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """`assumed`: the answer begins with reasoning although neither its prompt nor its text opens it."""
+
+    opening: str
+    closing: str
+    assumed: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.opening, self.closing
+
+
+class ReasoningParser:
+    """Divides text into reasoning and the rest. Blanks around the markers belong to neither. `opened`: the prompt ended
+    with the opening marker.
+    """
+
+    def __init__(self, form: ReasoningFormat, *, opened: bool) -> None:
+        self._form = form
+        self._opened = opened or form.assumed
+        self._state: _State = "start"
+        self._held = ""
+
+    @property
+    def open(self) -> bool:
+        """Whether the text so far ends in reasoning."""
+        return self._state in {"opened", "reasoning"} or (self._state == "start" and self._opened)
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """The reasoning and the rest that are certain with more text."""
+        self._held += text
+        self._advance()
+        reasoning = self._take_reasoning() if self._state == "reasoning" else ""
+        self._advance()
+        rest = ""
+        if self._state == "rest":
+            rest, self._held = self._held, ""
+        return reasoning, rest
+
+    def finish(self) -> tuple[str, str]:
+        """The reasoning and the rest that were held back, when no text follows."""
+        held, self._held = self._held, ""
+        return (held, "") if self.open else ("", held)
+
+    def _advance(self) -> None:
+        """Leave the states that pass blanks and the opening marker, as far as the held text shows that they end."""
+        text = self._held.lstrip()
+        if self._state == "start":
+            if text.startswith(self._form.opening):
+                self._state, text = "opened", text.removeprefix(self._form.opening).lstrip()
+            elif self._form.opening.startswith(text):
+                return
+            elif self._opened:
+                self._state = "opened"
+            else:
+                self._state = "rest"
+                return
+        if self._state in {"opened", "closed"}:
+            self._held = text
+            if text:
+                self._state = "reasoning" if self._state == "opened" else "rest"
+
+    def _take_reasoning(self) -> str:
+        """Reasoning up to the closing marker, or as far as the held text cannot be its beginning."""
+        before, marker, after = self._held.partition(self._form.closing)
+        if marker:
+            self._held, self._state = after, "closed"
+            return before.rstrip()
+        sure = len(before[: len(before) - overlap(before, self._form.closing)].rstrip())
+        self._held = before[sure:]
+        return before[:sure]
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`, and not all of it."""
+    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,0 +1,193 @@
+"""Tool calls in the text of an answer: found by their markers, reported as they come, and all other text as content."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dataplane.agent.parsing.calls import CallReader, Piece
+from dataplane.agent.parsing.reasoning import overlap
+from dataplane.protocol.messages import ToolCallDelta
+
+MakeReader = Callable[[Callable[[str], bool], str], CallReader]
+"""A reader of one call, from a check of its name and the first character behind the marker."""
+
+NAME_CHARS_MAX = 256
+
+_State = Literal["content", "opened", "call", "after"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFormat:
+    """How a family writes calls. `openings`: markers of a call, or of a list of calls. `closings`: what may follow a
+    call, and is no content. `lists`: calls may be elements of a JSON list. `bare`: an answer may begin with a call that
+    has no marker. `known`: the name must be one of the request's functions, as it must be in a bare call.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    reader: MakeReader
+    lists: bool = False
+    bare: bool = False
+    known: bool = False
+
+
+class ToolCallParser:
+    """Divides text into content and calls. `calls`: how many began. Unless `parallel`, the first call ends the text,
+    and `stopped` is set then. A malformed call is content, except for markers that are special tokens (`special`),
+    which never are. Blanks before and between calls are neither.
+    """
+
+    def __init__(
+        self, form: CallFormat, names: frozenset[str], *, parallel: bool, special: frozenset[str] = frozenset()
+    ) -> None:
+        self._form = form
+        self._names = names
+        self._parallel = parallel
+        self._special = special
+        self._state: _State = "content"
+        self._bare = form.bare
+        """Whether a call without a marker may begin the pending text."""
+        self._pending = ""
+        self._raw = ""
+        """The text of a call that is not reported yet: the first `_marked` characters are its marker."""
+        self._marked = 0
+        self._known = self._in_list = self._reported = False
+        self._reader: CallReader | None = None
+        self._content: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self.calls = 0
+        self.stopped = False
+
+    def feed(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """The content and the calls that are certain with more text."""
+        self._pending += text
+        steps = {"content": self._scan, "opened": self._open, "call": self._read, "after": self._close}
+        while not self.stopped and steps[self._state]():
+            pass
+        return self._taken()
+
+    def finish(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """What was held back, when no text follows."""
+        if not self._reported and not self.stopped:
+            held = self._raw + self._pending
+            self._add_content(held if held.strip() or not self.calls else "")
+        self._raw = self._pending = ""
+        return self._taken()
+
+    def _taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        taken = "".join(self._content), tuple(self._deltas)
+        self._content, self._deltas = [], []
+        return taken
+
+    def _add_content(self, text: str) -> None:
+        for marker in self._special:
+            text = text.replace(marker, "")
+        if text:
+            self._content.append(text)
+
+    def _scan(self) -> bool:
+        """Content up to the next marker. Blanks at its end are held back: they may be before a call."""
+        text = self._pending
+        if self._bare:
+            start = text.lstrip()
+            if not start:
+                return False
+            self._bare = False
+            if start[0] == "{" or (self._form.lists and start[0] == "["):
+                blanks = len(text) - len(start)
+                self._begin(text[:blanks], start, marked=blanks + 1, known=True)
+                return True
+        found = [(at, opening) for opening in self._form.openings if (at := text.find(opening)) >= 0]
+        if found:
+            at, opening = min(found)
+            before = text[:at].rstrip()
+            self._add_content(before)
+            marker = text[len(before) : at + len(opening)]
+            self._begin(marker, text[at + len(opening) :], marked=len(marker), known=self._form.known)
+            return True
+        held = max((overlap(text, opening) for opening in self._form.openings), default=0)
+        sure = len(text[: len(text) - held].rstrip())
+        self._add_content(text[:sure])
+        self._pending = text[sure:]
+        return False
+
+    def _begin(self, marker: str, rest: str, *, marked: int, known: bool) -> None:
+        self._raw, self._marked, self._known = marker, marked, known
+        self._pending, self._state = rest, "opened"
+
+    def _open(self) -> bool:
+        """Begin a call, or the list that it is in."""
+        text = self._pending.lstrip()
+        self._raw += self._pending[: len(self._pending) - len(text)]
+        self._pending = text
+        if not text:
+            return False
+        if text[0] == "[" and self._form.lists and not self._in_list:
+            self._in_list = True
+            self._raw, self._pending = self._raw + "[", text[1:]
+            return True
+        self._reader = self._form.reader(self._accepts, text[0])
+        self._state = "call"
+        return True
+
+    def _accepts(self, name: str) -> bool:
+        """Whether a name can be that of a function."""
+        return name in self._names if self._known else bool(name.strip()) and len(name) <= NAME_CHARS_MAX
+
+    def _read(self) -> bool:
+        """More of a call. A failed one is read again as content, behind its marker."""
+        reader, text = self._reader, self._pending
+        assert reader is not None
+        if not text:
+            return False
+        pieces = reader.feed(text)
+        if not self._reported:
+            self._raw += text[: len(text) - len(reader.rest)]
+        self._pending = reader.rest
+        if reader.failed:
+            self._add_content(self._raw[: self._marked])
+            self._pending = self._raw[self._marked :] + self._pending
+            self._raw, self._in_list, self._state = "", False, "content"
+            return True
+        self._report(pieces)
+        if not reader.done:
+            return False
+        self._reported = False
+        self._state = "after"
+        self.stopped = not self._parallel
+        return True
+
+    def _report(self, pieces: list[Piece]) -> None:
+        for name, arguments in pieces:
+            if name is not None:
+                self._raw, self._reported = "", True
+                self.calls += 1
+                self._deltas.append(ToolCallDelta(index=self.calls - 1, name=name))
+            elif self._deltas and self._deltas[-1].name is None and self._deltas[-1].index == self.calls - 1:
+                merged = self._deltas[-1].arguments + arguments
+                self._deltas[-1] = ToolCallDelta(index=self.calls - 1, arguments=merged)
+            elif arguments:
+                self._deltas.append(ToolCallDelta(index=self.calls - 1, arguments=arguments))
+
+    def _close(self) -> bool:
+        """What follows a call: closing markers, another call, or content."""
+        text = self._pending = self._pending.lstrip()
+        if not text:
+            return False
+        for closing in self._form.closings:
+            if text.startswith(closing):
+                self._pending = text.removeprefix(closing)
+                self._in_list = self._in_list and closing != "]"
+                return True
+        for opening in self._form.openings:
+            if text.startswith(opening):
+                self._begin(opening, text.removeprefix(opening), marked=len(opening), known=self._form.known)
+                self._in_list = False
+                return True
+        if any(marker.startswith(text) for marker in (*self._form.openings, *self._form.closings)):
+            return False
+        if text[0] == "{" and (self._in_list or self._form.bare):
+            self._begin("", text, marked=1, known=self._known)
+            return True
+        self._in_list, self._state = False, "content"
+        return True

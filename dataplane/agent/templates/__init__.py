@@ -1,0 +1,1 @@
+"""Chat templates: a conversation becomes a prompt. Jinja runs only in the processes of `process.py`."""

@@ -1,0 +1,113 @@
+"""Tokens to text as they come: whole characters, right blanks, stop strings over token borders, markers."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.agent.detokenization import IncrementalDetokenizer
+from dataplane.agent.tokenization import WordTokenizer
+from dataplane.engines.replay.vocabulary import WORDS
+
+
+class ByteTokenizer(WordTokenizer):
+    """One token a byte: every multi-byte character is split over tokens."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def stream(data: bytes, *stop: str) -> tuple[list[str], IncrementalDetokenizer]:
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop)
+    pieces = []
+    for token_id in data:
+        pieces.append(detokenizer.feed(token_id))
+        if detokenizer.stopped:
+            return pieces, detokenizer
+    return [*pieces, detokenizer.finish()], detokenizer
+
+
+def test_characters_are_never_broken() -> None:
+    pieces, _ = stream("aé€😀b".encode())
+    assert [piece for piece in pieces if piece] == ["a", "é", "€", "😀", "b"]
+
+
+@given(st.text(max_size=30))
+def test_the_pieces_make_the_whole(text: str) -> None:
+    pieces, _ = stream(text.encode())
+    assert "".join(pieces) == text
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text_come_out_too(data: bytes) -> None:
+    pieces, _ = stream(data)
+    assert all(isinstance(piece, str) for piece in pieces)
+    kept = [c for c in data.decode("utf-8", errors="ignore") if c.isascii()]
+    assert [c for c in "".join(pieces) if c.isascii()] == kept
+
+
+def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
+    pieces, _ = stream(b"\xf0" * 40)
+    assert any(pieces[:-1])
+
+
+def test_a_stop_string_over_many_tokens_is_held_back_and_cut() -> None:
+    pieces, detokenizer = stream(b"one END two", "END")
+    assert "".join(pieces) == "one "
+    assert detokenizer.stopped
+    assert detokenizer.feed(ord("x")) == ""
+    assert detokenizer.finish() == ""
+
+
+def test_a_false_start_of_a_stop_string_is_released() -> None:
+    pieces, detokenizer = stream(b"EN-ENE", "END")
+    assert pieces == ["", "", "EN-", "", "", "EN", "E"]
+    assert not detokenizer.stopped
+
+
+@pytest.mark.parametrize(
+    ("data", "stop", "expected"),
+    [
+        ("aab", ("ab",), "a"),
+        ("abc", ("c", "bc"), "a"),  # the stop that begins first wins
+        ("aaab", ("aab",), "a"),
+        ("stop", ("stop",), ""),
+        ("x😀y", ("😀",), "x"),
+        ("nothing", ("else",), "nothing"),
+    ],
+)
+def test_stops(data: str, stop: tuple[str, ...], expected: str) -> None:
+    pieces, detokenizer = stream(data.encode(), *stop)
+    assert "".join(pieces) == expected
+    assert detokenizer.stopped == (data != expected)
+
+
+@given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
+def test_stop_is_where_a_search_of_the_whole_text_ends(text: str, stop: list[str]) -> None:
+    """The text ends before the stop string that is complete first; of those, before the one that begins first."""
+    ends = sorted((text.index(s) + len(s), text.index(s)) for s in stop if s in text)
+    pieces, detokenizer = stream(text.encode(), *stop)
+    if not ends:
+        assert "".join(pieces) == text
+    else:
+        assert "".join(pieces) == text[: min(begin for end, begin in ends if end == ends[0][0])]
+    assert detokenizer.stopped == bool(ends)
+
+
+def test_words_have_blanks_between_them_and_none_in_front() -> None:
+    detokenizer = IncrementalDetokenizer(WordTokenizer())
+    ids = [WORDS.index(word) for word in ("the", "tide", "turns")]
+    assert [detokenizer.feed(token_id) for token_id in ids] == ["the", " tide", " turns"]
+    assert detokenizer.finish() == ""
+
+
+def test_special_tokens_that_are_shown_stand_where_they_were() -> None:
+    class Marked(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            return super().decode([token_id for token_id in token_ids if token_id < 256])
+
+    text = IncrementalDetokenizer(Marked(), ["[STOP]"], shown={300: "[CALL]", 301: "[STOP]"})
+    tokens = [*"né".encode()[:2], 300, *"é!".encode(), 302, 301, 65]
+    assert [text.feed(token_id) for token_id in tokens] == ["n", "", "\ufffd[CALL]", "", "é", "!", "", "", ""]
+    assert text.stopped
