@@ -129,12 +129,15 @@ class TimeSlice(Struct, frozen=True, kw_only=True):
 
 
 class KvShapeStats(Struct, frozen=True, kw_only=True):
-    """KV of one shape in one memory. `held_bytes`: of its slabs; `moving_bytes`: being transferred."""
+    """KV of one shape in one memory. `held_bytes`: of its slabs; `moving_bytes`: being transferred; `cached_bytes`: of
+    cached prefixes that no request uses, which count as free memory.
+    """
 
     shape: str
     used_bytes: int
     held_bytes: int
     moving_bytes: int
+    cached_bytes: int = 0
 
 
 class PoolStats(Struct, frozen=True, kw_only=True):
@@ -167,8 +170,10 @@ class PoolStats(Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """Load of a slot. `resident_models`: those whose weights are whole on it. Totals are since the start; so are those
-    in `extra`: `preemptions`, `recomputed` (dropped KV), `swapped_out`, `swapped_in` (transfers of one request's KV).
+    """Load of a slot. `resident_models`: those whose weights are whole on it. Totals are since the start; so are
+    `prefix_query_tokens`, the tokens of prefilled requests by model, `prefix_hit_tokens`, those of them whose KV was
+    cached, and those in `extra`: `preemptions`, `recomputed` (dropped KV), `swapped_out`, `swapped_in` (transfers of
+    one request's KV).
     """
 
     instances: tuple[InstanceStats, ...] = ()
@@ -176,6 +181,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     switches_total: int = 0
     steps_total: int = 0
     tokens_total: int = 0
+    prefix_query_tokens: dict[str, int] = field(default_factory=dict)
+    prefix_hit_tokens: dict[str, int] = field(default_factory=dict)
     pool: PoolStats | None = None
     extra: dict[str, float] = field(default_factory=dict)
 

@@ -271,6 +271,10 @@ class KvCache:
         pool.held.add(block)
         pool.clear((block,), -1)
 
+    def free_bytes(self) -> int:
+        """Bytes of blocks that can be allocated without another slab, of all shapes."""
+        return sum(pool.free_blocks * shape.block_bytes for shape, pool in self._pools.items())
+
     def idle_blocks(self, shape: KvShape) -> int:
         pool = self._pools.get(shape)
         return len(pool.idle) if pool else 0

@@ -8,12 +8,16 @@ Blocks of several shapes share slabs (see `kv_cache`). For a shape, an idle bloc
 of other shapes are evicted only with a whole slab, in which nothing is held.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop
+from heapq import heapify, heappop, merge
+from operator import attrgetter
 
 from dataplane.memory.events import PASSED, AllOf, Event
 from dataplane.memory.kv_cache import KvCache, KvShape
+
+_USED = attrgetter("used")
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -98,9 +102,12 @@ class PrefixCache:
                 self._give_up(cached[block])
 
     def evict(self, entry: CachedBlock) -> None:
-        """Forget the key of a block. Its memory is free once it has no references and no transfer uses it."""
-        if self._entries.get(entry.key) is entry:
-            del self._entries[entry.key]
+        """Forget the key of a block. Its memory is free once it has no references and no transfer uses it. Harmless for
+        one that was evicted before.
+        """
+        if self._entries.get(entry.key) is not entry:
+            return
+        del self._entries[entry.key]
         if entry.refs == 0:
             self.take(entry)
             self._give_up(entry)
@@ -122,6 +129,16 @@ class PrefixCache:
                 blocks -= per_slab
         return chosen
 
+    def oldest(self, size_bytes: int) -> list[CachedBlock]:
+        """The idle blocks of so many bytes that were used the longest ago, of all shapes; all there are, if too few."""
+        chosen: list[CachedBlock] = []
+        for entry in merge(*(idle.values() for idle in self._idle.values()), key=_USED):
+            if size_bytes <= 0:
+                break
+            chosen.append(entry)
+            size_bytes -= entry.shape.block_bytes
+        return chosen
+
     def within(self, slabs: Iterable[int]) -> list[CachedBlock]:
         """The idle blocks in some slabs."""
         return [entry for slab in slabs for entry in self._slabs.get(slab, {}).values()]
@@ -137,13 +154,17 @@ class PrefixCache:
         return self._cache.idle_blocks(shape) + others * self._cache.blocks_per_slab(shape)
 
     def check(self, references: Iterable[tuple[KvShape, int]]) -> None:
-        """Assert that each block's references are those in `references`, one a user, and that idle ones are found."""
-        counted: dict[tuple[KvShape, int], int] = {}
-        for reference in references:
-            counted[reference] = counted.get(reference, 0) + 1
+        """Assert that the held blocks are those in `references`, one for each user, of which only cached ones have
+        several; and that idle blocks are found.
+        """
+        counted = Counter(references)
+        held = {(shape, block) for shape, blocks in self._cache.held_blocks().items() for block in blocks}
+        assert held == counted.keys(), f"held: {held}, used: {counted}"
+        shared = [(shape, block) for (shape, block), users in counted.items() if users > 1]
+        assert all(block in self._blocks.get(shape, {}) for shape, block in shared), "two sequences write to a block"
         cached = [entry for blocks in self._blocks.values() for entry in blocks.values()]
         for entry in cached:
-            users = counted.get((entry.shape, entry.block), 0)
+            users = counted[entry.shape, entry.block]
             assert entry.refs == users, f"block {entry.block} has {entry.refs} references, {users} users"
             idle = self._idle.get(entry.shape, {})
             assert (entry.block in idle) == (entry.refs == 0), f"block {entry.block} is idle, or not, without reason"

@@ -12,7 +12,7 @@ the model reclaims them once KV has freed them. KV takes lent slabs last.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dataplane.memory.events import PASSED, Event, MoveList
@@ -86,10 +86,13 @@ class SlabArena:
         """Whether a transfer still uses a lent slab, which KV can use afterwards."""
         return any(not self._lent.isdisjoint(slabs) for slabs in self._moves)
 
-    @property
-    def unlent_kv_slabs(self) -> int:
-        """Slabs allocated to KV that no model has lent."""
-        return len(self._kv - self._lent)
+    def unlent_kv_slabs(self, *, but: Collection[int] = ()) -> int:
+        """How many slabs are allocated to KV and lent by no model, some slabs not counted."""
+        return len(self._kv.difference(self._lent, but))
+
+    def holds_kv(self, slabs: Iterable[int]) -> bool:
+        """Whether one of these slabs is allocated to KV."""
+        return not self._kv.isdisjoint(slabs)
 
     @property
     def borrowed_slabs(self) -> frozenset[int]:

@@ -1,7 +1,8 @@
 """The KV cache of sequences as every engine sees it: its location, and the operations of the memory that keeps it."""
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from dataplane.engines.interface import KvHandle
 
@@ -39,6 +40,10 @@ class KvMemory(Protocol[KvT_contra]):
         """Whether a transfer is under way that will free device memory."""
 
     @property
+    def evicting(self) -> bool:
+        """Whether such a transfer copies cached prefixes, so that no request must make room meanwhile."""
+
+    @property
     def swapped_out_total(self) -> int: ...
 
     @property
@@ -46,7 +51,8 @@ class KvMemory(Protocol[KvT_contra]):
 
     def grow(self, kv: KvT_contra, tokens: int) -> bool:
         """Allocate memory for `tokens` tokens of KV whose location is DEVICE or NONE, which becomes DEVICE; False if
-        free memory is too small.
+        free memory is too small. KV that was nowhere takes over its longest cached prefix (`reused_tokens`); if some of
+        that is in host memory, it is SWAPPING_IN. Cached prefixes that nobody uses count as free memory.
         """
 
     def fits(self, kv: KvT_contra, *, spare: int) -> bool:
@@ -66,3 +72,39 @@ class KvMemory(Protocol[KvT_contra]):
 
     def handle(self, kv: KvT_contra, tokens: int) -> KvHandle:
         """How another slot reads the first `tokens` tokens of KV that is on the HOST."""
+
+    def track(self, kv: KvT_contra, tokens: Sequence[int], salt: str) -> None:
+        """Let KV share prefixes with KV of the same model and salt. `tokens`: those of its sequence, which may grow."""
+
+    def reused_tokens(self, kv: KvT_contra) -> int:
+        """Tokens whose KV was taken over from the cache when its memory was allocated."""
+
+    def awaits_prefix(self, kv: KvT_contra) -> bool:
+        """Whether another sequence's prefill computes most of what this one, which has not begun, would compute."""
+
+    def computed(self, kv: KvT_contra, tokens: int) -> None:
+        """Cache the full blocks of the first `tokens` tokens, whose KV is on the DEVICE and final."""
+
+    def bytes_of(self, kvs: Iterable[KvT_contra]) -> int:
+        """The memory of some KV, each on the side where it takes more; shared blocks count once."""
+
+
+class WithoutPrefixCache(Generic[KvT]):
+    """The part of `KvMemory` about cached prefixes, for memory that caches none."""
+
+    evicting = False
+
+    def track(self, kv: KvT, tokens: Sequence[int], salt: str) -> None:
+        """See `KvMemory`."""
+
+    def reused_tokens(self, kv: KvT) -> int:
+        return 0
+
+    def awaits_prefix(self, kv: KvT) -> bool:
+        return False
+
+    def computed(self, kv: KvT, tokens: int) -> None:
+        """See `KvMemory`."""
+
+    def bytes_of(self, kvs: Iterable[KvT]) -> int:
+        return sum([kv.size_bytes for kv in kvs])

@@ -1,7 +1,9 @@
 """Allocation of KV memory on a slot, and preemption. The rules of every engine. No request is lost: preempted KV is
 swapped to host memory, or recomputed if that is full.
 
-When free memory is too small, the engine's policy chooses the action (`OnShortage`). Memory is freed in this order:
+Cached prefixes that no sequence uses count as free memory: the KV memory evicts them itself, and the requester waits
+while they are copied to host memory. When free memory is too small, the engine's policy chooses the action
+(`OnShortage`). Memory is freed in this order:
 
 1. memory that is not KV: weight layers that can be offloaded ("remap"), then weights in slabs borrowed from KV;
 2. unless the requester waits ("refuse"), KV of decoding sequences, of other models first, the last in the order of
@@ -83,6 +85,8 @@ class KvAllocator(Generic[KvT]):
         if not allocated:
             allocated, action = self._allocate(lambda: self._kv.grow(sequence.kv, tokens), sequence, tokens, keep)
         if allocated:
+            if not sequence.begun:
+                sequence.cached = sequence.reused = self._kv.reused_tokens(sequence.kv)
             self._requests.begin(sequence)
             return True
         if sequence.prefilled and sequence.kv.location is KvLocation.DEVICE and not self._kv.freeing:
@@ -114,6 +118,8 @@ class KvAllocator(Generic[KvT]):
     ) -> tuple[bool, Action | None]:
         """Free memory until `attempt` succeeds: True. Else False, and the action that was chosen."""
         while not attempt():
+            if self._kv.evicting:
+                return False, None
             decoding = [s for model in self._models.values() for s in model.decoding_here]
             victim = choose_victim([s for s in decoding if not s.just_resumed], sequence, keep)
             action = None

@@ -100,6 +100,8 @@ class RequestTable(Generic[KvT]):
             request=request, model=model.name, order=self._arrivals, added_s=self._clock(), kv=model.new_kv()
         )
         self._sequences[request_id] = sequence
+        if not request.pooling:  # a pooled answer needs the states of all tokens
+            self._kv.track(sequence.kv, sequence.tokens, request.cache_salt)
         handle = request.kv
         if handle is not None and handle.tokens == sequence.pending - 1 and self._kv.adopt(sequence.kv, handle):
             sequence.cached, sequence.prefilled = handle.tokens, True
@@ -131,7 +133,7 @@ class RequestTable(Generic[KvT]):
         self._leave(sequence)
         if not sequence.prefilled:  # a partly prefilled one is still in the queue
             self.prefills = self.prefills.remove(sequence.request.request_id)
-        sequence.cached, sequence.prefilled = 0, False
+        sequence.cached, sequence.reused, sequence.prefilled = 0, 0, False
         self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
 
     def queue_lost(self) -> None:
@@ -145,6 +147,7 @@ class RequestTable(Generic[KvT]):
         `pooling` there is no token, and the request ends with its sequence's values.
         """
         request = sequence.request
+        cached_tokens = min(sequence.reused, len(request.prompt)) if sequence.first else 0
         if not sequence.prefilled:
             self._models[sequence.model].end_prefill(sequence)
             self.prefills = self.prefills.remove(request.request_id)
@@ -153,13 +156,21 @@ class RequestTable(Generic[KvT]):
             return EngineOutput(request_id=request.request_id, values=sequence.values, finish_reason="stop")
         if token is None:
             self.forget(request.request_id)
-            return EngineOutput(request_id=request.request_id, finish_reason="stop")
+            return EngineOutput(request_id=request.request_id, cached_tokens=cached_tokens, finish_reason="stop")
         sequence.tokens.append(token)
         scores = () if score is None else (score,)
         if sequence.generated < request.max_tokens:
-            return EngineOutput(request_id=request.request_id, token_ids=(token,), scores=scores)
+            return EngineOutput(
+                request_id=request.request_id, token_ids=(token,), scores=scores, cached_tokens=cached_tokens
+            )
         self.forget(request.request_id)
-        return EngineOutput(request_id=request.request_id, token_ids=(token,), scores=scores, finish_reason="length")
+        return EngineOutput(
+            request_id=request.request_id,
+            token_ids=(token,),
+            scores=scores,
+            cached_tokens=cached_tokens,
+            finish_reason="length",
+        )
 
     def export_prefilled(self) -> None:
         """Transfer the KV of requests past their prefill to host memory, and export those whose transfer has ended."""

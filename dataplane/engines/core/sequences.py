@@ -25,7 +25,8 @@ class TokenSequence(Generic[KvT]):
     """A request and its progress. `order`: its number in the order of arrival; `added_s`: when it was added;
     `prefilled`: its prefill is complete, here or elsewhere; `begun`: it has KV at any location, and is in the list of
     its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens;
-    `values`: the answer of a request with `pooling`, set by the step that completes its prefill.
+    `values`: the answer of a request with `pooling`, set by the step that completes its prefill; `reused`: how many of
+    its cached tokens its prefill took over from the prefix cache.
     """
 
     request: EngineRequest
@@ -35,6 +36,7 @@ class TokenSequence(Generic[KvT]):
     kv: KvT
     tokens: list[int] = field(init=False)
     cached: int = 0
+    reused: int = 0
     prefilled: bool = False
     begun: bool = False
     resumed_at: int = 0
@@ -63,6 +65,11 @@ class TokenSequence(Generic[KvT]):
     def generated(self) -> int:
         """How many tokens were made so far, here and elsewhere."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def first(self) -> bool:
+        """Whether it waits for its first prefill here, and no other slot did that."""
+        return not self.prefilled and self.generated == len(self.request.generated)
 
     @property
     def remaining_tokens(self) -> int:

@@ -1,6 +1,6 @@
 """The last time slices of a slot, and totals since the start."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from dataplane.engines.interface import TimeSlice
@@ -19,6 +19,9 @@ class SliceLog:
         self.switches_total = 0
         self.steps_total = 0
         self.tokens_total = 0
+        self.prefix_query_tokens: Counter[str] = Counter()
+        self.prefix_hit_tokens: Counter[str] = Counter()
+        """By model: tokens of first prefills, and those of them that were taken over from the prefix cache."""
         self.slices: deque[TimeSlice] = deque(maxlen=SLICES_KEPT)
         self._prefills = SeenPrefills()
         """Those of `slices`."""
@@ -50,11 +53,18 @@ class SliceLog:
             self._prompts = self._prompt_tokens = 0
 
     def step(self, tokens: int, *, prompts: Sequence[int]) -> None:
-        """Record a step, the tokens it made, and the lengths of the prompts whose prefill it completed."""
+        """Record a step, the tokens it made, and how many tokens of the prompts whose prefill it completed were
+        computed.
+        """
         self.steps_total += 1
         self.tokens_total += tokens
         self._prompts += len(prompts)
         self._prompt_tokens += sum(prompts)
+
+    def prefix(self, model: str, tokens: int, *, hit: int) -> None:
+        """Record the first prefill of a request of `tokens` tokens, of which `hit` were cached."""
+        self.prefix_query_tokens[model] += tokens
+        self.prefix_hit_tokens[model] += hit
 
     def _end(self, turn: Turn, now_s: float) -> None:
         slices, prefills = self.slices, self._prefills

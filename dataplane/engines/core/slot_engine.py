@@ -216,7 +216,9 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         tokens_before = self._log.tokens_total
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
-            prompts = [s.cached for s, _, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
+            prompts = [s.cached - s.reused for s, _, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
+            for sequence in (s for s, _, _ in made if s.first and not s.request.pooling):
+                self._log.prefix(sequence.model, len(sequence.tokens), hit=sequence.reused)
             self._log.step(sum([not s.request.pooling for s, _, _ in made]), prompts=prompts)
             outputs += [self.requests.take(sequence, token, score) for sequence, token, score in made]
         self._hold = hold_prefills(
@@ -297,6 +299,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             switches_total=self._log.switches_total,
             steps_total=self._log.steps_total,
             tokens_total=self._log.tokens_total,
+            prefix_query_tokens=dict(self._log.prefix_query_tokens),
+            prefix_hit_tokens=dict(self._log.prefix_hit_tokens),
             pool=replace(
                 self._memory_stats(now_s),
                 running_model=turn.model if turn else None,
@@ -318,7 +322,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """The load of an instance. Its capacity is its own KV and all free KV memory."""
         mine = self.requests.of_instance(instance_id)
         running = sum(sequence.cached > 0 for sequence in mine)
-        used_bytes = sum(sequence.kv.size_bytes for sequence in mine)
+        used_bytes = self._memory.bytes_of(sequence.kv for sequence in mine)
         return InstanceStats(
             instance_id=instance_id,
             kv_tokens_max=self._kv_tokens_max(model),

@@ -27,13 +27,19 @@ class StepBatches(Generic[KvT]):
         return self._prefill(group) or self._prefill(model.half_prefilled)
 
     def _prefill(self, sequences: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
-        """As many sequences, in order, as one step runs; the last one perhaps in part."""
+        """As many sequences, in order, as one step runs; the last one perhaps in part. Passed over are those whose
+        cached prefix is being transferred, or computed by another.
+        """
         chunks: list[Chunk[KvT]] = []
         tokens = self._prefill_tokens_max
         for sequence in sequences:
+            if _is_arriving(sequence) or (not sequence.begun and self._kv.awaits_prefix(sequence.kv)):
+                continue
             keep = [chunk.sequence for chunk in chunks]
             if tokens <= 0 or not self._allocator.grow(sequence, sequence.kv_tokens, keep):
                 break
+            if _is_arriving(sequence):
+                continue
             chunks.append(Chunk(sequence=sequence, count=min(tokens, sequence.pending)))
             tokens -= chunks[-1].count
         return chunks
@@ -54,3 +60,7 @@ class StepBatches(Generic[KvT]):
                 ready.append(sequence)
             before += sequence.kv.location in (KvLocation.DEVICE, KvLocation.SWAPPING_IN)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
+
+
+def _is_arriving(sequence: TokenSequence[KvT]) -> bool:
+    return sequence.kv.location is KvLocation.SWAPPING_IN

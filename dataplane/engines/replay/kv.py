@@ -7,7 +7,7 @@ KV uses its own region first, then the memory of offloaded layers.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.replay.weights import HostLink, WeightsMemory
 
@@ -49,7 +49,7 @@ class SequenceKv:
         return max(self.device_bytes, self.host_bytes)
 
 
-class ReplayKvMemory:
+class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
     """The KV memory of a slot and of its host. Meets `dataplane.engines.core.kv.KvMemory` and, in
     `dataplane.engines.core.pressure_handler`, `KvCapacity`.
     """

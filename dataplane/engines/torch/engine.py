@@ -71,9 +71,6 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             host_wait_max_s=settings.host_wait_max_s,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        self.weights = WeightStore(
-            self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"]
-        )
         self.kv = KvStore(
             self.arena,
             buffer,
@@ -82,6 +79,16 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             host_file=settings.host_kv_file,
             make_stream=self._streams.__getitem__,
             rates=rates,
+            prefix_cache=settings.prefix_cache,
+        )
+        self.weights = WeightStore(
+            self.arena,
+            buffer,
+            slab_bytes,
+            self._streams["weights"],
+            rates.weights,
+            self._streams["layers"],
+            cached_kv=self.kv,
         )
         super().__init__(settings, clock, self.kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
         memory = self._slot_memory = TorchSlotMemory(self.weights, self.kv, self.arena, batch_max=settings.batch_max)
@@ -126,6 +133,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _forget_model(self, model: TorchModel) -> None:
         self.weights.evict(model.name)
+        self.kv.forget(model.name)
         self.host_models.forget(model.name)
 
     def _settle(self) -> None:
@@ -133,10 +141,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.kv.settle()
         self.host_models.release_spare()
         waiting = self.pressure.revert()
-        if waiting and not self.kv.freeing:
+        if waiting and not self.kv.preempting:
             begun = [sequence.kv for model in self.models.values() for sequence in model.begun]
             runs = [self._slot_memory.least_used_run(self.models[name], begun) for name in waiting]
             self._allocator.evict(lambda kv: any(self.kv.lies_in(kv, run.slabs) for run in runs))
+            self.kv.clear([slab for run in runs for slab in run.slabs], now=True)
         self.requests.queue_lost()
 
     def _fit_together(self, models: Iterable[TorchModel]) -> bool:
@@ -231,6 +240,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         slabs = self.weights.blocking_kv_slabs(model.weights)
         if slabs:
             self._allocator.evict(lambda kv: self.kv.lies_in(kv, slabs))
+            self.kv.clear(slabs)
 
     def _kv_tokens_max(self, model: TorchModel) -> int:
         return self.kv.capacity_tokens(model.shape)

@@ -13,12 +13,14 @@ def memory_stats(
 ) -> PoolStats:
     """The memory fields; `slabs` counts slabs of the arena."""
     kv_slabs, free_slabs, moving_slabs = arena.kv_slabs, arena.free_slabs, arena.moving_slabs
+    cached_slabs = len(kv.clearable_slabs())
     return PoolStats(
         now_s=now_s,
         arriving_models=weights.arriving_models,
         slabs={
             "weights": arena.slabs - kv_slabs - free_slabs - moving_slabs,
-            "kv": kv_slabs,
+            "kv": kv_slabs - cached_slabs,
+            "cached": cached_slabs,
             "free": free_slabs,
             "moving": moving_slabs,
         },
@@ -38,6 +40,7 @@ def _shapes(cache: KvCache) -> tuple[KvShapeStats, ...]:
             used_bytes=usage.used_bytes,
             held_bytes=usage.held_bytes,
             moving_bytes=usage.moving_bytes,
+            cached_bytes=usage.idle_bytes,
         )
         for shape, usage in sorted(cache.usage().items())
     )

@@ -23,7 +23,8 @@ class TorchEngineSettings:
     finds no memory there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     loads the next model early; `layerwise` starts a model while its later layers are loaded; on a `prefill_only` slot a
-    request leaves after its first token, to be decoded by another slot. `host_link_bytes_per_s`: the bandwidth between
+    request leaves after its first token, to be decoded by another slot. `prefix_cache`: whether KV is kept for requests
+    whose tokens begin alike. `host_link_bytes_per_s`: the bandwidth between
     host memory and the device in each direction, if known; None: measured. `kv_pressure`: how KV pressure is handled;
     `remap`: which layers are offloaded then.
     """
@@ -44,6 +45,7 @@ class TorchEngineSettings:
     prefetch: bool = True
     layerwise: bool = True
     prefill_only: bool = False
+    prefix_cache: bool = True
     copy_threads: int = 1
     host_link_bytes_per_s: float | None = None
     kv_pressure: KvPressure = "auto"

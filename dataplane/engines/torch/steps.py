@@ -112,6 +112,9 @@ class Steps:
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
         sequences = [chunks[index].sequence for index in makers]
+        for sequence, token in zip(sequences, tokens, strict=True):
+            if token is not None:  # keys and values that are not numbers must not reach others
+                self._kv.computed(sequence.kv, sequence.cached)
         return list(zip(sequences, tokens, _scores(logits, makers, sequences, tokens), strict=True))
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:

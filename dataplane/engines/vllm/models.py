@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import KvHandle
@@ -32,7 +32,7 @@ class VllmKv:
         return int(self.tokens * self.bytes_per_token)
 
 
-class VllmKvMemory:
+class VllmKvMemory(WithoutPrefixCache[VllmKv]):
     """Meets `dataplane.engines.core.kv.KvMemory`. vLLM allocates itself, so that only `drop` has an effect."""
 
     freeing = False

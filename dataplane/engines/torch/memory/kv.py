@@ -1,13 +1,17 @@
 """KV of a slot: blocks in the arena, blocks in host memory, and the transfers between them.
 
+Full blocks are shared by sequences that begin alike, and are cached when nobody uses them (`prefixes.py`). A sequence
+writes behind its full blocks only, so that shared blocks never change; what it swaps out are copies.
+
 Three rules (Aegaeon 5.3), each enforced at one point. A step reads a sequence's KV only when it is on the DEVICE: KV
 that is being transferred has an event that must pass first (`settle`). The next transfer of a sequence begins when its
 last one has passed. Blocks that a transfer reads or writes are not allocated again until its event has passed.
 """
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import torch
@@ -17,9 +21,12 @@ from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned, record_event
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
+from dataplane.engines.torch.memory.prefixes import Memory, PrefixStore
 from dataplane.engines.torch.memory.transfer_rates import TransferRates
-from dataplane.memory.events import PASSED, Event
-from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
+from dataplane.memory.events import PASSED, AllOf, Event
+from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, blocks_for
+from dataplane.memory.prefix_cache import PrefixCache
+from dataplane.memory.prefix_keys import PrefixChain, prefix_scope
 from dataplane.memory.slabs import SlabArena
 
 TRIES_MAX = 5
@@ -27,12 +34,24 @@ TRIES_MAX = 5
 
 POLL_S = 0.0002
 
+RESERVE_SHARE = 16
+"""One in so many slabs of the KV region is kept free of cached prefixes, where host memory can take them."""
+
 
 @dataclass(eq=False, kw_only=True)
 class SequenceKv:
-    """The KV of one sequence. `blocks` in the arena, `host` in host memory, or in `file` of another slot."""
+    """The KV of one sequence of a `model`, whose weights have a `layout`. `blocks` in the arena, `host` in host memory,
+    or in `file` of another slot. `chain`: its keys, None if it shares nothing; of its full blocks the first `keyed` are
+    cached or known to be, the first `reused` were taken over, and those of `computing` are being computed here.
+    """
 
     shape: KvShape
+    model: str = ""
+    layout: str = ""
+    chain: PrefixChain | None = None
+    keyed: int = 0
+    reused: int = 0
+    computing: list[bytes] = field(default_factory=list)
     location: KvLocation = KvLocation.NONE
     blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
@@ -62,6 +81,7 @@ class KvStore:
         host_file: Path | None,
         make_stream: Callable[[str], CopyStream],
         rates: TransferRates,
+        prefix_cache: bool = True,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
@@ -76,6 +96,18 @@ class KvStore:
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
         self._files: dict[str, KvFile] = {}
         self._moving: list[SequenceKv] = []
+        self._prefix_cache = prefix_cache
+        self._computing: dict[bytes, SequenceKv] = {}
+        has_host = prefix_cache and self._host_slabs.slabs > 0
+        self._prefixes = PrefixStore(
+            Memory(file=self._device, blocks=self.device_cache, prefixes=PrefixCache(self.device_cache)),
+            Memory(file=self._host, blocks=self.host_cache, prefixes=PrefixCache(self.host_cache)),
+            stream_in=self._in,
+            stream_out=self._out,
+            rates=rates,
+            reserve_bytes=self.kv_slabs // RESERVE_SHARE * slab_bytes if has_host else 0,
+            free_bytes=lambda: self.device_cache.free_bytes() + arena.free_kv_slabs * slab_bytes,
+        )
         self.swapped_out_total = 0
         self.swapped_in_total = 0
 
@@ -84,12 +116,25 @@ class KvStore:
         return self._device.slab_bytes
 
     @property
+    def kv_slabs(self) -> int:
+        """Slabs of the KV region."""
+        return self._arena.slabs - self._arena.weights_slabs
+
+    @property
     def moving(self) -> bool:
-        return bool(self._moving)
+        return bool(self._moving or self._prefixes.in_flight)
+
+    @property
+    def evicting(self) -> bool:
+        return self._prefixes.evicting
 
     @property
     def freeing(self) -> bool:
-        """Also while a transfer still reads offloaded layers, whose slabs KV gets then."""
+        return self.preempting or self.evicting
+
+    @property
+    def preempting(self) -> bool:
+        """Whether sequences are being swapped out, or a transfer reads offloaded layers, whose slabs KV gets then."""
         return self._arena.lent_in_transfer or any(kv.location is KvLocation.SWAPPING_OUT for kv in self._moving)
 
     @property
@@ -104,20 +149,20 @@ class KvStore:
         return self.free_blocks(kv.shape) >= len(kv.host) + spare
 
     def free_blocks(self, shape: KvShape) -> int:
-        """Blocks of this shape that could be allocated now."""
-        return self.device_cache.free_blocks(shape) + self._arena.free_kv_slabs * self.device_cache.blocks_per_slab(
-            shape
-        )
+        """Blocks of this shape that could be allocated now, once idle ones are evicted."""
+        cache, idle = self.device_cache, self._prefixes.device.prefixes.allocatable_blocks(shape)
+        return cache.free_blocks(shape) + self._arena.free_kv_slabs * cache.blocks_per_slab(shape) + idle
 
     def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
         """See `KvCapacity`; in whole slabs."""
         wanted = len(kv.host) if kv.location is KvLocation.HOST else blocks_for(tokens, kv.shape.block_tokens)
-        missing_blocks = wanted - len(kv.blocks) - self.device_cache.free_blocks(kv.shape)
-        missing_slabs = -(-missing_blocks // self.device_cache.blocks_per_slab(kv.shape)) - self._arena.free_kv_slabs
+        missing_blocks = wanted - len(kv.blocks) - self.free_blocks(kv.shape)
+        missing_slabs = -(-missing_blocks // self.device_cache.blocks_per_slab(kv.shape))
         return max(missing_slabs, 0) * self._device.slab_bytes
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
-        free_blocks = self._host_slabs.free_slabs * self.host_cache.blocks_per_slab(kv.shape)
+        idle_blocks = self._prefixes.host.prefixes.allocatable_blocks(kv.shape)
+        free_blocks = self._host_slabs.free_slabs * self.host_cache.blocks_per_slab(kv.shape) + idle_blocks
         return blocks_for(tokens, kv.shape.block_tokens) <= free_blocks + self.host_cache.free_blocks(kv.shape)
 
     def lies_in(self, kv: SequenceKv, slabs: Container[int]) -> bool:
@@ -136,7 +181,7 @@ class KvStore:
 
     def capacity_blocks(self, shape: KvShape) -> int:
         """Blocks of this shape that fit in the KV region."""
-        return (self._arena.slabs - self._arena.weights_slabs) * self.device_cache.blocks_per_slab(shape)
+        return self.kv_slabs * self.device_cache.blocks_per_slab(shape)
 
     def capacity_tokens(self, shape: KvShape) -> int:
         """Tokens whose KV one request alone can have: in the arena and, if it is to be exported, in host memory."""
@@ -155,33 +200,107 @@ class KvStore:
             raise ValueError(f"kv_bytes is less than a slab of {self._device.slab_bytes} bytes")
 
     def check(self, held: Sequence[SequenceKv]) -> None:
-        """Assert that the blocks in use are those of `held`, each once."""
+        """Assert that the blocks in use are those of `held`, of which only cached ones are shared, and copies that are
+        being transferred.
+        """
         self.device_cache.check()
         self.host_cache.check()
-        for cache, blocks in ((self.device_cache, "blocks"), (self.host_cache, "host")):
-            used_bytes = sum(usage.used_bytes - usage.moving_bytes for usage in cache.usage().values())
-            mine = [kv for kv in held if blocks == "blocks" or kv.file is None]
-            known_bytes = sum(len(getattr(kv, blocks)) * kv.shape.block_bytes for kv in mine)
-            assert used_bytes == known_bytes, f"{used_bytes} bytes of {blocks} are in use, {known_bytes} are known of"
+        self._prefixes.device.prefixes.check((kv.shape, block) for kv in held for block in kv.blocks)
+        own = [(kv.shape, block) for kv in held if kv.file is None for block in kv.host]
+        self._prefixes.host.prefixes.check([*own, *self._prefixes.copies_in_use])
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
+        if kv.location is KvLocation.NONE:
+            return self._begin(kv, missing)
         if missing > 0:
-            try:
-                kv.blocks += self.device_cache.allocate(kv.shape, missing)
-            except OutOfBlocksError:
+            blocks = self._prefixes.allocate(kv.shape, missing)
+            if blocks is None:
                 return False
-        kv.location = KvLocation.DEVICE
+            kv.blocks += blocks
         return True
+
+    def _begin(self, kv: SequenceKv, wanted: int) -> bool:
+        """Take over the longest cached prefix, and allocate the rest of so many blocks."""
+        keys = [] if kv.chain is None else kv.chain.keys(kv.chain.reusable_blocks)
+        taken = self._prefixes.take(keys)
+        copies = len(taken) - sum(self._prefixes.is_placed(entry) for entry in taken)
+        blocks = self._prefixes.allocate(kv.shape, wanted - len(taken) + copies)
+        if blocks is None:
+            self._prefixes.give_back(taken)
+            return False
+        placed, waits = self._prefixes.place(taken, blocks[:copies])
+        kv.blocks = placed + blocks[copies:]
+        kv.reused = kv.keyed = len(placed)
+        kv.computing = keys[len(placed) :]
+        self._computing.update(dict.fromkeys(kv.computing, kv))
+        kv.location = KvLocation.DEVICE
+        if waits:
+            kv.location, kv.event, kv.tries = KvLocation.SWAPPING_IN, AllOf(waits), TRIES_MAX
+            self._moving.append(kv)
+        return True
+
+    def track(self, kv: SequenceKv, tokens: Sequence[int], salt: str) -> None:
+        if self._prefix_cache:
+            scope = prefix_scope(kv.model, kv.layout, repr(kv.shape), salt)
+            kv.chain = PrefixChain(scope, tokens, kv.shape.block_tokens)
+
+    def reused_tokens(self, kv: SequenceKv) -> int:
+        return kv.reused * kv.shape.block_tokens
+
+    def awaits_prefix(self, kv: SequenceKv) -> bool:
+        if kv.chain is None or not self._computing:
+            return False
+        keys = kv.chain.keys(kv.chain.reusable_blocks)
+        missing = list(dropwhile(self._prefixes.knows, keys))
+        awaited = sum(1 for _ in takewhile(self._computing.__contains__, missing))
+        return awaited * 2 > len(missing)
+
+    def computed(self, kv: SequenceKv, tokens: int) -> None:
+        full = tokens // kv.shape.block_tokens
+        if kv.chain is None or full <= kv.keyed:
+            return
+        for index, key in enumerate(kv.chain.keys(full)[kv.keyed :], kv.keyed):
+            self._prefixes.device.prefixes.add(key, kv.model, kv.shape, kv.blocks[index])
+        kv.keyed = full
+        self._end_computing(kv)
+
+    def _end_computing(self, kv: SequenceKv) -> None:
+        for key in kv.computing:
+            if self._computing.get(key) is kv:
+                del self._computing[key]
+        kv.computing = []
+
+    def bytes_of(self, kvs: Iterable[SequenceKv]) -> int:
+        blocks: dict[KvShape, set[int]] = {}
+        host_bytes = 0
+        for kv in kvs:
+            if len(kv.host) > len(kv.blocks):
+                host_bytes += kv.size_bytes
+            else:
+                blocks.setdefault(kv.shape, set()).update(kv.blocks)
+        return host_bytes + sum(len(mine) * shape.block_bytes for shape, mine in blocks.items())
+
+    def clearable_slabs(self) -> list[int]:
+        """Slabs of the arena with cached KV only: free as soon as they are cleared, and transfers have ended."""
+        return self.device_cache.clearable_slabs()
+
+    def clear(self, slabs: Iterable[int], *, now: bool = False) -> None:
+        """Evict the cached KV that no sequence uses from some slabs: to host memory, or `now`, without a copy."""
+        self._prefixes.clear(slabs, now=now)
+
+    def forget(self, model: str) -> None:
+        """Forget a model's cached KV."""
+        self._prefixes.forget(model)
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
         assert kv.location is KvLocation.DEVICE
         needed = blocks_for(tokens, kv.shape.block_tokens)
-        try:
-            kv.host = self.host_cache.allocate(kv.shape, needed)
-        except OutOfBlocksError:
+        host = self._prefixes.allocate_host(kv.shape, needed)
+        if host is None:
             return False
-        self.device_cache.free(kv.shape, kv.blocks[needed:])
+        kv.host = host
+        self._release(kv, kv.blocks[needed:])
         kv.blocks = kv.blocks[:needed]
         kv.location, kv.tries = KvLocation.SWAPPING_OUT, 0
         self._send(kv)
@@ -189,10 +308,10 @@ class KvStore:
 
     def swap_in(self, kv: SequenceKv) -> bool:
         assert kv.location is KvLocation.HOST
-        try:
-            kv.blocks = self.device_cache.allocate(kv.shape, len(kv.host))
-        except OutOfBlocksError:
+        blocks = self._prefixes.allocate(kv.shape, len(kv.host))
+        if blocks is None:
             return False
+        kv.blocks, kv.keyed = blocks, 0
         kv.location, kv.tries = KvLocation.SWAPPING_IN, 0
         self._send(kv)
         return True
@@ -211,21 +330,23 @@ class KvStore:
                 self._send(kv)
             else:
                 self.drop(kv)
+        self._prefixes.settle()
 
     def await_one(self) -> None:
         """Wait until the oldest transfer has ended, if one is under way."""
-        while self._moving and not self._moving[0].event.done():
+        events = [kv.event for kv in self._moving[:1]] or self._prefixes.in_flight[:1]
+        while events and not events[0].done():
             time.sleep(POLL_S)
 
     def drop(self, kv: SequenceKv) -> None:
         """See `KvMemory`; blocks of a transfer are freed when it has ended."""
         if kv in self._moving:
             self._moving.remove(kv)
-        if kv.blocks:
-            self.device_cache.free(kv.shape, kv.blocks, after=kv.event)
+        self._end_computing(kv)
+        self._release(kv, kv.blocks, after=kv.event)
         if kv.host and kv.file is None:
             self.host_cache.free(kv.shape, kv.host, after=kv.event)
-        kv.blocks, kv.host, kv.file = [], [], None
+        kv.blocks, kv.host, kv.file, kv.keyed, kv.reused = [], [], None, 0, 0
         kv.location, kv.event = KvLocation.NONE, PASSED
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
@@ -271,11 +392,17 @@ class KvStore:
             self.swapped_in_total += 1
         self._moving.append(kv)
 
+    def _release(self, kv: SequenceKv, blocks: Sequence[int], after: Event = PASSED) -> None:
+        self._prefixes.device.prefixes.release(kv.shape, blocks, after)
+
     def _moved(self, kv: SequenceKv) -> None:
+        if not kv.host:  # only its cached prefix has arrived
+            kv.location, kv.event = KvLocation.DEVICE, PASSED
+            return
         rate = self.rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self.rates.kv_in
         rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
         if kv.location is KvLocation.SWAPPING_OUT:
-            self.device_cache.free(kv.shape, kv.blocks)
+            self._release(kv, kv.blocks)
             kv.blocks, kv.location = [], KvLocation.HOST
         else:
             if kv.file is None:

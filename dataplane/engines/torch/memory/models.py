@@ -54,7 +54,7 @@ class TorchModel(ServedModel[SequenceKv]):
         return share * self.decode_ratio * self.estimate.latency.decode_s(context_tokens, max(len(batch), 1))
 
     def new_kv(self) -> SequenceKv:
-        return SequenceKv(shape=self.shape)
+        return SequenceKv(shape=self.shape, model=self.name, layout=self.weights.key)
 
 
 def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvShape:

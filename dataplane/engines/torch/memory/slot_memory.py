@@ -25,7 +25,7 @@ class TorchSlotMemory:
 
     @property
     def free_bytes(self) -> int:
-        return self._arena.free_kv_slabs * self._kv.slab_bytes
+        return (self._arena.free_kv_slabs + len(self._kv.clearable_slabs())) * self._kv.slab_bytes
 
     def layers(self, model: TorchModel, *, decoding: bool) -> Layers | None:
         """See `SlotMemory`. Layers of different sizes cannot use each other's memory."""
@@ -50,7 +50,11 @@ class TorchSlotMemory:
         self._weights.remapped(model.weights).rotate(rotation)
 
     def reclaim(self, model: TorchModel, count: int) -> int:
-        return self._weights.remapped(model.weights).reclaim(count)
+        remapped = self._weights.remapped(model.weights)
+        if count > 0:
+            slabs = [slab for run in remapped.offloaded_runs for slab in run.slabs]
+            self._kv.clear(slabs, now=True)  # while it was copied, other KV would take the memory
+        return remapped.reclaim(count)
 
     def least_used_run(self, model: TorchModel, begun: Iterable[SequenceKv]) -> Run:
         """Of the regions of a model's offloaded layers, the one that the fewest of these sequences have KV in."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -51,6 +52,16 @@ class Resident:
         return in_flight if self.remapped is None else in_flight + self.remapped.in_flight
 
 
+class CachedKv(Protocol):
+    """KV that no request uses, which is evicted where weights need its memory."""
+
+    def clearable_slabs(self) -> list[int]:
+        """Slabs that hold nothing else: free as soon as they are cleared, and transfers have ended."""
+
+    def clear(self, slabs: Iterable[int]) -> None:
+        """Evict it from some slabs."""
+
+
 class WeightStore:
     """The weights in one arena, whose bytes are `buffer`. Called by one thread. Rotating layers are loaded by
     `layer_stream`, concurrently with a prefetched model and not after it; None: by the same stream as all.
@@ -64,8 +75,10 @@ class WeightStore:
         stream: CopyStream,
         rate: TransferRate,
         layer_stream: CopyStream | None = None,
+        cached_kv: CachedKv | None = None,
     ) -> None:
         self._arena = arena
+        self._cached_kv = cached_kv
         self._buffer = buffer
         self._slab_bytes = slab_bytes
         self._stream = stream
@@ -116,7 +129,7 @@ class WeightStore:
     def fit_together(self, models: Iterable[HostModel]) -> bool:
         """Whether all of them fit in the arena with the present KV, except for KV in their offloaded layers."""
         needed = sum(model.skeleton.slabs(self._slab_bytes) for model in models)
-        return needed <= self._arena.slabs - self._arena.unlent_kv_slabs
+        return needed <= self._arena.slabs - self._arena.unlent_kv_slabs(but=self._clearable_slabs())
 
     def holds(self, model: HostModel) -> bool:
         return model.name in self._residents
@@ -148,6 +161,8 @@ class WeightStore:
             return False
         for name in choice.evictions:
             self.evict(name)
+        if not self._clear(range(choice.start, choice.start + model.skeleton.slabs(self._slab_bytes))):
+            return False
         self._arena.take_run(model.name, choice.start, model.skeleton.slabs(self._slab_bytes))
         self._homes[model.name] = choice.start
         resident = Resident(model=model, buffers=self._shard_buffers(model, choice.start), began_s=now_s)
@@ -275,6 +290,15 @@ class WeightStore:
         if resident.events:
             resident.events[shard].wait()
 
+    def _clearable_slabs(self) -> list[int]:
+        return [] if self._cached_kv is None else self._cached_kv.clearable_slabs()
+
+    def _clear(self, slabs: range) -> bool:
+        """Evict cached KV from slabs; False while it is copied to host memory."""
+        if self._cached_kv is not None and self._arena.holds_kv(slabs):
+            self._cached_kv.clear(slabs)
+        return not self._arena.holds_kv(slabs)
+
     def _shard_buffers(self, model: HostModel, start: int) -> tuple[torch.Tensor, ...]:
         buffers = []
         for shard in model.skeleton.shards:
@@ -308,6 +332,6 @@ class WeightStore:
             home=None if taken else home,
             slabs=limit,
             residents=residents,
-            blocked=self._arena.blocked,
+            blocked=self._arena.blocked.difference(self._clearable_slabs()),
             weights_slabs=self._arena.weights_slabs,
         )
