@@ -30,7 +30,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 def slot(checkpoint: Checkpoint, *names: str, slabs: int = 16, **changes: Any) -> TorchEngine:
-    """An arena for the weights of one of the models, and slabs of KV: 7 blocks of llama's each, or 3 of starcoder2's."""
+    """An arena for the weights of one of the models, and slabs of KV: 7 blocks of llama's, or 3 of starcoder2's."""
     make_stream = changes.pop("make_copy_stream", None)
     given = {"kv_bytes": slabs * SLAB_BYTES, "block_tokens": BLOCK_TOKENS, "turns": QUICK, **changes}
     settings = slot_for_one([checkpoint(name) for name in names], **given)
@@ -258,20 +258,20 @@ def test_under_kv_pressure_shared_blocks_stay_right(kv_pressure: str, checkpoint
     names = ("llama", "mistral", "starcoder2")
     shared = prompt_of(1, 25)
     asked = [
-        ask(f"{name}-{number}", [*shared, *prompt_of(number + 2, 3 * number)], name, max_tokens=16)
-        for number in range(5)
+        ask(f"{name}-{number}", [*shared, *prompt_of(number + 2, 3 * number)], name, max_tokens=12)
+        for number in range(4)
         for name in names
     ]
     expected = {one.request_id: alone(checkpoint, one) for one in asked}
     engine = slot(checkpoint, *names, slabs=5, host_kv_bytes=8 * SLAB_BYTES, kv_pressure=kv_pressure)
     with closing(engine):
-        for _ in range(3):
+        for _ in range(2):
             assert answer(engine, *asked)[0] == expected
         assert engine.stats().extra["preemptions"] > 0
         assert sum(engine.stats().prefix_hit_tokens.values()) > 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_failing_and_late_transfers_change_no_token(seed: int, checkpoint: Checkpoint) -> None:
     streams: list[FaultyStream] = []
 
@@ -284,7 +284,7 @@ def test_failing_and_late_transfers_change_no_token(seed: int, checkpoint: Check
     chance = random.Random(seed)
     asked = [
         ask(f"r{number}", [*prompt_of(number % 4, 30), *prompt_of(number, 5)], chance.choice(names))
-        for number in range(24)
+        for number in range(16)
     ]
     expected = {one.request_id: alone(checkpoint, one) for one in asked}
     with closing(slot(checkpoint, *names, slabs=5, host_kv_bytes=2**19, make_copy_stream=faulty)) as engine:
@@ -297,7 +297,8 @@ def test_failing_and_late_transfers_change_no_token(seed: int, checkpoint: Check
             if step == 44:
                 engine.cancel("leaves")
             gathered.take(engine.step())
-            engine.check()
+            if step % 5 == 0:
+                engine.check()
             if not left and not engine.has_work():
                 break
         gathered.tokens.pop("leaves", None)
