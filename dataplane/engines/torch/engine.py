@@ -81,14 +81,9 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             rates=rates,
             prefix_cache=settings.prefix_cache,
         )
+        streams = self._streams
         self.weights = WeightStore(
-            self.arena,
-            buffer,
-            slab_bytes,
-            self._streams["weights"],
-            rates.weights,
-            self._streams["layers"],
-            cached_kv=self.kv,
+            self.arena, buffer, slab_bytes, streams["weights"], rates.weights, streams["layers"], self.kv
         )
         super().__init__(settings, clock, self.kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
         memory = self._slot_memory = TorchSlotMemory(self.weights, self.kv, self.arena, batch_max=settings.batch_max)
