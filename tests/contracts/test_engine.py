@@ -1,9 +1,12 @@
 """What every engine must do: one suite, run against each factory of `tests.contracts.engines.ENGINES`."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from msgspec import structs
 
-from dataplane.engines.interface import Engine, EngineRequest, KvHandle
+from dataplane.engines.interface import Engine, EngineRequest, KvHandle, TokenScore
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
 from tests.contracts.engines import CONTEXT_TOKENS, KV_TOKENS, PREFILL_TOKENS_PER_STEP_MAX, Subject, ask
 from tests.dataplane.engines.torch.drive import drain
@@ -49,6 +52,54 @@ def test_a_request_continued_anywhere_makes_the_same_tokens(engine: Engine, temp
     assert engine.has_work()
     gathered = drain(engine)
     assert (gathered.tokens["r"], gathered.finished["r"]) == ((), "length")
+
+
+ADJUSTED: dict[str, Any] = {
+    "ignore_eos": False,
+    "min_tokens": 10,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.7,
+    "presence_penalty": 0.4,
+    "logit_bias": ((5, 2.0), (6, -3.0)),
+    "top_k": 40,
+    "min_p": 0.01,
+    "logprobs": 3,
+}
+"""Parameters of an answer whose tokens depend on all tokens before them."""
+
+
+def check_scores(scores: Sequence[TokenScore], expected: Sequence[TokenScore]) -> None:
+    """That log probabilities differ by rounding alone."""
+    assert len(scores) == len(expected)
+    for one, other in zip(scores, expected, strict=True):
+        values, others = ([score.logprob, *(value for _, value in score.top)] for score in (one, other))
+        assert values == pytest.approx(others, abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_and_scores_are_the_same_continued_and_in_company(engine: Engine, temperature: float) -> None:
+    def asked(name: str, **fields: Any) -> EngineRequest:
+        return ask(name, 5 + len(name), **{**ADJUSTED, "temperature": temperature, "seed": 11, **fields})
+
+    engine.add(asked("r"))
+    alone = drain(engine)
+    whole, scores = alone.tokens["r"], alone.scores["r"]
+    assert (len(whole), len(scores)) == (10, 10)
+    for score in scores:
+        values = [value for _, value in score.top]
+        assert (len(values), values) == (3, sorted(values, reverse=True))
+        assert score.logprob <= values[0] <= 0
+    for made in range(1, 10):
+        engine.add(asked("r", generated=whole[:made]))
+        rest = drain(engine)
+        assert rest.tokens["r"] == whole[made:]
+        check_scores(rest.scores["r"], scores[made:])
+    company = [ask("plain", temperature=temperature, seed=3), asked("other", logprobs=0, frequency_penalty=0.0)]
+    together = drain(engine, later={0: company, 2: [asked("r")]})
+    assert together.tokens["r"] == whole
+    check_scores(together.scores["r"], scores)
+    assert together.scores["plain"] == ()
+    assert [score.top for score in together.scores["other"]] == [()] * 10
 
 
 def test_the_seed_matters_when_sampling_and_not_when_greedy(engine: Engine) -> None:
@@ -274,6 +325,23 @@ def test_a_request_handed_over_makes_the_tokens_of_one_that_stays(
         subject.prefiller.release(one.request_id)
         assert handed.generated + gathered.tokens[one.request_id] == expected[one.request_id]
         assert gathered.finished[one.request_id] == "length"
+
+
+def test_a_request_handed_over_keeps_its_penalties_and_scores(engine: Engine, subject: Subject) -> None:
+    subject.prefiller.load("a", subject.models[0])
+    asked = ask("r", 20, **ADJUSTED)
+    engine.add(asked)
+    alone = drain(engine)
+    subject.prefiller.add(asked)
+    firsts = []
+    while subject.prefiller.has_work():
+        firsts += subject.prefiller.step()
+    made, left = firsts
+    engine.add(structs.replace(asked, generated=made.token_ids, kv=left.kv))
+    rest = drain(engine)
+    subject.prefiller.release("r")
+    assert made.token_ids + rest.tokens["r"] == alone.tokens["r"]
+    check_scores(made.scores + rest.scores["r"], alone.scores["r"])
 
 
 def test_several_handed_over_together_decode_together(engine: Engine, subject: Subject) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import DeviceLostError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
-from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
+from tests.dataplane.engines.torch.test_sampling import LOGPROBS, MAX_TOKENS, VARIANTS, check_scores
+from tests.dataplane.engines.torch.tiny import VOCABULARY, adjusted_answer, greedy_tokens, spec_of
 from tests.vllm.conftest import HEAD_DIM, SHAPES
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-MAX_TOKENS = 16
 KV_BYTES_PER_TOKEN = 2 * 3 * 2 * HEAD_DIM * 4
 Checkpoint = Callable[[str], Path]
 
@@ -34,6 +35,8 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
         request(f"s{name}", prompt, max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.95, seed=seed, ignore_eos=True)
         for seed, (name, prompt) in enumerate(given.items())
     ]
+    cut = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "top_k": 30, "min_p": 0.01, "top_p": 0.9}
+    sampled += [replace(one, request_id=f"c{one.request_id}", **cut) for one in sampled[:2]]
     ours = TorchEngine(TorchEngineSettings(weights_bytes=2**24, kv_bytes=2**22), time.monotonic)
     ours.load("a", spec_of("model", folder))
     later = {0: greedy[:2], 3: greedy[2:], 6: sampled}
@@ -56,6 +59,32 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
     assert 0 < sum(turn.tokens for turn in prefills) <= 2 * len(given), "prompts, not what decoded concurrently"
     longest = max(map(len, given.values()))
     assert all(turn.prompt_tokens <= turn.tokens * longest for turn in prefills)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral"])
+def test_adjusted_answers_and_scores_are_those_of_transformers(
+    architecture: str, checkpoint: Checkpoint, make_engine: Callable[..., Any]
+) -> None:
+    folder = checkpoint(architecture)
+    given = prompts(VOCABULARY, (33, 6))
+    asked = [
+        request(f"{name}-{variant}", prompt, max_tokens=MAX_TOKENS, logprobs=LOGPROBS, **fields)
+        for name, prompt in given.items()
+        for variant, fields in VARIANTS.items()
+    ]
+    engine = make_engine(prefill_tokens_per_step_max=7)
+    engine.load("a", spec_of("model", folder))
+    gathered = drain(engine, later={0: asked[:3], 4: asked[3:]})
+    assert gathered.errors == {}
+    for one in asked:
+        expected, logprobs = adjusted_answer(folder, one)
+        assert gathered.tokens[one.request_id] == expected, one.request_id
+        check_scores(gathered.scores[one.request_id], expected, logprobs)
+        halfway = replace(one, generated=expected[: len(expected) // 2], logprobs=0)
+        engine.add(halfway)
+        rest = drain(engine)
+        assert halfway.generated + rest.tokens[one.request_id] == expected, "penalties count what was made elsewhere"
+        assert all(score.top == () for score in rest.scores[one.request_id])
 
 
 def test_tokens_come_one_by_one_and_stop_when_cancelled(
@@ -104,13 +133,17 @@ def test_preempted_requests_make_the_tokens_they_make_alone(
     given = prompts(VOCABULARY, (28, 30, 33, 60))
     engine = make_engine(kv_bytes=7 * 32 * KV_BYTES_PER_TOKEN)  # a null block, and six of 32 tokens
     engine.load("a", spec_of("model", folder))
-    for name, prompt in given.items():
-        engine.add(request(name, prompt, max_tokens=50, ignore_eos=True))
+    asked = [
+        request(name, prompt, max_tokens=50, ignore_eos=True, frequency_penalty=0.5 * number)
+        for number, (name, prompt) in enumerate(given.items())
+    ]
+    for one in asked:
+        engine.add(one)
     together = drain(engine).tokens
     assert engine.stats().extra["preemptions"] >= 1
-    for name, prompt in given.items():
-        engine.add(request(name, prompt, max_tokens=50, ignore_eos=True))
-        assert drain(engine).tokens[name] == together[name]
+    for one in asked:
+        engine.add(one)
+        assert drain(engine).tokens[one.request_id] == together[one.request_id]
 
 
 def test_what_fails_in_a_step_fails_alone(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataplane.engines.interface import Engine, EngineOutput, EngineRequest
+from dataplane.engines.interface import Engine, EngineOutput, EngineRequest, TokenScore
 
 
 @dataclass
@@ -12,6 +12,7 @@ class Gathered:
     """All outputs of a run, by request."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    scores: dict[str, tuple[TokenScore, ...]] = field(default_factory=dict)
     finished: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     values: dict[str, tuple[float, ...]] = field(default_factory=dict)
@@ -21,6 +22,7 @@ class Gathered:
             assert output.request_id not in self.finished, "an output after the last one"
             assert output.request_id not in self.errors, "an output after the last one"
             self.tokens[output.request_id] = self.tokens.get(output.request_id, ()) + output.token_ids
+            self.scores[output.request_id] = self.scores.get(output.request_id, ()) + output.scores
             if output.values:
                 self.values[output.request_id] = output.values
             if output.finish_reason is not None:

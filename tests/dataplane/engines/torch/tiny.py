@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.messages import ModelSpec
 
 VOCABULARY = 97
@@ -103,6 +104,45 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple
     )[0, len(prompt) :].tolist()
     stops = {eos} if isinstance(eos, int) else set(eos or ())
     return tuple(token for token in made if token not in stops)
+
+
+class OpenAiPenalties(LogitsProcessor):
+    """OpenAI's frequency and presence penalties, counted anew for each token: transformers has none."""
+
+    def __init__(self, prompt_tokens: int, frequency: float, presence: float) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._frequency = frequency
+        self._presence = presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = input_ids[0, self._prompt_tokens :].bincount(minlength=scores.shape[1])
+        return scores - counts * self._frequency - (counts > 0) * self._presence
+
+
+def adjusted_answer(folder: Path, request: EngineRequest) -> tuple[tuple[int, ...], torch.Tensor]:
+    """What transformers' own `generate` makes of a greedy request with its logits processors: the tokens without the
+    end of sequence, and the log probabilities `[tokens, vocabulary]` of the model's own distribution at each.
+    """
+    model = _reference(folder)
+    prompt = torch.tensor([request.prompt])
+    penalties = OpenAiPenalties(len(request.prompt), request.frequency_penalty, request.presence_penalty)
+    made = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=request.max_tokens,
+        min_new_tokens=request.min_tokens or None,
+        repetition_penalty=request.repetition_penalty,
+        sequence_bias={(token,): bias for token, bias in request.logit_bias} or None,
+        logits_processor=LogitsProcessorList([penalties]),
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens = made.sequences[0, len(request.prompt) :].tolist()
+    if tokens[-1] == model.generation_config.eos_token_id:
+        tokens.pop()
+    return tuple(tokens), torch.cat(made.logits[: len(tokens)]).float().log_softmax(dim=-1)
 
 
 @cache
