@@ -48,6 +48,9 @@ from dataplane.protocol.messages import (
     Started,
     StreamEvent,
     Token,
+    TokenLogprob,
+    ToolCallDelta,
+    TopLogprob,
     encode_line,
 )
 from dataplane.protocol.tiers import Tier
@@ -114,12 +117,12 @@ class FakeAgent:
         await asyncio.sleep(0.5 if mode == "slow" else 0)
         while mode == "held" and not self.freed.is_set():  # noqa: ASYNC110  (another thread sets it)
             await asyncio.sleep(0.01)
-        if mode == "answer" and self.events:
-            for event in self.events:
+        if (mode == "answer" and self.events) or mode in ANSWERS:
+            for event in ANSWERS.get(mode, self.events):
                 yield event
             return
         if not generate.generated:
-            yield Token(text="the\0tide " if mode == "nul" else "the tide ", token_ids=(1, 2))
+            yield spoken("the\0tide " if mode == "nul" else "the tide ", (1, 2), generate)
         if mode == "die later":
             raise ConnectionError(mode)
         if mode == "hang later":
@@ -127,8 +130,39 @@ class FakeAgent:
         if mode == "fail later":
             yield Failed(status=503, code="worker_lost", message="the worker died", retryable=True)
         elif mode != "no finish":
-            yield Token(text="turns", token_ids=(3,))
+            yield spoken("turns", (3,), generate)
             yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=3, cached_tokens=self.cached_tokens)
+
+
+ANSWERS: dict[str, tuple[StreamEvent, ...]] = {
+    "tools": (
+        Token(text="", token_ids=(1, 2), reasoning="it asks for weather"),
+        Token(text="", token_ids=(3,), tool_calls=(ToolCallDelta(index=0, name="weather"),)),
+        Token(text="", token_ids=(4,), tool_calls=(ToolCallDelta(index=0, arguments='{"city":'),)),
+        Token(text="", token_ids=(5,), tool_calls=(ToolCallDelta(index=0, arguments='"Paris"}'),)),
+        Token(text="", token_ids=(6, 7), tool_calls=(ToolCallDelta(index=1, name="time", arguments="{}"),)),
+        Finished(finish_reason="tool_calls", prompt_tokens=7, completion_tokens=7, reasoning_tokens=2),
+    )
+}
+"""Whole answers by mode: "tools" thinks, and calls two tools."""
+
+
+def spoken(text: str, token_ids: tuple[int, ...], generate: Generate) -> Token:
+    """The words of some tokens, with log probabilities where they are asked for: those of each seed are its own."""
+    if generate.sampling.logprobs is None:
+        return Token(text=text, token_ids=token_ids)
+    words = [word + " " for word in text.split()]
+    words[-1] = text[sum(map(len, words[:-1])) :]
+    logprob = -0.5 - (generate.sampling.seed or 0) % 7
+    top = tuple(_logprob(100 + rank, f"w{rank}", -1.0 - rank) for rank in range(generate.sampling.logprobs))
+    logprobs = tuple(
+        TokenLogprob(_logprob(token_id, word, logprob), top) for token_id, word in zip(token_ids, words, strict=True)
+    )
+    return Token(text=text, token_ids=token_ids, logprobs=logprobs)
+
+
+def _logprob(token_id: int, text: str, logprob: float) -> TopLogprob:
+    return TopLogprob(token_id, text, tuple(text.encode()), logprob)
 
 
 REFUSALS = {

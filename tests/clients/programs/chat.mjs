@@ -28,9 +28,8 @@ async function errorOf(asked, as = client) {
   return null;
 }
 
-const tools = [{ type: "function", function: { name: "look", parameters: { type: "object", properties: {} } } }];
 const errors = {
-  unsupported: await errorOf({ ...ask, tools }),
+  unsupported: await errorOf({ ...ask, verbosity: "high" }),
   key: await errorOf(ask, new OpenAI({ baseURL: `${url}/v1`, apiKey: "tp-client-wrong" })),
   model: await errorOf({ ...ask, model: "nobody" }),
   context: await errorOf({ ...ask, max_tokens: 1000000 }),

@@ -24,13 +24,8 @@ def error_of(call):
     return None
 
 
-def look(where: str) -> str:
-    """Look somewhere."""
-    return where
-
-
 errors = {
-    "unsupported": error_of(lambda: chat.bind_tools([look]).invoke(question)),
+    "unsupported": error_of(lambda: ChatOpenAI(**options, extra_body={"verbosity": "high"}).invoke(question)),
     "key": error_of(lambda: ChatOpenAI(**options | {"api_key": "tp-client-wrong"}).invoke(question)),
     "model": error_of(lambda: ChatOpenAI(**options | {"model": "nobody"}).invoke(question)),
     "context": error_of(lambda: ChatOpenAI(**options | {"max_tokens": 10**6}).invoke(question)),

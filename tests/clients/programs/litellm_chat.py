@@ -25,7 +25,7 @@ def error_of(**options):
 
 
 errors = {
-    "unsupported": error_of(presence_penalty=1),
+    "unsupported": error_of(extra_body={"verbosity": "high"}),
     "key": error_of(api_key="tp-client-wrong"),
     "model": error_of(model="openai/nobody"),
     "context": error_of(max_tokens=10**6),

@@ -23,10 +23,9 @@ def error_of(call, **options):
     return None
 
 
-tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
 stranger = openai.OpenAI(base_url=f"{url}/v1", api_key="tp-client-wrong")
 errors = {
-    "unsupported": error_of(client.chat.completions.create, **ask | {"tools": tools}),
+    "unsupported": error_of(client.chat.completions.create, **ask | {"verbosity": "high"}),
     "key": error_of(stranger.chat.completions.create, **ask),
     "model": error_of(client.chat.completions.create, **ask | {"model": "nobody"}),
     "context": error_of(client.chat.completions.create, **ask | {"max_tokens": 10**6}),

@@ -153,7 +153,7 @@ def test_lines_that_an_older_version_stored_are_validated_again(world: World, bl
     agent = FakeAgent()
     bodies = (
         {"model": "tide", "prompt": ["older"], "max_tokens": 4, "request_id": None},
-        {"model": "tide", "prompt": "older", "n": 2},
+        {"model": "tide", "prompt": "older", "suffix": "x"},
     )
     with world.database.transaction() as session:
         batch = session.get_one(Batch, batch_id := world.add_batch())
@@ -385,3 +385,27 @@ def test_an_error_of_the_disk_is_waited_for() -> None:
     with capture_logs() as logs, pytest.raises(asyncio.CancelledError):
         asyncio.run(run_forever(work, no_rest, "validated", Outcomes(), retry_s=0.0))
     assert [(entry["event"], entry["error"]) for entry in logs] == [("the dispatcher waits", "OSError: ")]
+
+
+def test_a_line_with_several_answers_has_one_result(world: World, blobs: BlobStore) -> None:
+    agent = FakeAgent()
+    batch_id = submitted(
+        world,
+        blobs,
+        line("plain"),
+        line("several", body={"n": 2, "prompt": ["x", "y"], "echo": True, "seed": 3}),
+    )
+    batch = finished(world, agent, batch_id)
+    assert (batch.state, batch.error_file_id) == ("completed", None)
+    plain, several = lines_of(blobs, batch.output_file_id)
+    assert [choice["text"] for choice in plain["response"]["body"]["choices"]] == ["the tide turns"]
+    body = several["response"]["body"]
+    assert [(each["index"], each["text"]) for each in body["choices"]] == [
+        (0, "xthe tide turns"),
+        (1, "xthe tide turns"),
+        (2, "ythe tide turns"),
+        (3, "ythe tide turns"),
+    ]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (14, 12)
+    assert len(agent.asked) == 5
+    assert len({asked.fence for asked in agent.asked}) == 5, "a node would take two claims of one fence for one request"

@@ -93,7 +93,7 @@ BAD = [
     (line().replace(b'"x"', b"NaN"), "invalid_json_line", None),
     (line(body={"model": "llama"}), "model_not_found", "body.model"),
     (line(body={"stream": True}), "invalid_value", "body.stream"),
-    (line(body={"n": 2}), "unsupported_parameter", "body.n"),
+    (line(body={"suffix": "x"}), "unsupported_parameter", "body.suffix"),
     (line(body={"max_tokens": 5000}), "context_length_exceeded", "body.max_tokens"),
     (line(body={"model": "a\0b"}), "model_not_found", "body.model"),
     (line(body={"a\0b": 1}), "unknown_parameter", "body.a\ufffdb"),
