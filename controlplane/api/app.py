@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from controlplane.api import admin, docs, errors, health, nodes, own_requests
+from controlplane.api.anthropic import messages
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
@@ -87,6 +88,7 @@ def _routes() -> list[BaseRoute]:
     for scope, router in (
         (KeyScope.CHAT, chat.router),
         (KeyScope.CHAT, responses.router),
+        (KeyScope.CHAT, messages.router),
         (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),

@@ -1,4 +1,6 @@
-"""Who may do what. A key comes as `Authorization: Bearer`; its role decides."""
+"""Who may do what. A key comes as `Authorization: Bearer`, or as Anthropic's clients send it, as `x-api-key`; its role
+decides.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
@@ -33,9 +35,10 @@ async def authenticate(request: Request, credentials: Credentials) -> Caller:
     Raises:
         AuthenticationError: the request has no key, or an invalid one.
     """
-    if credentials is None:
+    secret = request.headers.get("x-api-key") if credentials is None else credentials.credentials
+    if not secret:
         raise AuthenticationError(NO_KEY)
-    caller = await state_of(request).keys.find(credentials.credentials)
+    caller = await state_of(request).keys.find(secret)
     request.state.caller = caller
     return caller
 

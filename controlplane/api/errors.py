@@ -1,4 +1,6 @@
-"""Errors of the API: OpenAI's shape under /v1, RFC 9457 problem+json elsewhere, and never a bare 500."""
+"""Errors of the API: OpenAI's shape under /v1, Anthropic's under /v1/messages, RFC 9457 problem+json elsewhere, and
+never a bare 500.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,6 +25,8 @@ from controlplane.errors import (
     TidepoolError,
     UnavailableError,
 )
+from controlplane.serving.anthropic.errors import anthropic_error
+from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
 
@@ -78,6 +82,9 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
         headers["Connection"] = "close"  # the rest of its body is not read
     if error.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path.startswith(MESSAGES):
+        told = anthropic_error(error, getattr(request.state, "request_id", None))
+        return JSONResponse(told, status_code=error.status, headers=headers)
     if request.url.path.startswith("/v1/"):
         return JSONResponse(openai_error(error), status_code=error.status, headers=headers)
     return JSONResponse(

@@ -20,6 +20,7 @@ from controlplane.errors import (
     TidepoolError,
     TooLargeError,
 )
+from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.settings import Settings
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
@@ -28,8 +29,9 @@ _FORM_BYTES = 64 * 1024
 
 
 class AnswerHeaders:
-    """Adds to every answer, also to errors, `x-request-id` (the caller's own if it is a plain word, else a new one) and
-    the headers that its endpoint put into `request.state.answer_headers`.
+    """Adds to every answer, also to errors, `x-request-id` (the caller's own if it is a plain word, else a new one),
+    where Anthropic's clients ask also as `request-id`, and the headers that its endpoint put into
+    `request.state.answer_headers`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -44,9 +46,11 @@ class AnswerHeaders:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
+        names = (b"x-request-id", b"request-id") if scope["path"].startswith(MESSAGES) else (b"x-request-id",)
+
         async def stamped(message: Message) -> None:
             if message["type"] == "http.response.start":
-                added = [(b"x-request-id", request_id.encode()), *state.get("answer_headers", ())]
+                added = [(name, request_id.encode()) for name in names] + list(state.get("answer_headers", ()))
                 message["headers"] = [*message.get("headers", []), *added]
             await send(message)
 

@@ -1,7 +1,7 @@
 """Answers, built from the events of a query by a renderer for each endpoint: whole, or as server-sent events."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,3 +130,8 @@ def _best(answers: list[ChoiceAnswer], query: Query) -> list[ChoiceAnswer]:
 def sse(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_sse(bodies: Iterable[dict[str, Any]]) -> bytes:
+    """Server-sent events that are named by their `type`."""
+    return b"".join(b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies)

@@ -9,6 +9,8 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from controlplane.serving.answers import Renderer
+from controlplane.serving.anthropic.renderer import MessagesRenderer
+from controlplane.serving.anthropic.requests import MESSAGES, MessagesRequest
 from controlplane.serving.chat_answers import ChatRenderer
 from controlplane.serving.completion_answers import CompletionRenderer
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, first_fault
@@ -53,6 +55,7 @@ class Endpoint:
 ENDPOINTS: dict[str, Endpoint] = {
     CHAT: Endpoint(request=ChatRequest, renderer=ChatRenderer),
     COMPLETIONS: Endpoint(request=CompletionRequest, renderer=CompletionRenderer),
+    MESSAGES: Endpoint(request=MessagesRequest, renderer=MessagesRenderer, batch=False),
     RESPONSES: Endpoint(request=ResponseRequest, renderer=ResponseRenderer, batch=False),
 }
 BATCH_ENDPOINTS = tuple(path for path, endpoint in ENDPOINTS.items() if endpoint.batch)

@@ -76,6 +76,17 @@ def _only(message: str, *neutral: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def only(message: str, *accepted: Any) -> BeforeValidator:
+    """Accept null and these values, as they are; refuse all others."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not any(type(value) is type(each) and value == each for each in accepted):
+            raise unsupported(message)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _no(what: str) -> str:
     return f"{what} are not supported yet"
 

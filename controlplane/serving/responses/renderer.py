@@ -1,16 +1,13 @@
 """Answers of the Responses API as endpoints make them: the writer's events as bytes."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from controlplane.errors import TidepoolError
-from controlplane.serving.answers import ChoiceAnswer, Renderer
+from controlplane.serving.answers import ChoiceAnswer, Renderer, named_sse
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.query import Query
-from controlplane.serving.responses.output_items import Body
 from controlplane.serving.responses.writer import ResponseWriter
 from dataplane.protocol.messages import StreamEvent, Token, ToolCallDelta
 
@@ -43,18 +40,13 @@ class ResponseRenderer(Renderer):
         return self.writer.response()
 
     def begin(self) -> bytes:
-        return _sse(self.writer.begin())
+        return named_sse(self.writer.begin())
 
     def events(self, choice: int, events: list[StreamEvent]) -> bytes:
-        return b"".join(_sse(self.writer.write(event)) for event in events)
+        return b"".join(named_sse(self.writer.write(event)) for event in events)
 
     def end(self, usage: TokenUsage) -> bytes:
-        return _sse([self.writer.ended()])
+        return named_sse([self.writer.ended()])
 
     def failure(self, error: TidepoolError) -> bytes:
-        return _sse(self.writer.failed(error))
-
-
-def _sse(bodies: Iterable[Body]) -> bytes:
-    """Server-sent events that are named by their type."""
-    return b"".join(b"event: %b\ndata: %b\n\n" % (body["type"].encode(), msgspec.json.encode(body)) for body in bodies)
+        return named_sse(self.writer.failed(error))

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from controlplane.serving.openai_fields import Text, unsupported
+from controlplane.serving.openai_fields import FUNCTION_NAME, JsonObject, Text, only
+from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import served_as, tier_of
 from controlplane.serving.query import Query
 from controlplane.serving.responses.items import Input, Item, conversation, written
@@ -23,23 +23,14 @@ Label = Annotated[Text, Field(max_length=512)]
 LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
 
 
-def _only(message: str, *accepted: Any) -> BeforeValidator:
-    def check(value: Any) -> Any:
-        if value is not None and value not in accepted:
-            raise unsupported(message)
-        return value
-
-    return BeforeValidator(check)
-
-
 class TextFormat(BaseModel):
     """What the text of the answer is. `schema` of `json_schema`: a JSON schema that it always matches."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Annotated[Text, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    name: Annotated[Text, Field(pattern=FUNCTION_NAME)] | None = None
     description: Text | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")
@@ -50,10 +41,9 @@ class TextFormat(BaseModel):
 
     def constraint(self) -> Constraint | None:
         """The constraint as nodes take it; None: any text."""
-        if self.type == "text":
-            return None
-        definition = "" if self.schema_ is None else msgspec.json.encode(self.schema_).decode()
-        return Constraint(kind=self.type, definition=definition if self.type == "json_schema" else "")
+        if self.type == "json_schema":
+            return schema_constraint(self.schema_ or {})
+        return Constraint(kind="json_object") if self.type == "json_object" else None
 
     def echoed(self) -> dict[str, Any]:
         """The format as the response repeats it."""
@@ -65,7 +55,7 @@ class TextConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     format: TextFormat = TextFormat()
-    verbosity: Annotated[Literal["medium"] | None, _only("verbosity cannot be set", "medium")] = None
+    verbosity: Annotated[Literal["medium"] | None, only("verbosity cannot be set", "medium")] = None
 
 
 class ReasoningConfig(BaseModel):
@@ -75,14 +65,14 @@ class ReasoningConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    summary: Annotated[Literal["auto"] | None, _only("reasoning is not summarized", "auto")] = None
-    generate_summary: Annotated[Literal["auto"] | None, _only("reasoning is not summarized", "auto")] = None
+    summary: Annotated[Literal["auto"] | None, only("reasoning is not summarized", "auto")] = None
+    generate_summary: Annotated[Literal["auto"] | None, only("reasoning is not summarized", "auto")] = None
 
     def template(self) -> dict[str, Any]:
         """Variables of the chat template."""
         if self.effort is None:
             return {}
-        return {"reasoning_effort": self.effort, "enable_thinking": self.effort != "none"}
+        return {"reasoning_effort": self.effort} | ({"enable_thinking": False} if self.effort == "none" else {})
 
 
 class ResponseStreamOptions(BaseModel):
@@ -95,15 +85,15 @@ class ResponseStreamOptions(BaseModel):
 class RefusedFields(BaseModel):
     """Fields of OpenAI's that ask for what is not here. The OpenAPI document leaves them out."""
 
-    conversation: Annotated[SkipJsonSchema[None], _only("conversations are not supported; previous_response_id is")] = (
+    conversation: Annotated[SkipJsonSchema[None], only("conversations are not supported; previous_response_id is")] = (
         None
     )
-    prompt: Annotated[SkipJsonSchema[None], _only("prompts by id are not supported")] = None
-    moderation: Annotated[SkipJsonSchema[None], _only("moderation is not supported")] = None
-    context_management: Annotated[SkipJsonSchema[None], _only("the context is never compacted")] = None
-    access_programs: Annotated[SkipJsonSchema[None], _only("access programs are not supported")] = None
-    image: Annotated[SkipJsonSchema[None], _only("only text is supported")] = None
-    prompt_cache_options: Annotated[SkipJsonSchema[None], _only("how long prefixes are cached cannot be set")] = None
+    prompt: Annotated[SkipJsonSchema[None], only("prompts by id are not supported")] = None
+    moderation: Annotated[SkipJsonSchema[None], only("moderation is not supported")] = None
+    context_management: Annotated[SkipJsonSchema[None], only("the context is never compacted")] = None
+    access_programs: Annotated[SkipJsonSchema[None], only("access programs are not supported")] = None
+    image: Annotated[SkipJsonSchema[None], only("only text is supported")] = None
+    prompt_cache_options: Annotated[SkipJsonSchema[None], only("how long prefixes are cached cannot be set")] = None
 
 
 class ResponseRequest(RefusedFields):
@@ -124,19 +114,19 @@ class ResponseRequest(RefusedFields):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
     max_output_tokens: int | None = Field(None, ge=1)
-    include: list[Annotated[Text, _only("there is nothing of this kind to include", *_INCLUDABLE)]] = []
+    include: list[Annotated[Text, only("there is nothing of this kind to include", *_INCLUDABLE)]] = []
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
     store: bool = True
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
-    background: Annotated[Literal[False], _only("responses in the background are not supported", False)] = False
-    truncation: Annotated[Literal["disabled"], _only("prompts are never cut", "disabled")] = "disabled"
+    background: Annotated[Literal[False], only("responses in the background are not supported", False)] = False
+    truncation: Annotated[Literal["disabled"], only("prompts are never cut", "disabled")] = "disabled"
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = None
     user: Text | None = Field(None, max_length=512)
     safety_identifier: Text | None = Field(None, max_length=512)
     prompt_cache_key: Text | None = Field(None, max_length=512)
     prompt_cache_retention: Annotated[
-        SkipJsonSchema[Literal["in_memory"] | None], _only("prefixes are kept as long as there is memory", "in_memory")
+        SkipJsonSchema[Literal["in_memory"] | None], only("prefixes are kept as long as there is memory", "in_memory")
     ] = None
 
     @model_validator(mode="before")
@@ -172,7 +162,7 @@ class ResponseRequest(RefusedFields):
             constraint=self.text.format.constraint(),
             template=self.reasoning.template(),
         )
-        return Query(prompts=(message,), options=self.head(tier))
+        return Query(prompts=(message,), prompt_cache_key=self.prompt_cache_key or "", options=self.head(tier))
 
     def sampling(self) -> Sampling:
         """How to choose tokens."""

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from controlplane.errors import InvalidValueError
-from controlplane.serving.openai_fields import Text, unsupported
+from controlplane.serving.openai_fields import FUNCTION_NAME, JsonObject, Text, unsupported
 from dataplane.protocol.messages import Tool, ToolUse
 
 TOOLS_MAX = 128
 _OPTIONS = ("none", "auto", "required")
 _CHOICES = ("function", "allowed_tools")
 
-FunctionName = Annotated[Text, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+FunctionName = Annotated[Text, Field(pattern=FUNCTION_NAME)]
 
 
 def _function_only(given: Any) -> Any:
@@ -30,7 +30,7 @@ class FunctionTool(BaseModel):
     type: Literal["function"]
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
     def tool(self) -> Tool:

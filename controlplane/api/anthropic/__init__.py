@@ -1,0 +1,1 @@
+"""Anthropic's API: messages, for clients that speak nothing else."""

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, pure: requests become messages for nodes, and what nodes stream becomes its events."""
