@@ -1,6 +1,19 @@
-"""Options of `model` that hold numbers: GPU=NUMBER, TIER=TTFT,TBT and GPU=TORCH,VLLM."""
+"""Options of `model` that hold numbers (GPU=NUMBER, TIER=TTFT,TBT, GPU=TORCH,VLLM) or one of a few names."""
+
+from typing import Any, get_args
 
 import typer
+
+
+def require_choice(option: str, given: str | None, choices: Any) -> None:
+    """Refuse a name that is not one of a `Literal`'s. None was not given.
+
+    Raises:
+        typer.BadParameter: it is another name.
+    """
+    names = get_args(choices)
+    if given is not None and given not in names:
+        raise typer.BadParameter(f"{option} must be one of {', '.join(names)}, not '{given}'")
 
 
 def parse_rate(text: str) -> tuple[str, float]:

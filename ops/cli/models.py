@@ -8,13 +8,14 @@ from typing import Annotated, Any, get_args
 import typer
 
 from dataplane.protocol.messages import EngineChoice, Task
+from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 from dataplane.scheduling.costs import switch_s
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
 from ops.cli.model_convert import convert_model, folder_of
-from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate
+from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate, require_choice
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table, same
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
@@ -73,6 +74,22 @@ TaskChoice = Annotated[
         " one output of a head, or yes and no of a causal model.",
     ),
 ]
+ToolParserChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--tool-parser",
+        metavar="|".join(get_args(ToolParserName)),
+        help="How it writes tool calls; default: as its chat template suggests. json: without markers.",
+    ),
+]
+ReasoningParserChoice = Annotated[
+    str | None,
+    typer.Option(
+        "--reasoning-parser",
+        metavar="|".join(get_args(ReasoningParserName)),
+        help="How it writes reasoning; default: as its chat template suggests. deepseek_r1: always first.",
+    ),
+]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format, or GGUF files.")
 models.command("convert")(convert_model)
 
@@ -83,6 +100,7 @@ models.command("convert")(convert_model)
     "tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml",
     "tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05",
     "tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile",
+    "tidepool model add my-tune --path /models/my-tune --tool-parser hermes --reasoning-parser none",
     "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
 )
 def add_model(
@@ -100,6 +118,8 @@ def add_model(
     engine: Engine = "auto",
     engine_rates: EngineRates = None,
     task: TaskChoice = None,
+    tool_parser: ToolParserChoice = None,
+    reasoning_parser: ReasoningParserChoice = None,
     private_host: Annotated[
         list[str] | None,
         typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
@@ -110,14 +130,16 @@ def add_model(
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
-    if engine not in get_args(EngineChoice):
-        raise typer.BadParameter(f"--engine must be one of {', '.join(get_args(EngineChoice))}, not '{engine}'")
-    if task is not None and task not in get_args(Task):
-        raise typer.BadParameter(f"--task must be one of {', '.join(get_args(Task))}, not '{task}'")
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    require_choice("--engine", engine, EngineChoice)
+    require_choice("--task", task, Task)
+    require_choice("--tool-parser", tool_parser, ToolParserName)
+    require_choice("--reasoning-parser", reasoning_parser, ReasoningParserName)
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
     body = _described(path, to, private_host or [], task) | {"slo": objectives or None, "engine": engine}
+    body |= parsers
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
@@ -195,7 +217,17 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     if as_json:
         print_json({"model": model, "profiles": profiles, "endpoints": endpoints, "instances": instances})
         return
-    print_fields([("model", name), ("sizes", _sizes_text(model)), ("path", model["path"]), ("engine", model["engine"])])
+    suggested = "as its chat template suggests"
+    print_fields(
+        [
+            ("model", name),
+            ("sizes", _sizes_text(model)),
+            ("path", model["path"]),
+            ("engine", model["engine"]),
+            ("tool parser", model.get("tool_parser") or suggested),
+            ("reasoning parser", model.get("reasoning_parser") or suggested),
+        ]
+    )
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",

@@ -34,6 +34,7 @@ from controlplane.store import fleet, tables
 from controlplane.store.rows import list_rows, require
 from controlplane.store.weights import require_fit
 from dataplane.protocol.messages import EngineChoice, Task
+from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
@@ -74,6 +75,16 @@ class ModelChange(Body):
         "generate",
         description="what it answers with: text, embeddings, or scores of pairs of texts; the last two on torch",
     )
+    tool_parser: ToolParserName | None = Field(
+        None,
+        description="how it writes tool calls; json: without markers; none: they are not looked for; null: as its chat"
+        " template suggests",
+    )
+    reasoning_parser: ReasoningParserName | None = Field(
+        None,
+        description="how it writes reasoning; qwen3: between `<think>` tags; deepseek_r1: so, and always first"
+        "; none: it is content; null: as its chat template suggests",
+    )
 
 
 class Model(Answer):
@@ -89,6 +100,8 @@ class Model(Answer):
     slo: dict[str, Objective] | None = Field(examples=[{"IW-F": {"ttft_s": 1.0, "tbt_s": 0.1}}])
     engine: str = Field(examples=["auto"])
     task: str = Field(examples=["generate"])
+    tool_parser: str | None = Field(examples=["hermes"])
+    reasoning_parser: str | None = Field(examples=["qwen3"])
     created_at: datetime
 
 

@@ -306,3 +306,14 @@ def test_a_model_that_embeds_is_registered_as_such_and_runs_on_torch(ask: Ask, f
     assert ask("PUT", path, json=MODEL | {"task": "dream"}, status=400)["param"] == "task"
     refused = ask("PUT", path, json=MODEL | {"task": "score", "engine": "vllm"}, status=400)
     assert refused["param"] == "engine"
+
+
+def test_a_model_may_say_how_its_answers_are_parsed(ask: Ask, fleet: None) -> None:
+    path = "/admin/models/tuned"
+    plain = ask("PUT", path, json=MODEL)
+    assert (plain["tool_parser"], plain["reasoning_parser"]) == (None, None)
+    said = ask("PUT", path, json=MODEL | {"tool_parser": "hermes", "reasoning_parser": "none"})
+    assert (said["tool_parser"], said["reasoning_parser"]) == ("hermes", "none")
+    refused = ask("PUT", path, json=MODEL | {"tool_parser": "bark"}, status=400)
+    assert refused["param"] == "tool_parser"
+    assert ask("PUT", path, json=MODEL)["tool_parser"] is None

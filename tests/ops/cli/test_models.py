@@ -77,3 +77,15 @@ def test_a_model_may_lie_in_a_registry(served: Run, tmp_path: Path) -> None:
     outcome = served("model", "add", "m", *given)
     assert (outcome.status, outcome.err) == (1, f"error: {registry.url}manifest.json answers 404\n")
     registry.close()
+
+
+def test_a_model_is_added_with_the_parsers_of_its_answers(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    given = ("--path", write_checkpoint(tmp_path / "m"), "--tokens-per-s", "H800=1200")
+    served("model", "add", "m", *given)
+    assert served("model", "show", "m").out.count("as its chat template suggests") == 2
+    served("model", "add", "m", *given, "--tool-parser", "llama3_json", "--reasoning-parser", "none")
+    shown = served("model", "show", "m").out
+    assert "llama3_json" in shown
+    outcome = served("model", "add", "m", *given, "--tool-parser", "bark")
+    assert (outcome.status, "--tool-parser must be one of hermes" in outcome.err) == (2, True)
