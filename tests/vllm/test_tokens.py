@@ -56,7 +56,9 @@ def test_the_same_tokens_as_transformers_and_the_torch_engine(
     assert stats.instances[0].kv_used_bytes == 0
     assert stats.pool is not None
     prefills = [turn for turn in stats.pool.time_slices if turn.kind == "prefill" and turn.tokens]
-    assert 0 < sum(turn.tokens for turn in prefills) <= len(greedy) + len(sampled), "prompts, not what decoded concurrently"
+    assert 0 < sum(turn.tokens for turn in prefills) <= len(greedy) + len(sampled), (
+        "prompts, not what decoded concurrently"
+    )
     longest = max(map(len, given.values()))
     assert all(turn.prompt_tokens <= turn.tokens * longest for turn in prefills)
 
