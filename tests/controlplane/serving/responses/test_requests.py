@@ -124,7 +124,7 @@ def test_formats_and_effort() -> None:
     )
     found = asked(body)
     assert found.constraint == Constraint(kind="json_schema", definition=msgspec.json.encode(schema).decode())
-    assert found.template == {"reasoning_effort": "low", "enable_thinking": True}
+    assert found.template == {"reasoning_effort": "low"}
     head = body.head(Tier.IW_F) | {"id": "resp_1", "created_at": 1}
     assert head["text"]["format"]["schema"] == schema
     assert head["service_tier"] == "priority"
