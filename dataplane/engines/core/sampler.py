@@ -19,6 +19,9 @@ from dataplane.engines.core.kv import KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.interface import EngineRequest
 
+_MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+"""Odd constants of SplitMix64, as signed integers."""
+_LOW_31 = 2**31 - 1
 _SORTED_TOKENS = 1024
 """Of so many tokens, the likeliest, most rows find the set of `top_p` in."""
 
@@ -89,18 +92,27 @@ class SequenceDraws(Generic[KvT]):
         )
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that only (seed, position) decides, the same on every device and torch version."""
-    digest = blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 12) * 2.0**-52
+def noise(draws: Sequence[tuple[int, int]], tokens: int, device: torch.device) -> torch.Tensor:
+    """Exponentially distributed numbers `[len(draws), tokens]`, float32, that only (seed, position) of each draw and
+    the token id decide, the same on every device and torch version but for the last bit.
+    """
+    keys = [blake2b(f"{seed}:{position}".encode(), digest_size=8).digest() for seed, position in draws]
+    signed = [int.from_bytes(key, "little", signed=True) for key in keys]
+    mixed = torch.tensor(signed, device=device).unsqueeze(1) ^ torch.arange(tokens, device=device) * _MULTIPLIERS[0]
+    mixed *= _MULTIPLIERS[1]
+    mixed ^= mixed >> 32
+    mixed *= _MULTIPLIERS[2]
+    chances = ((mixed >> 32).to(torch.int32) & _LOW_31).float().add_(0.5).mul_(2.0**-31)
+    return chances.neg_().log1p_().neg_()
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """One token per row of `logits` `[n, vocabulary]`, which may be changed; None where the row is not a number, or
     allows no token.
 
-    A token is drawn by inverting the cumulative distribution in the order of token ids. An order by probability would
-    swap near-equal tokens when another step batch rounds the logits differently.
+    A token is drawn as the winner of a race (Gumbel-max): each has noise of its own, which only (seed, position, token)
+    decides. When another step batch rounds the logits differently, the winner changes only if the first two are as
+    close as the rounding; inverting a cumulative distribution could change at every token's boundary.
     """
     logits = logits.float()
     adjust(logits, [(row, draw.adjustments) for row, draw in enumerate(draws) if draw.adjustments is not None])
@@ -138,9 +150,8 @@ def _sample(logits: torch.Tensor, largest: torch.Tensor, draws: Sequence[Draw]) 
     if cut:
         rows = torch.tensor(cut, device=logits.device) if len(cut) < len(draws) else slice(None)
         probabilities[rows] = _nucleus(probabilities[rows], column([draws[row].top_p for row in cut]))
-    cumulative = probabilities.cumsum(dim=-1)
-    points = column([uniform(draw.seed, draw.position) for draw in draws]) * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, points, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+    race = noise([(draw.seed, draw.position) for draw in draws], logits.shape[1], logits.device)
+    return (probabilities / race).argmax(dim=-1)
 
 
 def _cut_unlikely(probabilities: torch.Tensor, min_p: torch.Tensor, top_k: Sequence[int]) -> None:

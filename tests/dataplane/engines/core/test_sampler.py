@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.core.sampler import Draw, choose_tokens, uniform
+from dataplane.engines.core.sampler import Draw, choose_tokens, noise
 
 
 def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
@@ -78,11 +78,20 @@ def test_what_is_drawn_does_not_depend_on_the_company(
     assert together[-1] == alone[0]
 
 
-def test_uniform_depends_on_both_numbers_and_stays_in_range() -> None:
-    values = [uniform(seed, position) for seed in range(40) for position in range(40)]
-    assert len(set(values)) == 1600
-    assert all(0 <= value < 1 for value in values)
-    assert sum(values) / 1600 == pytest.approx(0.5, abs=0.04)
+def test_noise_depends_on_seed_position_and_token_and_is_exponential() -> None:
+    values = noise([(seed, position) for seed in range(40) for position in range(40)], 64, torch.device("cpu"))
+    assert len(values.unique()) > 0.98 * values.numel()
+    assert values.min() > 0
+    assert values.mean() == pytest.approx(1.0, abs=0.02)
+    assert values.exp().reciprocal().var() == pytest.approx(1 / 12, abs=0.002)
+    assert torch.corrcoef(values).fill_diagonal_(0).abs().mean() < 0.13  # 64 numbers each: by chance 0.1
+
+
+def test_the_rounding_of_another_batch_changes_no_token() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(4000, 512) * 2
+    draws = [draw(position) for position in range(4000)]
+    assert choose_tokens(logits + torch.randn_like(logits) * 1e-6, draws) == choose_tokens(logits, draws)
 
 
 def cut_frequencies(probabilities: list[float], **fields: float) -> set[int | None]:
