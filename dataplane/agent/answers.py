@@ -3,6 +3,8 @@
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from msgspec.structs import replace
+
 from dataplane.agent.detokenization import IncrementalDetokenizer
 from dataplane.agent.measures import RequestMeasure
 from dataplane.agent.parsing.answer_text import AnswerText, Parsed
@@ -14,6 +16,7 @@ from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
 from dataplane.protocol.errors import ContextLengthError, DataplaneError
 from dataplane.protocol.messages import (
+    Constraint,
     Failed,
     Finished,
     FinishReason,
@@ -42,7 +45,14 @@ def failed_event(error: DataplaneError) -> Failed:
     )
 
 
-def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec, *, tokens_max: int) -> EngineRequest:
+def engine_request(
+    generate: Generate,
+    prompt: tuple[int, ...],
+    model: ModelSpec,
+    *,
+    tokens_max: int,
+    constraint: Constraint | None = None,
+) -> EngineRequest:
     """The request for the engine: prompt and answer have at most `tokens_max` tokens together, and without `max_tokens`
     the answer may use all that the prompt leaves.
 
@@ -72,6 +82,7 @@ def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec
         min_p=sampling.min_p,
         seed=sampling.seed if sampling.seed is not None else secrets.randbits(31),
         ignore_eos=sampling.ignore_eos,
+        constraint=constraint,
         frequency_penalty=sampling.frequency_penalty,
         presence_penalty=sampling.presence_penalty,
         repetition_penalty=sampling.repetition_penalty,
@@ -79,6 +90,15 @@ def engine_request(generate: Generate, prompt: tuple[int, ...], model: ModelSpec
         logprobs=sampling.logprobs,
         trace=current_parent(),
     )
+
+
+def answer_constraint(generate: Generate, families: Families, tail: str) -> Constraint | None:
+    """The constraint of a request; reasoning comes before it. `tail` is the end of the prompt, see `answer_text`."""
+    constraint, form = generate.constraint, families.reasoning
+    if constraint is None or form is None or generate.messages is None:
+        return constraint
+    begun = form.assumed or tail.rstrip().endswith(form.opening)
+    return replace(constraint, after=form.closing, opening="" if begun else form.opening)
 
 
 def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, tail: str) -> AnswerText:

@@ -9,7 +9,8 @@ import time
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dataplane.agent.answers import Answer, answer_text, engine_request
+from dataplane.agent.answers import Answer, answer_constraint, answer_text, engine_request
+from dataplane.agent.constraints import ConstraintChecker
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
@@ -63,6 +64,7 @@ class Agent:
             processes_max=settings.template_processes_max, time_max_s=settings.template_time_max_s
         )
         self._prompts = PromptTokenizer(settings, self._renderers)
+        self._constraints = ConstraintChecker(settings)
         self._misplaced: tuple[DesiredInstance, ...] = ()
         self._desired: dict[str, DesiredInstance] = {}
         self._files = HostFiles(settings, boot_id)
@@ -89,6 +91,7 @@ class Agent:
         finally:
             for group in self.groups:
                 group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
+            self._constraints.close()
             self._files.close()
             await self._renderers.close()
 
@@ -194,10 +197,13 @@ class Agent:
             return await self._admit_pooled(generate, group, hosted, hosted.rules, tokens_max=tokens_max)
         families = families_of(model, hosted.tokenizer.template)
         prompt = await self._prompts.tokenize(generate, hosted.tokenizer, family=families.tools, tokens_max=tokens_max)
+        constraint = answer_constraint(generate, families, prompt.tail)
+        if constraint is not None:
+            await self._constraints.check(constraint, hosted.folder)
         text = answer_text(generate, hosted.tokenizer, families, prompt.tail)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else Parsed()
         group.check_queue()
-        request = engine_request(generate, prompt.tokens, model, tokens_max=tokens_max)
+        request = engine_request(generate, prompt.tokens, model, tokens_max=tokens_max, constraint=constraint)
         inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt.tokens), time.monotonic)
         return Answer(inflight, text, cancel=group.cancel, measure=measure, resumed=resumed)

@@ -188,7 +188,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
 
 
 class Engine(Protocol):
-    """What a worker drives. Its owner calls one method at a time; only `prepare` may run concurrently."""
+    """What a worker drives. Its owner calls one method at a time; only `prepare` and `compile` may run concurrently."""
 
     def prepare(self, model: ModelSpec) -> None:
         """Do the slow part of a `load`: read the model's weights into host memory. May run on another thread while the
@@ -212,6 +212,14 @@ class Engine(Protocol):
     def unload(self, instance_id: str) -> None:
         """Unload an instance, and with the last one of its model its weights. Its requests end with an `error` output
         at the next step; exported KV stays until `release`. Unknown ids are ignored.
+        """
+
+    def compile(self, request: EngineRequest) -> None:
+        """Do the slow part of an `add`: compile its constraint, if it has one. May run on another thread while the
+        owner continues to step; idempotent. Without it, `add` does that, too.
+
+        Raises:
+            BadRequestError: the constraint cannot be compiled.
         """
 
     def add(self, request: EngineRequest) -> None:

@@ -68,11 +68,15 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """What the text of an answer must match. `definition`: a JSON schema or a list of strings (`choice`), both as JSON
-    text; a regular expression; or a Lark grammar. It is empty for `json_object`.
+    text; a regular expression; or a Lark grammar. It is empty for `json_object`. `after`: a text before which
+    the answer is free, as the end of reasoning, and `opening` the text that begins what is free, where that is neither
+    certain nor done by the prompt; nodes set both.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     definition: str = ""
+    after: str = ""
+    opening: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

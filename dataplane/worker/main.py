@@ -1,7 +1,8 @@
 """`python -m dataplane.worker.main FD`: the worker process, which drives one engine by the commands of an agent.
 
 A thread reads commands from the socket into a queue; the main loop handles them, steps the engine and sends outputs.
-The slow part of a load runs on another thread, one load after the other, while the engine continues. A load that finds
+The slow part of a load runs on another thread, one load after the other, while the engine continues, and so does the
+compilation of a request's constraint, after which the engine gets the request. A load that finds
 too little free host memory is queued again, and fails after `host_wait_max_s`. When the socket closes, the agent is
 gone, and the process ends, whatever the engine is doing. It also ends when it cannot read a command, since it cannot
 find the frames after it.
@@ -68,6 +69,14 @@ class Prepared:
     error: BaseException | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Queued by the compiling thread among the commands: the constraint of a request is compiled, or cannot be."""
+
+    add: Add
+    error: BaseException | None
+
+
 @dataclass(eq=False, kw_only=True)
 class Loading:
     """A load in progress. `retry_s`: when it is queued again, if host memory is too little since `short_since_s`."""
@@ -84,7 +93,7 @@ class Worker:
     def __init__(
         self,
         engine: Engine,
-        commands: "queue.Queue[Command | Prepared | None]",
+        commands: "queue.Queue[Command | Prepared | Compiled | None]",
         send: Callable[[Report], None],
         *,
         host_wait_max_s: float,
@@ -94,6 +103,9 @@ class Worker:
         self._commands = commands
         self._send = send
         self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load")
+        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+        self._compiling: dict[str, Add] = {}
+        """Requests whose constraint is being compiled, by id."""
         self._host_wait_max_s = host_wait_max_s
         self._prepare_retry_s = prepare_retry_s
         self._loading: dict[str, Loading] = {}
@@ -109,6 +121,7 @@ class Worker:
             for command in self._take_commands():
                 if command is None:
                     self._loader.shutdown(wait=False, cancel_futures=True)
+                    self._compiler.shutdown(wait=False, cancel_futures=True)
                     return
                 self._handle(command)
             self._retry_loads()
@@ -116,9 +129,9 @@ class Worker:
             if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
                 self._send_stats()
 
-    def _take_commands(self) -> list[Command | Prepared | None]:
+    def _take_commands(self) -> list[Command | Prepared | Compiled | None]:
         """All queued commands. An idle engine waits for one for `STATS_EVERY_S`."""
-        taken: list[Command | Prepared | None] = []
+        taken: list[Command | Prepared | Compiled | None] = []
         try:
             if not self._engine.has_work():
                 taken.append(self._commands.get(timeout=STATS_EVERY_S))
@@ -134,7 +147,7 @@ class Worker:
             self._send(Outputs(outputs=tuple(outputs)))
             self._spans.record(outputs)
 
-    def _handle(self, command: Command | Prepared) -> None:
+    def _handle(self, command: Command | Prepared | Compiled) -> None:
         match command:
             case Load():
                 self._loading[command.instance_id] = Loading(load=command)
@@ -143,9 +156,14 @@ class Worker:
                 self._load(command)
             case Unload():
                 self._unload(command.instance_id)
+            case Add(request=request) if request.constraint is not None:
+                self._compile(command)
             case Add():
                 self._add(command)
+            case Compiled():
+                self._add_compiled(command)
             case Cancel():
+                self._compiling.pop(command.request_id, None)
                 self._engine.cancel(command.request_id)
                 self._spans.end(command.request_id)
             case Release():
@@ -218,20 +236,41 @@ class Worker:
             self._engine.unload(instance_id)
         self._send_stats(always=True)
 
+    def _compile(self, command: Add) -> None:
+        """Compile a request's constraint on the other thread; its end is queued as a command."""
+        self._compiling[command.request.request_id] = command
+
+        def note_end(future: Future[None]) -> None:
+            if not future.cancelled():
+                self._commands.put(Compiled(add=command, error=future.exception()))
+
+        self._compiler.submit(self._engine.compile, command.request).add_done_callback(note_end)
+
+    def _add_compiled(self, compiled: Compiled) -> None:
+        """Add a request whose constraint is compiled, unless it was cancelled since."""
+        request_id = compiled.add.request.request_id
+        if self._compiling.get(request_id) is not compiled.add:
+            return
+        del self._compiling[request_id]
+        if compiled.error is None:
+            self._add(compiled.add)
+        elif isinstance(compiled.error, DataplaneError):
+            self._refuse(request_id, compiled.error)
+        else:
+            raise compiled.error
+
     def _add(self, command: Add) -> None:
         try:
             self._engine.add(command.request)
             self._spans.begin(command.request)
         except DataplaneError as error:
-            self._send(
-                Refused(
-                    request_id=command.request.request_id,
-                    status=error.status,
-                    code=error.code,
-                    message=error.message,
-                    param=error.param,
-                )
-            )
+            self._refuse(command.request.request_id, error)
+
+    def _refuse(self, request_id: str, error: DataplaneError) -> None:
+        refused = Refused(
+            request_id=request_id, status=error.status, code=error.code, message=error.message, param=error.param
+        )
+        self._send(refused)
 
     def _send_stats(self, *, always: bool = False) -> None:
         stats = self._engine.stats()
@@ -255,7 +294,7 @@ def main() -> None:
         if configure is None:
             return
         assert isinstance(configure, Configure), f"the first command must configure: {configure}"
-        commands: queue.Queue[Command | Prepared | None] = queue.Queue()
+        commands: queue.Queue[Command | Prepared | Compiled | None] = queue.Queue()
 
         threading.Thread(target=listen, args=(connection, stream, commands), name="commands", daemon=True).start()
         worker = Worker(
@@ -273,7 +312,7 @@ def main() -> None:
 def listen(
     connection: socket.socket,
     stream: BufferedReader,
-    commands: "queue.Queue[Command | Prepared | None]",
+    commands: "queue.Queue[Command | Prepared | Compiled | None]",
     *,
     grace_s: float = ORPHAN_GRACE_S,
     end_process: Callable[[int], NoReturn] = os._exit,

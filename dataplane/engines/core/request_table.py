@@ -84,20 +84,26 @@ class RequestTable(Generic[KvT]):
         """Queue a request, or let it decode at once if its KV can be read.
 
         Raises:
-            BadRequestError: an id in use, an empty prompt, max_tokens below 1, a token outside of the vocabulary, or
-                an answer that is not of the model's task.
+            BadRequestError: an id in use, an empty prompt, max_tokens below 1, a token outside of the vocabulary, an
+                answer that is not of the model's task, or a constraint that cannot be compiled.
             ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
         """
         request_id = request.request_id
         if request_id in self._sequences or request_id in self._ended:
             raise BadRequestError(f"request id {request_id} is in use", param="request_id")
         _check(request, model, kv_tokens_max)
+        matcher = model.matcher(request)
         if len(request.generated) >= request.max_tokens:
             self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
             return
         self._arrivals += 1
         sequence = TokenSequence(
-            request=request, model=model.name, order=self._arrivals, added_s=self._clock(), kv=model.new_kv()
+            request=request,
+            model=model.name,
+            order=self._arrivals,
+            added_s=self._clock(),
+            kv=model.new_kv(),
+            matcher=matcher,
         )
         self._sequences[request_id] = sequence
         if not request.pooling:  # a pooled answer needs the states of all tokens

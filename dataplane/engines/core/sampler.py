@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from msgspec import Struct
 
+from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.adjustments import LogitAdjustments, adjust
 from dataplane.engines.core.kv import KvT
 from dataplane.engines.core.sequences import TokenSequence
@@ -51,8 +52,13 @@ def draw_of(
     prompt_tokens: int,
     eos_ids: tuple[int, ...],
     adjustments: LogitAdjustments | None,
+    allowed: torch.Tensor | None = None,
+    must_end: bool = False,
 ) -> Draw:
-    """How a request chooses the token at a position. The end of sequence is banned before `min_tokens` tokens."""
+    """How a request chooses the token at a position. The end of sequence is banned before `min_tokens` tokens, unless
+    the request's constraint allows nothing else: then it `must_end`.
+    """
+    may_not_end = request.ignore_eos or position - prompt_tokens < request.min_tokens
     return Draw(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -60,8 +66,9 @@ def draw_of(
         position=position,
         top_k=request.top_k,
         min_p=request.min_p,
-        banned=eos_ids if request.ignore_eos or position - prompt_tokens < request.min_tokens else (),
+        banned=eos_ids if may_not_end and not must_end else (),
         adjustments=adjustments,
+        allowed=allowed,
     )
 
 
@@ -83,13 +90,22 @@ class SequenceDraws(Generic[KvT]):
             self._adjustments[sequence] = adjustments
         if adjustments is not None:
             adjustments.follow(sequence.tokens)
+        matcher = sequence.matcher
+        allowed = None if matcher is None else allowed_tokens(matcher, sequence.tokens)
         return draw_of(
             request,
             position=len(sequence.tokens),
             prompt_tokens=prompt_tokens,
             eos_ids=eos_ids,
             adjustments=adjustments,
+            allowed=allowed,
+            must_end=matcher is not None and matcher.must_end,
         )
+
+
+def allowed_tokens(matcher: Matcher, tokens: Sequence[int]) -> torch.Tensor:
+    """Which tokens of the vocabulary may follow a prompt and answer: bool, `[vocabulary]`."""
+    return torch.frombuffer(bytearray(matcher.mask(tokens)), dtype=torch.uint8).bool()
 
 
 def noise(draws: Sequence[tuple[int, int]], tokens: int, device: torch.device) -> torch.Tensor:

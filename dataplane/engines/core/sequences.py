@@ -14,6 +14,7 @@ from typing import Generic
 
 from msgspec import Struct
 
+from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.kv import KvT
 from dataplane.engines.interface import EngineRequest
 from dataplane.scheduling.prefill import PrefillRequest
@@ -25,8 +26,9 @@ class TokenSequence(Generic[KvT]):
     """A request and its progress. `order`: its number in the order of arrival; `added_s`: when it was added;
     `prefilled`: its prefill is complete, here or elsewhere; `begun`: it has KV at any location, and is in the list of
     its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens;
-    `values`: the answer of a request with `pooling`, set by the step that completes its prefill; `reused`: how many of
-    its cached tokens its prefill took over from the prefix cache.
+    `values`: the answer of a request with `pooling`, set by the step that completes its prefill; `matcher`: which
+    tokens may come next, for a request with a constraint; `reused`: how many of its cached tokens its prefill took over
+    from the prefix cache.
     """
 
     request: EngineRequest
@@ -41,6 +43,7 @@ class TokenSequence(Generic[KvT]):
     begun: bool = False
     resumed_at: int = 0
     values: tuple[float, ...] = ()
+    matcher: Matcher | None = None
     key: tuple[int, int] = field(init=False)
     """The order of service: by tier, then first come, first served."""
     tbt_s: float = field(init=False)

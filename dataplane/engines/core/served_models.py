@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic
 
+from dataplane.constraints.compiler import ConstraintCompiler
+from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.kv import KvLocation, KvT
 from dataplane.engines.core.sequences import TokenSequence
+from dataplane.engines.interface import EngineRequest
+from dataplane.protocol.errors import BadRequestError
 from dataplane.protocol.messages import Task
 from dataplane.scheduling.costs import CostEstimate
 from dataplane.scheduling.decode import BatchFacts
@@ -20,6 +24,7 @@ class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV at any
     location, in the order of service. `vocabulary` None accepts any token. `task`: what it answers with. `prefill_s`:
     recent mean of its prefill steps; None before the first. `load_order`: its position in the order of loading.
+    `constraints`: compiles those of its requests; None: it follows none.
     """
 
     name: str
@@ -31,6 +36,7 @@ class ServedModel(ABC, Generic[KvT]):
     task: Task = "generate"
     prefill_s: float | None = None
     load_order: int = 0
+    constraints: ConstraintCompiler | None = None
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property
@@ -39,6 +45,18 @@ class ServedModel(ABC, Generic[KvT]):
 
     @abstractmethod
     def new_kv(self) -> KvT: ...
+
+    def matcher(self, request: EngineRequest) -> Matcher | None:
+        """Follows the answer to a request; None without a constraint.
+
+        Raises:
+            BadRequestError: the constraint cannot be compiled, or the model follows none.
+        """
+        if request.constraint is None:
+            return None
+        if self.constraints is None:
+            raise BadRequestError(f"{self.name} follows no constraint", param="constraint")
+        return self.constraints.matcher(request.constraint, prompt_tokens=len(request.prompt))
 
     @property
     def decoding(self) -> list[TokenSequence[KvT]]:

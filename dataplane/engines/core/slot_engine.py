@@ -176,6 +176,16 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             self._forget_model(model)
             del self.models[model.name]
 
+    def compile(self, request: EngineRequest) -> None:
+        """See `Engine.compile`.
+
+        Raises:
+            BadRequestError: the constraint cannot be compiled.
+        """
+        model = self._model_of.get(request.instance_id)
+        if model is not None and model.constraints is not None and request.constraint is not None:
+            model.constraints.compile(request.constraint)
+
     def add(self, request: EngineRequest) -> None:
         """See `Engine.add`.
 
@@ -237,6 +247,13 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
             self._share = self._share.observe(took_s, decoded=decoded)
         return outputs + self.requests.take_ended()
+
+    def _without_unmatched(self, made: Made[KvT]) -> Made[KvT]:
+        """End the requests of a step whose constraint allows no token; the others."""
+        for sequence, _, _ in made:
+            if sequence.matcher is not None and sequence.matcher.error is not None:
+                self.requests.end_all([sequence], f"{sequence.model}: {sequence.matcher.error}")
+        return [one for one in made if one[0].matcher is None or one[0].matcher.error is None]
 
     def _is_awaited(self, name: str) -> bool:
         """Whether a KV transfer is under way after which the model can continue."""

@@ -123,7 +123,9 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
         makers = self._steps.run(turn, model, self.requests.find(turn.group), now_s)
-        return None if makers is None else [(sequence, *self._answered(sequence, model)) for sequence in makers]
+        if makers is None:
+            return None
+        return self._without_unmatched([(sequence, *self._answered(sequence, model)) for sequence in makers])
 
     def _answered(self, sequence: ReplaySequence, model: ReplayModel) -> tuple[int | None, TokenScore | None]:
         """The next token and its score, if that is wanted; with `pooling` neither, and the sequence has its values."""

@@ -6,9 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from dataplane.constraints.compiler import ConstraintCompiler
+from dataplane.constraints.matcher import Matcher, allowed_from
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineRequest, TokenScore
@@ -76,6 +79,7 @@ def replayed(kind: type[ReplayModelT], spec: ModelSpec, settings: ReplaySettings
         ),
         kv_bytes_per_token=spec.kv_bytes_per_token,
         task=spec.task,
+        constraints=ConstraintCompiler(Path(spec.path)),
         bytes_per_s=bytes_per_s,
     )
 
@@ -97,6 +101,8 @@ class Answers:
             key = self._keys[sequence] = _sampling_key(sequence.model, sequence.request)
         drawn = blake2b(len(sequence.tokens).to_bytes(8, "little"), key=key, digest_size=16).digest()
         chance = int.from_bytes(drawn[:8], "little") / 2**64
+        if sequence.matcher is not None:
+            return _constrained_token(sequence, sequence.matcher, chance, int.from_bytes(drawn[8:], "little"))
         if self._mean_tokens is not None and chance < 1 / self._mean_tokens and _may_end(sequence):
             return None
         return int.from_bytes(drawn[8:], "little") % self._vocabulary_size
@@ -109,6 +115,16 @@ class Answers:
         logprobs = [math.log(p) + n * math.log1p(-p) for n in range(max(1, min(top, self._vocabulary_size)))]
         tokens = [(token + n) % self._vocabulary_size for n in range(min(top, self._vocabulary_size))]
         return TokenScore(logprob=logprobs[0], top=tuple(zip(tokens, logprobs, strict=False)))
+
+
+def _constrained_token(sequence: ReplaySequence, matcher: Matcher, chance: float, number: int) -> int | None:
+    """A token that the constraint allows: the first one from a drawn one on. Where it allows the end, every second
+    answer ends.
+    """
+    mask = matcher.mask(sequence.tokens)
+    if matcher.must_end or (matcher.may_end and chance < 0.5 and _may_end(sequence)):
+        return None
+    return next((token for token in allowed_from(mask, number % len(mask)) if token not in matcher.eos_ids), None)
 
 
 def _may_end(sequence: ReplaySequence) -> bool:

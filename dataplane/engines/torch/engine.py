@@ -177,9 +177,9 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         return None if made is None else self._answers(made, model)
 
     def _answers(self, made: Sampled, model: TorchModel) -> Made[SequenceKv]:
-        """End requests whose logits are not numbers; replace end-of-sequence tokens by None."""
+        """End requests whose logits are not numbers, and replace end-of-sequence tokens by None."""
         answers: Made[SequenceKv] = []
-        for sequence, token, score in made:
+        for sequence, token, score in self._without_unmatched(made):
             if token is None:
                 self.requests.end_all([sequence], f"{model.name}: logits are not numbers")
             else:

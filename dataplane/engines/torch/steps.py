@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sampler import SequenceDraws, choose_tokens
 from dataplane.engines.core.scores import token_scores
 from dataplane.engines.core.step_batches import StepBatches
@@ -101,8 +102,9 @@ class Steps:
         skeleton, pooler = model.weights.skeleton, model.weights.pooler
         if pooler is not None:
             return self._pool(pooler, model, chunks)
-        logits = run_chunks(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
         makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
+        prepare_masks(chunks[index].sequence for index in makers)  # while the model runs
+        logits = run_chunks(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
         if self._watch is not None:
             for index in makers:
                 self._watch(chunks[index].sequence, logits[index])

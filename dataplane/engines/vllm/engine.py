@@ -19,12 +19,14 @@ from msgspec.structs import replace
 
 from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.safetensors_file import read_json
+from dataplane.constraints.compiler import ConstraintCompiler
+from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
-from dataplane.engines.vllm.sampling import sampling_params, score_of
+from dataplane.engines.vllm.sampling import ends_at_eos, sampling_params, score_of
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import check_version
 from dataplane.memory.model_cache import ModelCache
@@ -115,6 +117,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             runner=runner,
             stored_bytes=size_bytes,
             kv_bytes=settings.pool_bytes,
+            constraints=ConstraintCompiler(folder, size=runner.vocabulary, eos_ids=eos_ids),
             eos_ids=tuple(sorted(eos_ids)),
             wake_s=guess_s,
             used_s=self._clock(),
@@ -178,19 +181,20 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             if sequence.kv.vllm_id is None:
                 self._submit(name, sequence, model)
             sequence.cached = sequence.kv.tokens
+        prepare_masks(mine.values())
         began_s = self._clock()
         step = model.runner.step()
         self._observe(step, mine, model, self._clock() - began_s)
         made: dict[str, tuple[VllmSequence, int | None, TokenScore | None]] = {}
         for name, token in step.tokens.items():
             sequence = mine[name]
-            ended = token in model.eos_ids and not sequence.request.ignore_eos
+            ended = token in model.eos_ids and ends_at_eos(sequence.request)
             if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
                 self.requests.begin(sequence)
                 made[name] = sequence, None if ended else token, _score_of(sequence, token, step)
         for name in step.ended.keys() - made.keys():
             self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
-        return list(made.values())
+        return self._without_unmatched(list(made.values()))
 
     def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
         """Record which tokens have KV now, and the cost of the step."""
@@ -205,7 +209,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
     def _submit(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
         request = sequence.request
-        params = sampling_params(request, model.eos_ids, left=request.max_tokens - sequence.generated)
+        left = request.max_tokens - sequence.generated
+        params = sampling_params(request, model.eos_ids, left=left, matcher=sequence.matcher)
         priority = TIER_RANKS[request.tier]
         sequence.kv.vllm_id = model.runner.add(name, list(sequence.tokens), params, priority=priority)
 

@@ -1,9 +1,11 @@
 """A model of the torch engine."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from dataplane.constraints.compiler import ConstraintCompiler
 from dataplane.engines.core.served_models import ServedModel, recent
 from dataplane.engines.torch.memory.host_models import HostModel
 from dataplane.engines.torch.memory.kv import SequenceKv
@@ -76,6 +78,7 @@ def make_model(host: HostModel, spec: ModelSpec, block_tokens: int, device: torc
         context_tokens=min(spec.context_tokens, geometry.context_tokens),
         vocabulary=geometry.vocabulary,
         task=spec.task,
+        constraints=ConstraintCompiler(Path(spec.path), size=geometry.vocabulary, eos_ids=host.skeleton.eos_ids),
         estimate=first_estimate(host.skeleton.size_bytes, dtype, device),
         weights=host,
         shape=kv_shape(geometry, block_tokens, dtype),

@@ -1,0 +1,108 @@
+"""Checks the constraint of each request before a worker compiles it, in a process that a hostile one may kill."""
+
+import asyncio
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import OrderedDict
+
+import msgspec
+
+from dataplane.agent.settings import AgentSettings
+from dataplane.constraints.checker import Question
+from dataplane.protocol.errors import BadRequestError, DataplaneError, OverloadedError
+from dataplane.protocol.messages import Constraint
+
+_CHECKED_MAX = 512
+"""Answers that are remembered, refusals included."""
+_WAITING_MAX = 16
+"""Checks that may wait; each takes `constraint_compile_max_s` at most."""
+_START_MAX_S = 120.0
+"""Limit for starting the process and reading a tokenizer, which no request can make longer."""
+_PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
+
+
+class ConstraintChecker:
+    """Asks a process of its own whether constraints can be compiled, one after the other. The process is started with
+    the first one, and again after it was killed or has died.
+    """
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._chars_max = settings.constraint_chars_max
+        self._compile_max_s = settings.constraint_compile_max_s
+        self._known: OrderedDict[tuple[str, Constraint], str | None] = OrderedDict()
+        self._one_at_a_time = asyncio.Lock()
+        self._waiting = 0
+        self._process: Process | None = None
+
+    async def check(self, constraint: Constraint, folder: str, *, param: str | None = None) -> None:
+        """Refuse a constraint that a worker could not compile in time for the checkpoint in a folder.
+
+        Raises:
+            BadRequestError: it cannot be compiled, the message says why and where; or it takes too much time or memory.
+                `param` is the given one, by default that of its kind.
+            OverloadedError: too many others wait to be checked.
+        """
+        param = param or _PARAMS.get(constraint.kind, "structured_outputs")
+        if len(constraint.definition) > self._chars_max:
+            size = f"{len(constraint.definition)} characters"
+            raise BadRequestError(f"the definition has {size}; {self._chars_max} is the limit", param=param)
+        key = (folder, constraint)
+        if key not in self._known:
+            await self._ask(key)
+        self._known.move_to_end(key)
+        refusal = self._known[key]
+        if refusal is not None:
+            raise BadRequestError(refusal, param=param)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = None
+
+    async def _ask(self, key: tuple[str, Constraint]) -> None:
+        """Have the answer to a question among the known ones."""
+        if self._waiting >= _WAITING_MAX:
+            raise OverloadedError(f"{self._waiting} other constraints wait to be compiled")
+        self._waiting += 1
+        try:
+            async with self._one_at_a_time:
+                if key not in self._known:
+                    self._known[key] = await self._answer(*key)
+        finally:
+            self._waiting -= 1
+        while len(self._known) > _CHECKED_MAX:
+            self._known.popitem(last=False)
+
+    async def _answer(self, folder: str, constraint: Constraint) -> str | None:
+        """Why a constraint is refused, None if it is not. A process that does not answer is killed."""
+        is_answered = False
+        try:
+            process = await self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(msgspec.json.encode(Question(folder, constraint)) + b"\n")
+            async with asyncio.timeout(_START_MAX_S):
+                begun = await process.stdout.readline()
+            if not begun:
+                raise DataplaneError("the process that checks constraints cannot be started")
+            try:
+                async with asyncio.timeout(self._compile_max_s):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                return f"the definition takes longer to compile than {self._compile_max_s:g} s"
+            if not line:
+                return "the definition needs too much memory, or is nested too deep"
+            is_answered = True
+            answer: str | None = msgspec.json.decode(line)["error"]
+            return answer
+        finally:
+            if not is_answered:
+                self.close()
+
+    async def _started(self) -> Process:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "dataplane.constraints.checker", stdin=PIPE, stdout=PIPE
+            )
+        return self._process
