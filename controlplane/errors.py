@@ -10,7 +10,7 @@ class TidepoolError(Exception):
 
     status = 500
     code = "internal_error"
-    retry_after_s: int | None = None
+    retry_after_s: float | None = None
     retry_helps: bool | None = None
 
     def __init__(
@@ -18,7 +18,7 @@ class TidepoolError(Exception):
         message: str,
         *,
         param: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
         retry_helps: bool | None = None,
     ) -> None:
         super().__init__(message)

@@ -2,6 +2,7 @@
 never a bare 500.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from http import HTTPStatus
@@ -31,7 +32,9 @@ from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
 
 log = structlog.get_logger()
-_RETRY_AFTER_S = 1
+_RETRY_AFTER_S = 1.0
+_TRY_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+_SERVER_ERRORS = 500
 
 
 _COLLISIONS = {"40001", "40P01"}  # serialization failure, deadlock
@@ -70,14 +73,11 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     """The answer to a failed request, in the shape of its path."""
     if (record := record_of(request)) is not None:
         note_failure(record, error)
-    headers = {}
-    if error.retry_after_s is not None or error.status in {
-        HTTPStatus.TOO_MANY_REQUESTS,
-        HTTPStatus.SERVICE_UNAVAILABLE,
-    }:
-        headers["Retry-After"] = str(error.retry_after_s or _RETRY_AFTER_S)
-    if error.retry_helps is not None:
-        headers["x-should-retry"] = str(error.retry_helps).lower()  # OpenAI's clients obey it
+    headers = {"x-should-retry": str(_may_retry(error)).lower()}  # OpenAI's clients obey it
+    if error.retry_after_s is not None or error.status in _TRY_LATER:
+        wait_s = error.retry_after_s or _RETRY_AFTER_S
+        headers["Retry-After"] = str(math.ceil(wait_s))
+        headers["retry-after-ms"] = str(math.ceil(wait_s * 1000))
     if error.status == HTTPStatus.REQUEST_TIMEOUT:
         headers["Connection"] = "close"  # the rest of its body is not read
     if error.status == HTTPStatus.UNAUTHORIZED:
@@ -90,6 +90,13 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     return JSONResponse(
         problem(error), status_code=error.status, headers=headers, media_type="application/problem+json"
     )
+
+
+def _may_retry(error: TidepoolError) -> bool:
+    """Whether the same request may fare better in a while."""
+    if error.retry_helps is not None:
+        return error.retry_helps
+    return error.status in _TRY_LATER or error.status == HTTPStatus.REQUEST_TIMEOUT or error.status >= _SERVER_ERRORS
 
 
 def translate_validation(error: RequestValidationError) -> InvalidValueError:

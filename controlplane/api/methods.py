@@ -11,6 +11,7 @@ _EXPOSED = (
     "x-tidepool-region",
     "x-tidepool-warning",
     "retry-after",
+    "retry-after-ms",
     "x-should-retry",
     *(f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
 )

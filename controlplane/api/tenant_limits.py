@@ -35,6 +35,7 @@ from controlplane.store.redis.limits import Charge, LimitStore
 
 log = structlog.get_logger()
 _AWAY_RETRY_S = 1.0
+_RETRY_AFTER_MIN_S = 0.1
 _UNITS = {Limit.REQUESTS: "requests per minute", Limit.TOKENS: "tokens per minute", Limit.RUNNING: "requests at once"}
 
 
@@ -192,14 +193,15 @@ def _refuse_too_large(charge: Charge) -> None:
 
 
 def _refusal(charge: Charge, limits: TenantLimits, refused: Limit, usage: Usage) -> RateLimitError:
-    wait_s = max(1, math.ceil(retry_after_s(refused, usage, charge.tokens, limits)))
+    wait_s = max(_RETRY_AFTER_MIN_S, retry_after_s(refused, usage, charge.tokens, limits))
     most = {
         Limit.REQUESTS: limits.requests_per_minute,
         Limit.TOKENS: limits.tokens_per_minute,
         Limit.RUNNING: limits.concurrent_max,
     }[refused]
     return RateLimitError(
-        f"The limit of tenant '{charge.tenant}' is reached: {most} {_UNITS[refused]}. Try again in {wait_s} s.",
+        f"The limit of tenant '{charge.tenant}' is reached: {most} {_UNITS[refused]}."
+        f" Try again in {math.ceil(wait_s)} s.",
         retry_after_s=wait_s,
     )
 

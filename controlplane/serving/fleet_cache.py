@@ -10,6 +10,7 @@ import hashlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Literal
 
 import anyio
 import anyio.to_thread
@@ -32,6 +33,7 @@ from controlplane.store.tables import Model
 from dataplane.protocol.tiers import Objective, Tier
 
 log = structlog.get_logger()
+ModelState = Literal["ready", "starting", "none"]
 _CATALOG_REFRESH_S = 2.0
 _LOOK_UP_EVERY_S = 1.0
 """The shortest interval between reads of the catalog for unknown names, which clients can invent."""
@@ -100,6 +102,15 @@ class FleetCache:
         reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
         reported = (each.context_tokens for each in reports if each.model == model.name and each.state == "ready")
         return min([model.context_tokens, *(tokens for tokens in reported if tokens is not None)])
+
+    def state_of(self, model: str) -> ModelState:
+        """Whether a model's requests would run now."""
+        stale_s = self._settings.heartbeat_stale_s
+        instances = self.instances(model)
+        if any(each.accepting and each.age_s <= stale_s for each in instances):
+            return "ready"
+        reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
+        return "starting" if any(each.model == model and each.state == "loading" for each in reports) else "none"
 
     def preference(self, origin: str | None) -> tuple[str, ...]:
         """The regions in the order in which a request from `origin` prefers them."""

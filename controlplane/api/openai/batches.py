@@ -4,7 +4,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from controlplane.api.auth import Client
 from controlplane.api.openai.files import KEEP_MAX_S, KEEP_MIN_S, listing
@@ -12,6 +12,7 @@ from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import SessionDep
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
+from controlplane.serving.endpoints import BATCH_ENDPOINTS
 from controlplane.store import batches
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts
@@ -22,6 +23,12 @@ _WINDOW_HOURS_MAX = 168
 
 Label = Annotated[str, Field(max_length=512)]
 LabelName = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _batch_endpoint(path: str) -> str:
+    if path not in BATCH_ENDPOINTS:
+        raise ValueError(f"one of {', '.join(BATCH_ENDPOINTS)}")
+    return path
 
 
 class OutputExpiry(BaseModel):
@@ -42,7 +49,7 @@ class NewBatch(BaseModel):
         },
     )
     input_file_id: str = Field(max_length=64)
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: Annotated[str, AfterValidator(_batch_endpoint), Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})]
     completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$")]
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiry | None = None

@@ -9,7 +9,9 @@ from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import StateDep
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.store.tables import Model
+from dataplane.protocol.messages import Task
 
+_OUTPUT: dict[Task, str] = {"generate": "text", "embed": "embedding", "score": "score"}
 router = APIRouter(prefix="/v1/models", tags=["models"], responses=ERRORS)
 
 
@@ -29,13 +31,17 @@ async def get_model(name: str, state: StateDep, caller: Client) -> dict[str, Any
 
 
 def _model(model: Model, fleet: FleetCache) -> dict[str, Any]:
-    """`context_tokens` is what the model was made for, `max_model_len` (vLLM's name) what its instances take now."""
-    created = int(model.created_at.timestamp())
+    """`context_tokens` is what the model was made for, `max_model_len` (vLLM's name) what its instances take now.
+    `state` is `none` where no instance is placed.
+    """
     return {
         "id": model.name,
         "object": "model",
-        "created": created,
+        "created": int(model.created_at.timestamp()),
         "owned_by": "tidepool",
+        "task": model.task,
+        "modalities": {"input": ["text"], "output": [_OUTPUT[model.task]]},
         "context_tokens": model.context_tokens,
         "max_model_len": fleet.context_tokens(model),
+        "state": fleet.state_of(model.name),
     }

@@ -109,7 +109,7 @@ def test_attainment_is_counted_by_token_and_by_answer(world: World, monkeypatch:
     with world.database.transaction() as session:
         session.get_one(Model, "tide").slo = {"IW-F": {"ttft_s": 0.2, "tbt_s": 5.0}}
     agent = Timed("answer", "slow", "too long", "worker lost")
-    for module in ("attainment", "chat"):
+    for module in ("attainment", "answering"):
         monkeypatch.setattr(f"controlplane.api.openai.{module}.time", agent)
     with running_gateway(world, agent, request_attempts_max=1) as gateway:
         gateway.chat(200, service_tier="priority")

@@ -64,3 +64,23 @@ def test_a_limit_is_worth_another_try(world: World, redis_clock: RedisClock) -> 
             ask(client)
         assert [answer.status_code for answer in answers] == [200] * 20 + [429, 200]
         assert answers[20].headers["x-should-retry"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "helps"),
+    [
+        ("/v1/chat/completions", {"model": "tide"}, 400, "false"),
+        ("/v1/completions", {"model": "nobody", "prompt": "x"}, 404, "false"),
+        ("/v1/completions", {"model": "tide", "prompt": "x"}, 503, "true"),
+    ],
+)
+def test_every_error_says_whether_to_try_again(
+    world: World, path: str, body: dict[str, Any], status: int, helps: str
+) -> None:
+    with running_gateway(world) as gateway:
+        answer = gateway.http.post(path, json=body)
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (status, helps)
+        waits = [name for name in ("retry-after", "retry-after-ms") if name in answer.headers]
+        assert len(waits) == (2 if helps == "true" else 0)
+        if waits:
+            assert int(answer.headers["retry-after-ms"]) <= 1000 * int(answer.headers["retry-after"])
