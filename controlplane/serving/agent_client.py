@@ -103,8 +103,11 @@ class AgentClient:
             yield response.status, response.content.iter_any()
 
     async def _events(self, chunks: AsyncIterator[bytes]) -> AsyncGenerator[list[StreamEvent], None]:
-        """The events of a valid stream: `Started`, tokens, `Finished`."""
+        """The events of a valid stream: `Started`, tokens, `Finished`. What a parser held back until the answer ended
+        belongs to no token, so a node that continues the answer would send it again: it is held until `Finished`.
+        """
         last: StreamEvent | None = None
+        held: list[StreamEvent] = []
         rest = b""
         while not isinstance(last, Finished):
             timeout_s = self._idle_s if isinstance(last, Token) else self._first_token_s
@@ -127,10 +130,19 @@ class AgentClient:
                     yield before
                 raise _error_of(failed)
             last = events[-1]
-            yield events
+            events, held = [*held, *events] if held else events, []
+            if _is_held_back(last):
+                held.append(events.pop())
+            if events:
+                yield events
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):  # read to the end: the connection is reused
             async with asyncio.timeout(_END_TIMEOUT_S):
                 await anext(chunks, None)
+
+
+def _is_held_back(event: StreamEvent) -> bool:
+    """Whether an event is more than text, but of no token."""
+    return isinstance(event, Token) and not event.token_ids and bool(event.tool_calls or event.reasoning)
 
 
 def _check_order(events: list[StreamEvent], *, first: bool) -> Failed | None:
