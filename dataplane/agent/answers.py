@@ -88,6 +88,7 @@ def engine_request(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias,
         logprobs=sampling.logprobs,
+        cache_salt=generate.cache_salt,
         trace=current_parent(),
     )
 
@@ -143,6 +144,7 @@ class Answer:
         self._measure = measure
         self._resumed = resumed
         self._completion_tokens = len(inflight.request.generated)
+        self._cached_tokens: int | None = None
 
     def close(self) -> None:
         """Cancel the request, if it runs."""
@@ -178,6 +180,8 @@ class Answer:
 
     def _token_event(self, output: EngineOutput) -> Token | None:
         """The new text. Tokens after a stop string do not count."""
+        if self._cached_tokens is None:  # later prefills, after a worker was lost, are none of the client's
+            self._cached_tokens = output.cached_tokens
         new, token_ids = Parsed(), []
         for token_id in output.token_ids:
             new += self._text.feed(token_id)
@@ -214,6 +218,7 @@ class Answer:
             finish_reason=reason,
             prompt_tokens=len(self._inflight.request.prompt),
             completion_tokens=self._completion_tokens,
+            cached_tokens=self._cached_tokens or 0,
             reasoning_tokens=self._text.reasoning_tokens,
         )
 

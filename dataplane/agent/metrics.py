@@ -79,6 +79,7 @@ class AgentCollector(Collector):
         yield from self._by_model()
         yield from self._by_node()
         yield from self._by_worker()
+        yield from self._prefixes()
         yield from self._memory()
         yield from self._pressure()
 
@@ -137,6 +138,19 @@ class AgentCollector(Collector):
                 unread.add_metric(values, worker.unread_bytes)
         yield from (load, in_flight, prefills, residents, start, unread)
 
+    def _prefixes(self) -> Iterator[Metric]:
+        labels = ["model_name", "slot"]
+        queries = CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens prefilled", labels=labels)
+        hits = CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens whose KV was cached", labels=labels)
+        for worker in self._agent.workers:
+            for family, tokens in (
+                (queries, worker.stats.prefix_query_tokens),
+                (hits, worker.stats.prefix_hit_tokens),
+            ):
+                for model, count in sorted(tokens.items()):
+                    family.add_metric([model, str(worker.index)], count)
+        yield from (queries, hits)
+
     def _memory(self) -> Iterator[Metric]:
         slabs = GaugeMetricFamily("tidepool_slabs", "Slabs of an arena, by what they hold", labels=["slot", "state"])
         kv = GaugeMetricFamily("tidepool_kv_bytes", "KV memory by shape", labels=["slot", "memory", "shape", "state"])
@@ -163,7 +177,12 @@ class AgentCollector(Collector):
 
 
 def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:
-    return (("used", shape.used_bytes), ("held", shape.held_bytes), ("moving", shape.moving_bytes))
+    return (
+        ("used", shape.used_bytes),
+        ("cached", shape.cached_bytes),
+        ("held", shape.held_bytes),
+        ("moving", shape.moving_bytes),
+    )
 
 
 def agent_registry(agent: Agent) -> CollectorRegistry:

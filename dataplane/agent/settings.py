@@ -76,6 +76,8 @@ class AgentSettings(BaseSettings):
     """action when the KV cache is full; auto: the cheapest"""
     host_kv_bytes: int | None = Field(None, ge=0)
     """host memory for offloaded KV cache, per worker; unset: as much as its KV cache on the device"""
+    prefix_cache: bool = True
+    """keep the KV cache of ended requests for requests that begin with the same tokens"""
     cache_dir: Path | None = None
     """folder in memory (tmpfs) for host copies of models and KV cache; unset: one that is deleted on exit"""
     cache_bytes: int = Field(8 * 2**30, ge=1)

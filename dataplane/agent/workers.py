@@ -343,6 +343,7 @@ def configure(
         cache_bytes=files.cache_bytes,
         host_wait_max_s=settings.host_wait_max_s,
         kv_pressure=settings.kv_pressure,
+        prefix_cache=settings.prefix_cache,
         batch_max=settings.batch_max,
         prefill_only=settings.kinds[index] == "prefill",
         prefetch=settings.prefetch,

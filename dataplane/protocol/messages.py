@@ -193,8 +193,8 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True, tag="pooled"):
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """Last line of a stream that ended well. `cached_tokens`: of the prompt, whose KV was cached. `reasoning_tokens`:
-    of the completion.
+    """Last line of a stream that ended well. `cached_tokens`: of the prompt, whose KV was cached when this node first
+    prefilled the request (also if it only continued it). `reasoning_tokens`: of the completion.
     """
 
     finish_reason: FinishReason

@@ -33,6 +33,7 @@ def make_engine(configure: Configure) -> Engine:
                 prefetch=configure.prefetch,
                 prefill_only=configure.prefill_only,
                 kv_pressure=configure.kv_pressure,
+                prefix_cache=configure.prefix_cache,
                 turns=configure.turns,
             ),
             time.monotonic,
@@ -77,6 +78,7 @@ def make_vllm_engine(configure: Configure) -> Engine:
         cache_folder=Path(configure.cache_folder),
         cache_bytes=configure.cache_bytes,
         batch_max=configure.batch_max,
+        prefix_cache=configure.prefix_cache,
         turns=configure.turns,
     )
     return VllmEngine(settings, time.monotonic)

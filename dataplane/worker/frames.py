@@ -44,6 +44,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     prefill_only: bool
     prefetch: bool
     kv_pressure: KvPressure
+    prefix_cache: bool
     turns: TurnSettings
     profile: str | None
     replay_speed: float

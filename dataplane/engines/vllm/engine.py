@@ -197,13 +197,20 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return self._without_unmatched(list(made.values()))
 
     def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:
-        """Record which tokens have KV now, and the cost of the step."""
-        chunks = []
+        """Record which tokens have KV now, and the cost of the step. How many tokens of a prompt were cached is known
+        with its first token; a step that began a longer prefill is not measured.
+        """
+        chunks, measured = [], True
         for name, sequence in mine.items():
+            if name in step.tokens and sequence.first:
+                sequence.reused = step.cached[name]
+                sequence.cached = max(sequence.cached, sequence.reused)
             cached = len(sequence.tokens) if name in step.tokens else sequence.kv.tokens
             if cached > sequence.cached:
                 chunks.append(Chunk(sequence=sequence, count=cached - sequence.cached))
-        model.observe(chunks, took_s)
+                measured = measured and (sequence.cached > 0 or name in step.tokens)
+        if measured:
+            model.observe(chunks, took_s)
         for chunk in chunks:
             chunk.sequence.cached = chunk.end
 
@@ -212,7 +219,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         left = request.max_tokens - sequence.generated
         params = sampling_params(request, model.eos_ids, left=left, matcher=sequence.matcher)
         priority = TIER_RANKS[request.tier]
-        sequence.kv.vllm_id = model.runner.add(name, list(sequence.tokens), params, priority=priority)
+        sequence.kv.vllm_id = model.runner.add(
+            name, list(sequence.tokens), params, salt=request.cache_salt, priority=priority
+        )
 
     def _wait(self, now_s: float) -> None:
         """Waiting requests can always run."""

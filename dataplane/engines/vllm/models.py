@@ -1,6 +1,6 @@
 """A model of the vLLM engine, and what represents the KV of its sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
@@ -50,6 +50,12 @@ class VllmKvMemory(WithoutPrefixCache[VllmKv]):
 
     def swap_in(self, kv: VllmKv) -> bool:
         return False
+
+    def bytes_of(self, kvs: Iterable[VllmKv]) -> int:
+        """See `KvMemory`; of one model. Blocks that requests share are in vLLM's count of used blocks once."""
+        kvs = list(kvs)
+        used = [kv.runner.kv_usage * kv.runner.kv_tokens * kv.bytes_per_token for kv in kvs[:1]]
+        return min(super().bytes_of(kvs), int(sum(used)))
 
     def drop(self, kv: VllmKv) -> None:
         if kv.vllm_id is not None:

@@ -37,12 +37,13 @@ class HostCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The result of a step, by the requests' names: the token of each, vLLM's log probabilities where they are wanted,
-    and why vLLM ended some.
+    """The result of a step, by the requests' names: the token of each, how many tokens of its first prefill were
+    cached, vLLM's log probabilities where they are wanted, and why vLLM ended some.
     """
 
     tokens: dict[str, int]
     ended: dict[str, str]
+    cached: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, Mapping[int, Logprob]] = field(default_factory=dict)
 
 
@@ -86,9 +87,14 @@ class Runner:
         """How often a request was preempted, for blocks or because the model was put to sleep."""
         return self._preemptions_ended + sum(self._preempted.values())
 
-    def add(self, name: str, tokens: list[int], params: SamplingParams, *, priority: int) -> str:
-        """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`."""
-        vllm_id = self.engine.add_request(name, {"prompt_token_ids": tokens}, params, priority=priority)
+    def add(self, name: str, tokens: list[int], params: SamplingParams, *, salt: str, priority: int) -> str:
+        """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`. Only requests
+        with the same salt share cached prefixes.
+        """
+        prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+        if salt:
+            prompt["cache_salt"] = salt
+        vllm_id = self.engine.add_request(name, prompt, params, priority=priority)
         self._preempted[vllm_id] = 0
         return str(vllm_id)
 
@@ -108,6 +114,7 @@ class Runner:
             (answer,) = output.outputs
             if answer.token_ids:
                 (step.tokens[output.request_id],) = answer.token_ids
+                step.cached[output.request_id] = output.num_cached_tokens or 0
                 if answer.logprobs:
                     (step.logprobs[output.request_id],) = answer.logprobs
             if output.finished:
@@ -143,7 +150,8 @@ class Runner:
         self._copy = HostCopy(host=host, sizes=sizes, cached=cached)
 
     def sleep(self) -> None:
-        """Free the device memory. Requests stay: their tokens are prefilled again after `wake`.
+        """Free the device memory. Requests stay: their tokens are prefilled again after `wake`. Cached prefixes are
+        forgotten, since their KV is.
 
         Raises:
             ModelLoadError: vLLM does not free its KV; the model stays awake.
@@ -219,7 +227,8 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         kv_cache_memory_bytes=settings.pool_bytes,
         gpu_memory_utilization=_FREE_SHARE_MIN,
         block_size=settings.block_tokens,
-        enable_prefix_caching=False,
+        enable_prefix_caching=settings.prefix_cache,
+        prefix_caching_hash_algo="sha256",  # a tenant could make a prompt that matches another's by a weaker one
         enforce_eager=settings.eager,
         scheduling_policy="priority",
         async_scheduling=False,  # a step must return its own tokens

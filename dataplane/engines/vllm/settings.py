@@ -16,7 +16,7 @@ class VllmEngineSettings:
     may compile and capture. More: they take turns, without CUDA graphs, which contain addresses; the weights of those
     that sleep are in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step
     runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None:
-    vLLM's choice.
+    vLLM's choice. `prefix_cache`: whether vLLM keeps KV for requests whose tokens begin alike, until the model sleeps.
     """
 
     device: str = "cpu"
@@ -31,6 +31,7 @@ class VllmEngineSettings:
     prefill_tokens_per_step_max: int = 2048
     batch_max: int = 32
     turns: TurnSettings = field(default_factory=TurnSettings)
+    prefix_cache: bool = True
     prefetch: Literal[False] = False
     prefill_only: Literal[False] = False
 

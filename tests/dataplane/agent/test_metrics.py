@@ -1,4 +1,4 @@
-"""The agent's figures of KV pressure: each value under its name, and under its former name for one release."""
+"""The agent's figures of memory. Those of KV pressure have their names, and their former names for one release."""
 
 from prometheus_client import generate_latest
 
@@ -21,7 +21,8 @@ def make_agent() -> Agent:
         ),
     )
     agent = Agent(settings(), boot_id="boot")
-    agent.workers[0].stats, agent.workers[0].stats_s = EngineStats(pool=pool), 10.0
+    stats = EngineStats(pool=pool, prefix_query_tokens={"m": 90, "n": 7}, prefix_hit_tokens={"m": 64})
+    agent.workers[0].stats, agent.workers[0].stats_s = stats, 10.0
     return agent
 
 
@@ -49,3 +50,12 @@ def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
         'tidepool_moved_layers_total{slot="0",way="lent"} 7.0',
     }
     assert any(line == "# HELP tidepool_kv_relief_total Deprecated: tidepool_kv_pressure_events" for line in lines)
+
+
+def test_prefix_cache_queries_and_hits_are_in_tokens_by_model_and_worker() -> None:
+    lines = set(generate_latest(agent_registry(make_agent())).decode().splitlines())
+    assert lines >= {
+        'vllm:prefix_cache_queries_total{model_name="m",slot="0"} 90.0',
+        'vllm:prefix_cache_queries_total{model_name="n",slot="0"} 7.0',
+        'vllm:prefix_cache_hits_total{model_name="m",slot="0"} 64.0',
+    }

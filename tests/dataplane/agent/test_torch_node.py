@@ -106,6 +106,26 @@ async def test_a_killed_torch_worker_changes_no_token(tmp_path: Path) -> None:
         assert node.agent.workers[0].restarts_total == 1
 
 
+@pytest.mark.slow
+@asynchronous
+async def test_a_repeated_prompt_is_cached_and_a_killed_worker_changes_neither_tokens_nor_that_count(
+    tmp_path: Path,
+) -> None:
+    async with running_node(torch_settings(1)) as node:
+        await node.hold(1, *instances([checkpoint(tmp_path)]))
+        prompt, sampling = "the tide turns, and turns again. " * 2, Sampling(max_tokens=40, seed=3, ignore_eos=True)
+        asked = [
+            generate(f"r{number}", instance_id="i-tide", prompt=prompt, sampling=sampling, cache_salt=salt)
+            for number, salt in enumerate(("tenant", "tenant", "other", "tenant"))
+        ]
+        events = [await read(node, one) for one in asked[:3]]
+        events.append(await read(node, asked[3], kill_at=5))
+        ends = [one[-1] for one in events]
+        assert [end.cached_tokens for end in ends if isinstance(end, Finished)] == [0, 64, 0, 64]
+        assert len({tuple(token_ids(one)) for one in events}) == 1
+        assert node.agent.workers[0].restarts_total == 1
+
+
 def calm_tokens(specs: list[ModelSpec], seeds: list[tuple[str, int]]) -> list[list[int]]:
     """What one engine that nobody disturbs makes of the same requests."""
     engine = TorchEngine(TorchEngineSettings(weights_bytes=2**22, kv_bytes=2**22), time.monotonic)
