@@ -16,7 +16,7 @@ from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
-from controlplane.api.openai import batches, chat, files, models, responses
+from controlplane.api.openai import batches, chat, files, models, responses, tokens
 from controlplane.api.openai.openapi import DocumentedApi
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
@@ -27,6 +27,7 @@ from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.node_questions import NodeQuestions
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
@@ -89,6 +90,7 @@ def _routes() -> list[BaseRoute]:
         (KeyScope.CHAT, chat.router),
         (KeyScope.CHAT, responses.router),
         (KeyScope.CHAT, messages.router),
+        (KeyScope.CHAT, tokens.router),
         (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),
@@ -118,6 +120,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         keys=KeyCache(database, settings),
         fleet=fleet,
         sender=sender,
+        questions=NodeQuestions(fleet, client, settings),
         admission=admission,
         demand=demand,
         offered=OfferedLoad(demand),

@@ -1,5 +1,5 @@
-"""Errors of the API: OpenAI's shape under /v1, Anthropic's under /v1/messages, RFC 9457 problem+json elsewhere, and
-never a bare 500.
+"""Errors of the API: OpenAI's shape under /v1 and of /tokenize and /detokenize, Anthropic's under /v1/messages, RFC
+9457 problem+json elsewhere, and never a bare 500.
 """
 
 import math
@@ -30,6 +30,7 @@ from controlplane.serving.anthropic.errors import anthropic_error
 from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.openai_answers import openai_error
 from controlplane.serving.openai_requests import first_fault
+from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE
 
 log = structlog.get_logger()
 _RETRY_AFTER_S = 1.0
@@ -85,7 +86,7 @@ def error_response(request: Request, error: TidepoolError) -> JSONResponse:
     if request.url.path.startswith(MESSAGES):
         told = anthropic_error(error, getattr(request.state, "request_id", None))
         return JSONResponse(told, status_code=error.status, headers=headers)
-    if request.url.path.startswith("/v1/"):
+    if request.url.path.startswith("/v1/") or request.url.path in {TOKENIZE, DETOKENIZE}:
         return JSONResponse(openai_error(error), status_code=error.status, headers=headers)
     return JSONResponse(
         problem(error), status_code=error.status, headers=headers, media_type="application/problem+json"

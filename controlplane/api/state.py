@@ -14,6 +14,7 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.node_questions import NodeQuestions
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
@@ -47,6 +48,7 @@ class State:
     keys: KeyCache
     fleet: FleetCache
     sender: Sender
+    questions: NodeQuestions
     admission: AdmissionController
     demand: DemandCounter
     offered: OfferedLoad

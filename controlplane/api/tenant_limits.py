@@ -63,6 +63,31 @@ class LimitKeeper:
             return stream
         return self._metered(request, caller, in_flight, stream)
 
+    @contextlib.asynccontextmanager
+    async def one_request(self, request: Request, model: str) -> AsyncIterator[None]:
+        """Charge a request that takes no tokens to its tenant's limits while the block runs; `x-ratelimit-*` go into
+        the answer's headers.
+
+        Raises:
+            RateLimitError: a limit is reached.
+        """
+        caller: Caller = request.state.caller
+        if not caller.limits.meter_interactive():
+            yield
+            return
+        lease = f"{self._gateway}.{uuid_utils.uuid7().hex}"
+        charge = Charge(tenant=caller.tenant, limits=caller.limits, tokens=0, lease=lease)
+        limits, admission, _ = await self._admit(charge)
+        request.state.answer_headers = _headers(admission.usage, limits)
+        if admission.refused is not None:
+            self.metrics.note_limit_refusal(admission.refused, model=model, input_tokens=0)
+            raise _refusal(charge, limits, admission.refused, admission.usage)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._settle(charge, 0)
+
     async def _metered(
         self, request: Request, caller: Caller, in_flight: InFlightQuery, stream: ChoiceStream
     ) -> ChoiceStream:

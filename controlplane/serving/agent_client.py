@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from http import HTTPStatus
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -28,6 +29,7 @@ _IDLE_CONNECTION_S = 4.0
 """Idle connections close before nodes close them (5 s), so that none is closing when it is used."""
 _END_TIMEOUT_S = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413})
+Answered = TypeVar("Answered", bound=msgspec.Struct)
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
 
 
@@ -63,20 +65,22 @@ class AgentClient:
             NodeError: the node refused, broke off, or cannot be reached; `retryable`: another node may do. Its code is
                 `gateway_busy` when all connections of this process are in use, which is not the node's fault.
         """
-        try:
+        with _node_errors(url):
             async with self._connection(), self._post(f"{url}/generate", request, headers) as (status, chunks):
                 if status != HTTPStatus.OK:
                     raise _refusal(b"".join([chunk async for chunk in chunks]), status)
                 async for events in self._events(chunks):
                     yield events
-        except TimeoutError as error:
-            raise NodeError(f"the node at {url} was silent for too long") from error
-        except aiohttp.ClientConnectorError as error:
-            raise NodeError(f"the node at {url} cannot be reached: {error}", untouched=True) from error
-        except aiohttp.ClientError as error:
-            raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
-        except msgspec.DecodeError as error:
-            raise NodeError(f"the node at {url} breaks the protocol: {error}") from error
+
+    async def ask(self, url: str, question: msgspec.Struct, answer: type[Answered]) -> Answered:
+        """The answer to a question that a node answers at once; raises as `generate`."""
+        with _node_errors(url):
+            async with self._connection(), self._post(url, question, None) as (status, chunks):
+                async with asyncio.timeout(self._first_token_s):
+                    body = b"".join([chunk async for chunk in chunks])
+            if status != HTTPStatus.OK:
+                raise _refusal(body, status)
+            return msgspec.json.decode(body, type=answer)
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncGenerator[None, None]:
@@ -95,7 +99,7 @@ class AgentClient:
 
     @contextlib.asynccontextmanager
     async def _post(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None
+        self, url: str, request: msgspec.Struct, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
         """The status of the node's answer, and the pieces of its body."""
         body = msgspec.json.encode(request)
@@ -143,6 +147,21 @@ class AgentClient:
 def _is_held_back(event: StreamEvent) -> bool:
     """Whether an event is more than text, but of no token."""
     return isinstance(event, Token) and not event.token_ids and bool(event.tool_calls or event.reasoning)
+
+
+@contextlib.contextmanager
+def _node_errors(url: str) -> Iterator[None]:
+    """Turn what the connection raises into NodeError."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise NodeError(f"the node at {url} was silent for too long") from error
+    except aiohttp.ClientConnectorError as error:
+        raise NodeError(f"the node at {url} cannot be reached: {error}", untouched=True) from error
+    except aiohttp.ClientError as error:
+        raise NodeError(f"the node at {url} broke off: {error or type(error).__name__}") from error
+    except msgspec.DecodeError as error:
+        raise NodeError(f"the node at {url} breaks the protocol: {error}") from error
 
 
 def _check_order(events: list[StreamEvent], *, first: bool) -> Failed | None:

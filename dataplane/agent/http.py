@@ -1,11 +1,14 @@
-"""The agent's HTTP server: /generate streams tokens; /livez, /metrics and /state are for operators.
+"""The agent's HTTP server: /generate streams tokens, /tokenize and /detokenize convert them; /livez, /metrics and
+/state are for operators.
 
-/generate and /state require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP status.
+All but /livez and /metrics require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP
+status.
 """
 
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -22,12 +25,16 @@ from dataplane.agent.node import Agent
 from dataplane.agent.pooled_answers import PooledAnswer
 from dataplane.agent.state import node_state
 from dataplane.protocol.errors import BadRequestError, DataplaneError
-from dataplane.protocol.messages import Generate, encode_line
+from dataplane.protocol.messages import Detokenize, Generate, Tokenize, encode_line
 from dataplane.runtime.tracing import admitting
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-_generate_decoder: msgspec.json.Decoder[Generate] = msgspec.json.Decoder(Generate)
+Message = TypeVar("Message")
+
+_generate_decoder = msgspec.json.Decoder(Generate)
+_tokenize_decoder = msgspec.json.Decoder(Tokenize)
+_detokenize_decoder = msgspec.json.Decoder(Detokenize)
 
 
 class UnauthorizedError(DataplaneError):
@@ -74,10 +81,22 @@ class AgentApi:
     async def generate(self, request: Request) -> Response:
         """POST a Generate; the answer is a stream of events, one JSON object a line."""
         self._authorize(request)
-        generate = await self._read_generate(request)
+        generate = await self._read(request, _generate_decoder)
         structlog.contextvars.bind_contextvars(request_id=generate.request_id)  # this request's task has them alone
         with admitting(request.headers, generate):
             return AnswerResponse(await self._agent.admit(generate))
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST a Tokenize; the answer is a Tokenized."""
+        self._authorize(request)
+        answer = await self._agent.tokenize(await self._read(request, _tokenize_decoder))
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST a Detokenize; the answer is a Detokenized."""
+        self._authorize(request)
+        answer = await self._agent.detokenize(await self._read(request, _detokenize_decoder))
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     async def state(self, request: Request) -> Response:
         """GET the document of `dataplane.agent.state`."""
@@ -101,16 +120,16 @@ class AgentApi:
                 " or its TIDEPOOL_AGENT_NODE_KEY where it has none"
             )
 
-    async def _read_generate(self, request: Request) -> Generate:
+    async def _read(self, request: Request, decoder: msgspec.json.Decoder[Message]) -> Message:
         limit, body = self._agent.settings.body_bytes_max, bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
                 raise BodyTooLargeError(f"the body is over {limit} bytes")
         try:
-            return _generate_decoder.decode(body)
+            return decoder.decode(body)
         except msgspec.DecodeError as error:
-            raise BadRequestError(f"the body is no Generate message: {error}") from error
+            raise BadRequestError(f"the body is no {decoder.type.__name__} message: {error}") from error
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -123,6 +142,8 @@ def make_app(agent: Agent) -> Starlette:
     api = AgentApi(agent)
     routes = [
         Route("/generate", api.generate, methods=["POST"]),
+        Route("/tokenize", api.tokenize, methods=["POST"]),
+        Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/state", api.state, methods=["GET"]),
         Route("/livez", api.livez, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),

@@ -22,7 +22,8 @@ from dataplane.agent.prompts import PromptTokenizer
 from dataplane.agent.sampling import check_sampling
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.templates.renderers import TemplateRenderers
-from dataplane.agent.tokenization import LoadTokenizer, TokenizerCache, load_tokenizer
+from dataplane.agent.token_questions import detokenized, tokenized
+from dataplane.agent.tokenization import LoadTokenizer, Tokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import NodeResources, StartWorker
@@ -35,7 +36,17 @@ from dataplane.protocol.errors import (
     UnknownInstanceError,
     WorkerLostError,
 )
-from dataplane.protocol.messages import DesiredInstance, DesiredInstances, Generate, Heartbeat, InstanceReport
+from dataplane.protocol.messages import (
+    DesiredInstance,
+    DesiredInstances,
+    Detokenize,
+    Detokenized,
+    Generate,
+    Heartbeat,
+    InstanceReport,
+    Tokenize,
+    Tokenized,
+)
 
 _POLL_S = 0.05
 
@@ -182,31 +193,52 @@ class Agent:
         check_sampling(generate, stop_strings_max=self.settings.stop_strings_max)
         self._check_lease(generate)
         self._fences.enter(generate.fence, generate.epoch)
-        group = self._group_of(generate.instance_id)
-        hosted = group.ready_instance(generate.instance_id)
+        group, hosted, tokenizer = self._ready(generate.instance_id, generate.model)
         model = hosted.desired.model
-        if generate.model != model.name:
-            raise BadRequestError(
-                f"instance {generate.instance_id} runs {model.name}, not {generate.model}", param="model"
-            )
         check_task(generate, model)
         group.check_queue()
-        assert hosted.tokenizer is not None, "an instance is ready only with its tokenizer"
         tokens_max = min(model.context_tokens, group.kv_tokens_max(generate.instance_id))
         if hosted.rules is not None:
             return await self._admit_pooled(generate, group, hosted, hosted.rules, tokens_max=tokens_max)
-        families = families_of(model, hosted.tokenizer.template)
-        prompt = await self._prompts.tokenize(generate, hosted.tokenizer, family=families.tools, tokens_max=tokens_max)
+        families = families_of(model, tokenizer.template)
+        prompt = await self._prompts.tokenize(generate, tokenizer, family=families.tools, tokens_max=tokens_max)
         constraint = answer_constraint(generate, families, prompt.tail)
         if constraint is not None:
             await self._constraints.check(constraint, hosted.folder)
-        text = answer_text(generate, hosted.tokenizer, families, prompt.tail)
+        text = answer_text(generate, tokenizer, families, prompt.tail)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else Parsed()
         group.check_queue()
         request = engine_request(generate, prompt.tokens, model, tokens_max=tokens_max, constraint=constraint)
         inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt.tokens), time.monotonic)
         return Answer(inflight, text, cancel=group.cancel, measure=measure, resumed=resumed)
+
+    async def tokenize(self, asked: Tokenize) -> Tokenized:
+        """The tokens of a text, as the model of an instance sees it.
+
+        Raises:
+            DataplaneError: the refusal; its class says why.
+        """
+        group, hosted, tokenizer = self._ready(asked.instance_id, asked.model)
+        model = hosted.desired.model
+        context_tokens = min(model.context_tokens, group.kv_tokens_max(asked.instance_id))
+        return await tokenized(asked, self._prompts, tokenizer, model, context_tokens=context_tokens)
+
+    async def detokenize(self, asked: Detokenize) -> Detokenized:
+        """The text of tokens of the model of an instance; raises as `tokenize`."""
+        _, _, tokenizer = self._ready(asked.instance_id, asked.model)
+        return await detokenized(asked, tokenizer)
+
+    def _ready(self, instance_id: str, model: str) -> tuple[WorkerGroup, HostedInstance, Tokenizer]:
+        """An instance that is ready and runs this model, with its group and its tokenizer."""
+        group = self._group_of(instance_id)
+        hosted = group.ready_instance(instance_id)
+        if model != hosted.desired.model.name:
+            raise BadRequestError(
+                f"instance {instance_id} runs {hosted.desired.model.name}, not {model}", param="model"
+            )
+        assert hosted.tokenizer is not None, "an instance is ready only with its tokenizer"
+        return group, hosted, hosted.tokenizer
 
     async def _admit_pooled(
         self, generate: Generate, group: WorkerGroup, hosted: HostedInstance, rules: PoolingRules, *, tokens_max: int

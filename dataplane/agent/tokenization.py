@@ -50,6 +50,9 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
 
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, with special tokens."""
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for: a text, with the blank that separates it from the one before, or some bytes of a
         character. Special tokens have their names; ids without a token have none.
@@ -120,6 +123,9 @@ class CheckpointTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._token_bytes(token_id)
 
@@ -151,6 +157,9 @@ class WordTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
+
+    def whole_text(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         return f" {WORDS[token_id % len(WORDS)]}".encode()

@@ -217,6 +217,46 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 StreamEvent = Started | Token | Pooled | Finished | Failed
 
 
+class Tokenize(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A question to an instance: the tokens of a plain prompt or of a conversation, exactly one of which is set.
+
+    `special_tokens`: add those that the checkpoint puts around a plain text. `answer`: the text of a conversation ends
+    where the answer begins. `spelled`: tell each token as the vocabulary spells it, too. Others: as in `Generate`.
+    """
+
+    instance_id: str
+    model: str
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | None = None
+    tools: tuple[Tool, ...] = ()
+    template: dict[str, Any] = {}
+    special_tokens: bool = True
+    answer: bool = True
+    spelled: bool = False
+
+
+class Tokenized(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The answer to `Tokenize`. `context_tokens`: the most tokens of prompt and answer together."""
+
+    tokens: tuple[int, ...]
+    context_tokens: int
+    spelled: tuple[str, ...] = ()
+
+
+class Detokenize(msgspec.Struct, frozen=True, kw_only=True):
+    """A question to an instance: the text of tokens, special ones included."""
+
+    instance_id: str
+    model: str
+    tokens: tuple[int, ...]
+
+
+class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to `Detokenize`."""
+
+    text: str
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node.
     `tool_parser`, `reasoning_parser`: how tool calls and reasoning are found in its answers; None: as its chat template

@@ -37,6 +37,8 @@ from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
 from dataplane.protocol.messages import (
+    Detokenize,
+    Detokenized,
     Failed,
     Finished,
     Generate,
@@ -48,6 +50,8 @@ from dataplane.protocol.messages import (
     Started,
     StreamEvent,
     Token,
+    Tokenize,
+    Tokenized,
     TokenLogprob,
     ToolCallDelta,
     TopLogprob,
@@ -77,7 +81,14 @@ class FakeAgent:
         self.dropped, self.freed = threading.Event(), threading.Event()
         self.url = ""
         self.cached_tokens = 0
-        self.app = Starlette(routes=[Route("/generate", self._generate, methods=["POST"])])
+        self.questions: list[Any] = []
+        self.app = Starlette(
+            routes=[
+                Route("/generate", self._generate, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
+            ]
+        )
 
     def next_mode(self) -> str:
         return self.script[0] if self.script else self.then
@@ -96,6 +107,21 @@ class FakeAgent:
         if mode == "bad bytes":
             return Response(b"\xff\xfe", status_code=500)
         return StreamingResponse(self._lines(mode, generate), media_type="application/x-ndjson")
+
+    async def _tokenize(self, request: Request) -> Response:
+        """Three tokens, whatever the text."""
+        return await self._answer(request, Tokenize, Tokenized(tokens=(1, 2, 3), context_tokens=99, spelled=("a",) * 3))
+
+    async def _detokenize(self, request: Request) -> Response:
+        return await self._answer(request, Detokenize, Detokenized(text="the tide"))
+
+    async def _answer(self, request: Request, kind: Any, answer: msgspec.Struct) -> Response:
+        assert request.headers["authorization"] == f"Bearer {NODE_KEY}"
+        self.questions.append(msgspec.json.decode(await request.body(), type=kind))
+        failed = REFUSALS.get(self.next_mode())
+        del self.script[:1]
+        status = 200 if failed is None else failed.status
+        return Response(msgspec.json.encode(failed or answer), status_code=status)
 
     async def _lines(self, mode: str, generate: Generate) -> AsyncIterator[bytes]:
         try:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from dataplane.protocol.errors import WorkerLostError
-from tests.controlplane.api.gateway import Gateway, running_gateway
+from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import World, until
 from tests.dataplane.replay_node import KEY, desired, instance, running_node
 
@@ -39,6 +39,17 @@ def ask_too_much(gateway: Gateway) -> None:
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
 
 
+def ask_for_tokens(gateway: Gateway) -> None:
+    tokens = gateway.http.post("/tokenize", json={"model": "tide", "prompt": "the tide", "return_token_strs": True})
+    assert (tokens.json()["count"], tokens.json()["token_strs"]) == (2, ["the", "tide"])
+    text = gateway.http.post("/detokenize", json={"model": "tide", "tokens": tokens.json()["tokens"]})
+    assert text.json() == {"prompt": "the tide"}
+    chat = gateway.http.post("/tokenize", json={"model": "tide", "messages": [{"role": "user", "content": "hi"}]})
+    assert chat.json()["count"] == 3
+    unknown = gateway.http.post("/detokenize", json={"model": "tide", "tokens": [99_999]})
+    assert (unknown.status_code, assert_error(unknown)["param"]) == (400, "tokens")
+
+
 def go_away(gateway: Gateway) -> None:
     body = {"model": "tide", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
     with gateway.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
@@ -56,7 +67,7 @@ def test_a_real_node(world: World) -> None:
             await node.hold(1, instance(held))
             world.report("n0", held, region="us-east", url=url)
             with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                for check in (ask, ask_too_much, go_away):
+                for check in (ask, ask_too_much, ask_for_tokens, go_away):
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle)
                 [report] = node.agent.reports()

@@ -1,0 +1,54 @@
+"""The tokens of a text and the text of tokens, as vLLM's server answers them."""
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+
+from controlplane.api.auth import Client, require_model
+from controlplane.api.openai.openapi import ERRORS
+from controlplane.api.state import StateDep
+from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
+from dataplane.protocol.messages import Detokenized, Tokenized
+
+router = APIRouter(tags=["interactive"], responses=ERRORS)
+
+
+class TokenizeAnswer(BaseModel):
+    """The tokens of a text. `max_model_len`: the most tokens of prompt and answer together."""
+
+    count: int = Field(examples=[2])
+    max_model_len: int = Field(examples=[40_960])
+    tokens: list[int] = Field(examples=[[9707, 0]])
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(BaseModel):
+    """The text of tokens, special ones included."""
+
+    prompt: str
+
+
+@router.post(TOKENIZE, summary="Tokens of a text")
+async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, caller: Client) -> TokenizeAnswer:
+    """The tokens of a prompt, or of a conversation as the model's chat template writes it. Any instance of the model
+    answers; the request counts towards the tenant's requests per minute, and takes none of its tokens.
+    """
+    model = await state.fleet.model(body.model)
+    require_model(caller, model.name)
+    async with state.limits.one_request(request, model.name):
+        answer = await state.questions.ask(TOKENIZE, body.question(), Tokenized, origin=state.settings.region)
+    return TokenizeAnswer(
+        count=len(answer.tokens),
+        max_model_len=answer.context_tokens,
+        tokens=list(answer.tokens),
+        token_strs=list(answer.spelled) if body.return_token_strs else None,
+    )
+
+
+@router.post(DETOKENIZE, summary="Text of tokens")
+async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep, caller: Client) -> DetokenizeAnswer:
+    """The text of tokens; limited as `/tokenize` is."""
+    model = await state.fleet.model(body.model)
+    require_model(caller, model.name)
+    async with state.limits.one_request(request, model.name):
+        answer = await state.questions.ask(DETOKENIZE, body.question(), Detokenized, origin=state.settings.region)
+    return DetokenizeAnswer(prompt=answer.text)
