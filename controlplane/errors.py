@@ -49,6 +49,12 @@ class UnsupportedParameterError(InvalidValueError):
     code = "unsupported_parameter"
 
 
+class WrongTaskError(InvalidValueError):
+    """The model does not answer with what the endpoint is for."""
+
+    code = "model_not_supported"
+
+
 class ContextLengthError(InvalidValueError):
     """Prompt and requested tokens do not fit the model."""
 

@@ -16,7 +16,7 @@ from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
-from controlplane.api.openai import batches, chat, files, models, responses, tokens
+from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
 from controlplane.api.openai.openapi import DocumentedApi
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
@@ -91,6 +91,7 @@ def _routes() -> list[BaseRoute]:
         (KeyScope.CHAT, responses.router),
         (KeyScope.CHAT, messages.router),
         (KeyScope.CHAT, tokens.router),
+        (KeyScope.CHAT, pooling.router),
         (KeyScope.CHAT, own_requests.router),
         (KeyScope.MODELS, models.router),
         (KeyScope.FILES, files.router),

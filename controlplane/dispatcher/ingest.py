@@ -12,7 +12,8 @@ from controlplane.dispatcher.steps import Step
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import EndpointRequest, parse_json, stored_query
-from controlplane.serving.in_flight import check_context
+from controlplane.serving.in_flight import check_context, check_task
+from controlplane.serving.query import Query
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
@@ -107,9 +108,8 @@ class LineReader:
         body = bytes(fields.body)
         if not body.startswith(b"{"):
             raise LineError("missing_required_parameter", "body must be a JSON object", "body")
-        request = self._check_body(body)
-        query = request.query(tier=Tier.NIW)
-        answers = len(query.prompts) * query.best_of
+        request, query = self._check_body(body)
+        answers = len(query.prompts) * query.best_of if query.task == "generate" else 0
         input_tokens = len(body) // _BYTES_PER_TOKEN
         tokens = input_tokens + answers * (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
         self.tokens += tokens
@@ -133,7 +133,7 @@ class LineReader:
             raise LineError("duplicate_custom_id", f"custom_id '{custom_id}' is that of line {first} too", "custom_id")
         return custom_id
 
-    def _check_body(self, body: bytes) -> EndpointRequest:
+    def _check_body(self, body: bytes) -> tuple[EndpointRequest, Query]:
         try:
             request = parse_json(self._endpoint, body)
             if request.stream:
@@ -142,10 +142,12 @@ class LineReader:
             if model is None:
                 raise NotFoundError(f"the model '{request.model}' does not exist", param="model")
             check_context(request.tokens_max(), model)
+            query = request.query(tier=Tier.NIW)
+            check_task(query.task, model)
         except TidepoolError as error:
             code = "model_not_found" if isinstance(error, NotFoundError) else error.code
             raise LineError(code, error.message, f"body.{error.param}" if error.param else "body") from error
-        return request
+        return request, query
 
 
 def validate(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:

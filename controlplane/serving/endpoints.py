@@ -14,6 +14,15 @@ from controlplane.serving.anthropic.requests import MESSAGES, MessagesRequest
 from controlplane.serving.chat_answers import ChatRenderer
 from controlplane.serving.completion_answers import CompletionRenderer
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS, ChatRequest, CompletionRequest, first_fault
+from controlplane.serving.pooling_answers import EmbeddingRenderer, RerankRenderer, ScoreRenderer
+from controlplane.serving.pooling_requests import (
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from controlplane.serving.query import Query
 from controlplane.serving.responses.renderer import ResponseRenderer
 from controlplane.serving.responses.requests import RESPONSES, ResponseRequest
@@ -57,6 +66,9 @@ ENDPOINTS: dict[str, Endpoint] = {
     COMPLETIONS: Endpoint(request=CompletionRequest, renderer=CompletionRenderer),
     MESSAGES: Endpoint(request=MessagesRequest, renderer=MessagesRenderer, batch=False),
     RESPONSES: Endpoint(request=ResponseRequest, renderer=ResponseRenderer, batch=False),
+    EMBEDDINGS: Endpoint(request=EmbeddingRequest, renderer=EmbeddingRenderer),
+    SCORE: Endpoint(request=ScoreRequest, renderer=ScoreRenderer, batch=False),
+    RERANK: Endpoint(request=RerankRequest, renderer=RerankRenderer, batch=False),
 }
 BATCH_ENDPOINTS = tuple(path for path, endpoint in ENDPOINTS.items() if endpoint.batch)
 _MESSAGES = msgspec.json.Decoder(Generate)

@@ -4,18 +4,22 @@ makes it one prefill.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+from controlplane.errors import NodeError
 from controlplane.policies.facts import RoutingFacts
 from controlplane.serving.fleet_cache import FleetCache
-from controlplane.serving.in_flight import InFlightRequest
+from controlplane.serving.in_flight import InFlightRequest, check_task
 from controlplane.serving.query import Query
 from controlplane.serving.send import Sender
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import Generate, Started, StreamEvent
 
+POOLED_AT_ONCE = 32
+"""Prompts of one query to embed or to score that are sent at a time."""
+_PROMPT_FIELDS = frozenset({"messages", "prompt", "prompt_tokens"})
 ChoiceStream = AsyncGenerator[tuple[int, list[StreamEvent]], None]
 """The events of a query: the number of the choice, and those of its events that arrived together."""
 
@@ -55,7 +59,9 @@ class InFlightQuery:
 
         Raises:
             ContextLengthError: `max_tokens` alone is beyond the model's context.
+            WrongTaskError: the model does not answer with what is asked for.
         """
+        check_task(query.task, model)
         choices: list[InFlightRequest] = []
         for number, message in enumerate(messages):
             of_prompt = number % query.best_of
@@ -129,9 +135,10 @@ async def send_query(sender: Sender, query: InFlightQuery, facts: RoutingFacts |
         NodeError: the request is at fault, or every instance that was tried for one of its choices failed.
     """
     if len(query.choices) == 1:
-        async with aclosing(sender.send(query.first, facts)) as stream:
-            async for events in stream:
-                yield 0, events
+        with _field_named(query.query, 0):
+            async with aclosing(sender.send(query.first, facts)) as stream:
+                async for events in stream:
+                    yield 0, events
         return
     fan = _FanOut(sender, query, facts)
     try:
@@ -141,9 +148,21 @@ async def send_query(sender: Sender, query: InFlightQuery, facts: RoutingFacts |
         await fan.cancel()
 
 
+@contextmanager
+def _field_named(query: Query, choice: int) -> Iterator[None]:
+    """Let a node's refusal of a prompt name the field that the client wrote it in."""
+    try:
+        yield
+    except NodeError as error:
+        if query.input_field and error.param in _PROMPT_FIELDS:
+            number = f".{choice // query.best_of}" if len(query.prompts) > 1 else ""
+            error.param = f"{query.input_field}{number}"
+        raise
+
+
 class _FanOut:
     """The choices of a query, each sent by a task. Only as many arrivals wait as there are choices, so that a slow
-    client slows all of them down.
+    client slows all of them down. Of prompts that are not answered with text, `POOLED_AT_ONCE` run at a time.
     """
 
     def __init__(self, sender: Sender, query: InFlightQuery, facts: RoutingFacts | None) -> None:
@@ -154,6 +173,8 @@ class _FanOut:
             maxsize=len(query.choices)
         )
         self._begun = {id(leader): asyncio.Event() for leader in query.leaders}
+        pooled = query.query.task != "generate"
+        self._turns = asyncio.Semaphore(POOLED_AT_ONCE if pooled else len(query.choices))
         self._tasks = [asyncio.create_task(self._run(choice)) for choice in range(len(query.choices))]
 
     async def events(self) -> ChoiceStream:
@@ -176,7 +197,9 @@ class _FanOut:
 
     async def _run(self, choice: int) -> None:
         try:
-            await self._send(choice)
+            with _field_named(self._query.query, choice):
+                async with self._turns:
+                    await self._send(choice)
         except Exception as error:  # whatever it is, it ends the whole query
             await self._arrived.put(error)
         else:

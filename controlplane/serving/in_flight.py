@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from controlplane.errors import ContextLengthError, NodeError
+from controlplane.errors import ContextLengthError, NodeError, WrongTaskError
 from controlplane.policies.decisions import Route
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.prompt_prefixes import PromptPrefix, prefix_of
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import Finished, Generate, Started, StreamEvent, Token
+from dataplane.protocol.messages import Finished, Generate, Started, StreamEvent, Task, Token
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
@@ -85,6 +85,8 @@ class InFlightRequest:
     @property
     def tokens(self) -> int:
         """An estimate of prompt and completion tokens together, as limits and queues count them."""
+        if self.message.pooling:
+            return self.input_tokens
         return self.input_tokens + (self.message.sampling.max_tokens or _OUTPUT_TOKENS_GUESS)
 
     @property
@@ -127,6 +129,19 @@ def estimated_input_tokens(message: Generate) -> int:
     if calls or message.tools is not None:
         tokens += len(msgspec.json.encode((calls, message.tools))) // _BYTES_PER_TOKEN
     return tokens
+
+
+def check_task(task: Task, model: Model) -> None:
+    """Accept a request for what the model answers with.
+
+    Raises:
+        WrongTaskError: it answers with something else.
+    """
+    if model.task not in (None, task):
+        gives = {"generate": "text", "embed": "embeddings", "score": "scores"}
+        raise WrongTaskError(
+            f"the model '{model.name}' answers with {gives[model.task]}, not with {gives[task]}", param="model"
+        )
 
 
 def check_context(max_tokens: int | None, model: Model) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from dataplane.protocol.messages import Generate
+from dataplane.protocol.messages import Generate, Task
 from dataplane.protocol.tiers import Tier
 
 CHOICES_MAX = 64
@@ -17,7 +17,8 @@ _SEED_MASK = 2**63 - 1
 class Query(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One message for each prompt, and how many answers of each the client gets. `best_of`: so many are generated for
     each prompt, at least `n`. `prompt_cache_key`: the client's name for prompts that begin alike. `options`: what else
-    the answer's shape depends on; its renderer knows the keys.
+    the answer's shape depends on; its renderer knows the keys. `task`: what the model must answer with. `input_field`:
+    the field of the client's body that the prompts come from; empty: its name is that of the message's.
     """
 
     prompts: tuple[Generate, ...]
@@ -25,6 +26,8 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best_of: int = 1
     prompt_cache_key: str = ""
     options: dict[str, Any] = {}
+    task: Task = "generate"
+    input_field: str = ""
 
     @property
     def model(self) -> str:

@@ -45,10 +45,12 @@ from dataplane.protocol.messages import (
     Heartbeat,
     InstanceReport,
     Join,
+    Pooled,
     Sampling,
     SlotSpec,
     Started,
     StreamEvent,
+    Task,
     Token,
     Tokenize,
     Tokenized,
@@ -69,13 +71,15 @@ HANGS_S = 600.0
 
 class FakeAgent:
     """A node's HTTP face. `script`: how to answer the next requests, then always `then`. "held" answers come when they
-    are `freed`. `events`: what "answer" sends after `Started`, in place of three tokens.
+    are `freed`. `events`: what "answer" sends after `Started`, in place of three tokens. `pooled`: the values of a
+    request that is not answered with text.
     """
 
     def __init__(self, *script: str, then: str = "answer", events: Sequence[StreamEvent] = ()) -> None:
         self.script = list(script)
         self.then = then
         self.events = events
+        self.pooled: Callable[[Generate], tuple[float, ...]] = lambda generate: (0.6, 0.8)
         self.asked: list[Generate] = []
         self.peers: set[int] = set()
         self.dropped, self.freed = threading.Event(), threading.Event()
@@ -143,6 +147,10 @@ class FakeAgent:
         await asyncio.sleep(0.5 if mode == "slow" else 0)
         while mode == "held" and not self.freed.is_set():  # noqa: ASYNC110  (another thread sets it)
             await asyncio.sleep(0.01)
+        if mode == "answer" and generate.pooling:
+            yield Pooled(values=self.pooled(generate))
+            yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=0)
+            return
         if (mode == "answer" and self.events) or mode in ANSWERS:
             for event in ANSWERS.get(mode, self.events):
                 yield event
@@ -192,6 +200,7 @@ def _logprob(token_id: int, text: str, logprob: float) -> TopLogprob:
 
 
 REFUSALS = {
+    "too long prompt": Failed(status=400, code="context_length_exceeded", message="too long", param="prompt"),
     "too long": Failed(status=400, code="context_length_exceeded", message="too long", param="max_tokens"),
     "not ready": Failed(status=409, code="instance_not_ready", message="not ready", retryable=True),
     "overloaded": Failed(status=429, code="overloaded", message="full", retryable=True),
@@ -284,9 +293,15 @@ class World:
             fleet.put_gpu_type(session, name="H800", memory_bytes=80 << 30, cost_per_hour=2.0)
         self.add_model(MODEL)
 
-    def add_model(self, name: str, *, minimum: int = 0, maximum: int = 4) -> None:
+    def add_model(self, name: str, *, minimum: int = 0, maximum: int = 4, task: Task = "generate") -> None:
         model = Model(
-            name=name, path="/x", architecture="Llama", weights_bytes=1, kv_bytes_per_token=512, context_tokens=4096
+            name=name,
+            path="/x",
+            architecture="Llama",
+            weights_bytes=1,
+            kv_bytes_per_token=512,
+            context_tokens=4096,
+            task=task,
         )
         with self.database.transaction() as session:
             fleet.put_model(session, model)
@@ -350,7 +365,13 @@ class World:
         return plan_id
 
     def add_batch(
-        self, *, lines: int = 0, tenant: str = "acme", window_s: int = 3600, file_id: str | None = None
+        self,
+        *,
+        lines: int = 0,
+        tenant: str = "acme",
+        window_s: int = 3600,
+        file_id: str | None = None,
+        endpoint: str = "/v1/completions",
     ) -> str:
         """A batch: validating, or with `lines` requests already in the queue; its id."""
         with self.database.transaction() as session:
@@ -369,7 +390,7 @@ class World:
                 session,
                 tenant=tenant,
                 input_file_id=kept,
-                endpoint="/v1/completions",
+                endpoint=endpoint,
                 completion_window="1h",
                 window_s=window_s,
                 labels=None,

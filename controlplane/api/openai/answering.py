@@ -24,7 +24,7 @@ from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
 from controlplane.serving.query import Query
 from controlplane.serving.tracing import step
 from controlplane.store.request_log import OK, RequestRecord
-from dataplane.protocol.messages import Finished, Started, StreamEvent, Token
+from dataplane.protocol.messages import Finished, Pooled, Started, StreamEvent, Token
 
 Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
 
@@ -147,6 +147,8 @@ class Answering:
     def _measure_event(self, choice: int, event: StreamEvent) -> None:
         if isinstance(event, Token):
             self._measure.tokens(len(event.token_ids), choice)
+        elif isinstance(event, Pooled):
+            self._measure.tokens(1, choice)
         elif isinstance(event, Started):
             if choice == 0 or not self._region:
                 self._region = self.query.choices[choice].routes[-1].region

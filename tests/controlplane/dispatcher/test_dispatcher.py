@@ -1,7 +1,9 @@
 """Dispatchers at work before nodes that answer as told: exactly one result a line, whatever fails."""
 
 import asyncio
+import base64
 import contextlib
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -18,6 +20,7 @@ from controlplane.dispatcher.process import Dispatcher, Intervals, run_forever
 from controlplane.dispatcher.release import Releaser
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.pooling_requests import EMBEDDINGS
 from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
@@ -409,3 +412,32 @@ def test_a_line_with_several_answers_has_one_result(world: World, blobs: BlobSto
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (14, 12)
     assert len(agent.asked) == 5
     assert len({asked.fence for asked in agent.asked}) == 5, "a node would take two claims of one fence for one request"
+
+
+def embedded(custom_id: str, **body: Any) -> bytes:
+    return line(custom_id, url=EMBEDDINGS, body_is={"model": "tide", **body})
+
+
+def test_lines_of_embeddings_have_one_answer_for_all_their_inputs(world: World, blobs: BlobStore) -> None:
+    world.add_model("tide", task="embed")
+    agent = FakeAgent("overloaded", "worker lost")
+    agent.pooled = lambda generate: (float(len(generate.prompt or "")), 1.0)
+    lines = (embedded("one", input="abc"), embedded("many", input=["a", "abcd", "ab"], encoding_format="base64"))
+    batch_id = submitted(world, blobs, *lines, endpoint=EMBEDDINGS)
+    batch = finished(world, agent, batch_id)
+    assert (batch.state, batch.completed, batch.failed) == ("completed", 2, 0)
+    bodies = {each["custom_id"]: each["response"]["body"] for each in lines_of(blobs, batch.output_file_id)}
+    assert bodies["one"]["data"] == [{"object": "embedding", "index": 0, "embedding": [3.0, 1.0]}]
+    made = [struct.unpack("<2f", base64.b64decode(each["embedding"])) for each in bodies["many"]["data"]]
+    assert made == [(1.0, 1.0), (4.0, 1.0), (2.0, 1.0)]
+    assert bodies["many"]["usage"] == {"prompt_tokens": 21, "total_tokens": 21}
+    assert all(generate.pooling and generate.tier == "NIW" for generate in agent.asked)
+
+
+def test_a_batch_that_asks_a_model_for_what_it_does_not_answer_fails_whole(world: World, blobs: BlobStore) -> None:
+    batch_id = submitted(world, blobs, embedded("one", input="abc"), endpoint=EMBEDDINGS)
+    batch = finished(world, FakeAgent(), batch_id)
+    assert batch.state == "failed"
+    assert [(error["code"], error["param"], error["line"]) for error in batch.errors["data"]] == [
+        ("model_not_supported", "body.model", 1)
+    ]

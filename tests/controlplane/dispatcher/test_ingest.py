@@ -27,9 +27,9 @@ def line(custom_id: Any = "a", **changes: Any) -> bytes:
     return msgspec.json.encode({**fields, **changes}) + b"\n"
 
 
-def submitted(world: World, blobs: BlobStore, *lines: bytes, tenant: str = "acme") -> str:
+def submitted(world: World, blobs: BlobStore, *lines: bytes, tenant: str = "acme", **changes: Any) -> str:
     """A batch of these lines that waits for its validation."""
-    batch_id = world.add_batch(tenant=tenant)
+    batch_id = world.add_batch(tenant=tenant, **changes)
     with blobs.writing(world.batch(batch_id).input_file_id) as stream:
         stream.write(b"".join(lines))
     return batch_id

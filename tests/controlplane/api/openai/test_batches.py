@@ -80,7 +80,7 @@ def test_an_ended_batch_cannot_be_cancelled_and_the_client_does_not_insist(gatew
 def test_what_a_batch_may_not_be(gateway: Gateway) -> None:
     good = {"input_file_id": upload(gateway).id, "endpoint": "/v1/completions", "completion_window": "24h"}
     rows: list[tuple[dict[str, Any], int, str]] = [
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/rerank"}, 400, "endpoint"),
         ({"completion_window": "1d"}, 400, "completion_window"),
         ({"completion_window": "169h"}, 400, "completion_window"),
         ({"completion_window": "0h"}, 400, "completion_window"),
