@@ -1,5 +1,6 @@
 """The torch engine on a GPU: the same code, the same greedy tokens as on the CPU. Runs where a GPU is at hand."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,29 @@ def _tokens(folder: Path, device: str) -> dict[str, tuple[int, ...]]:
 def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     (model,) = build_tiny_models(tmp_path, [name])
     assert _tokens(model.path, "cuda") == _tokens(model.path, "cpu")
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES)[:2])
+def test_prefixes_come_back_from_host_memory_and_change_no_token(name: str, tmp_path: Path) -> None:
+    """Six conversations take turns in memory for one and a half of them."""
+    (model,) = build_tiny_models(tmp_path, [name])
+    settings = TorchEngineSettings(
+        weights_bytes=2**25, kv_bytes=2**21, host_kv_bytes=2**24, slab_bytes=2**17, device="cuda"
+    )
+    engine = TorchEngine(settings, time.monotonic)
+    engine.load("a", spec_of("model", model.path))
+    length = engine.stats().instances[0].kv_tokens_max * 2 // 3 - 32
+    prompts = [[(7 * place + number) % 500 for place in range(length)] for number in range(6)]
+    seen, cached = [], []
+    for number, prompt in enumerate(prompts * 2):
+        engine.add(request(f"r{number}", prompt, max_tokens=16, ignore_eos=True))
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        seen.append([token for output in outputs for token in output.token_ids])
+        cached.append(outputs[0].cached_tokens)
+        engine.check()
+    engine.close()
+    assert seen[:6] == seen[6:]
+    assert cached[:6] == [0] * 6
+    assert all(tokens >= length - 16 for tokens in cached[6:])
