@@ -112,6 +112,8 @@ class Settings(BaseSettings):
     """uploaded files and batch results are deleted after this long"""
     response_keep_days: int = Field(30, ge=1)
     """stored responses are deleted after this long"""
+    background_responses_max: int = Field(1000, ge=0)
+    """responses that one gateway runs in the background"""
     conversation_responses_max: int = Field(500, ge=1)
     """stored responses that may precede a response (`previous_response_id`)"""
     conversation_bytes_max: int = Field(8 * 2**20, ge=1024)

@@ -25,6 +25,7 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
@@ -62,6 +63,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAP
             state.usage.flushing(),
             state.limits.running(),
             state.keys.following(state.live),
+            state.background.running(),
         ):
             yield
         await client.close()
@@ -113,6 +115,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
     sender = Sender(fleet, client, settings)
     admission = AdmissionController(sender, settings)
     metrics.watch_flex(lambda: admission.waiting)
+    stored = StoredResponses(database, settings)
     return State(
         settings=settings,
         database=database,
@@ -129,7 +132,8 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         limits=LimitKeeper(LimitStore(settings), metrics, settings),
         usage=UsageCounter(database),
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
-        responses=StoredResponses(database, settings),
+        responses=stored,
+        background=BackgroundResponses(stored, count_max=settings.background_responses_max),
     )
 
 

@@ -34,13 +34,26 @@ class RequestRecords:
         try:
             await self._app(scope, receive, send)
         finally:
-            if not record.outcome:  # an error that no handler caught
-                record.outcome, record.status = "internal_error", _DEFECT
-            record.ended_at = datetime.now(UTC)
-            record.duration_s = time.monotonic() - began_s
-            if (caller := state.get("caller")) is not None:
-                record.tenant, record.key_id = caller.tenant, caller.key_id
-            state_of(Request(scope)).requests.add(record)
+            if state["record"] is record:
+                log_record(Request(scope), record, began_s)
+
+
+def log_record(request: Request, record: RequestRecord, began_s: float) -> None:
+    """Log a request that has ended. `began_s`: when it began, by `time.monotonic`."""
+    if not record.outcome:  # an error that no handler caught
+        record.outcome, record.status = "internal_error", _DEFECT
+    record.ended_at = datetime.now(UTC)
+    record.duration_s = time.monotonic() - began_s
+    if (caller := getattr(request.state, "caller", None)) is not None:
+        record.tenant, record.key_id = caller.tenant, caller.key_id
+    state_of(request).requests.add(record)
+
+
+def take_record(request: Request) -> RequestRecord:
+    """The record of a request whose work outlives its connection: who takes it logs it."""
+    record: RequestRecord = request.state.record
+    request.state.record = None
+    return record
 
 
 def record_of(request: Request) -> RequestRecord | None:

@@ -12,6 +12,7 @@ from controlplane.api.credentials import KeyCache
 from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.serving.admission import AdmissionController
+from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
@@ -57,6 +58,7 @@ class State:
     usage: UsageCounter
     requests: RequestLog
     responses: StoredResponses
+    background: BackgroundResponses
     beats: BeatThreads = field(default_factory=BeatThreads)
     postgres_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))

@@ -4,14 +4,14 @@ A conversation is a chain of responses, each with its own input and output and t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 import uuid_utils
-from sqlalchemy import Index, LargeBinary, func, literal, select
+from sqlalchemy import ARRAY, Index, LargeBinary, String, any_, func, literal, select, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.errors import InvalidValueError, NotFoundError, PreviousResponseError
@@ -44,6 +44,11 @@ class ResponseRow(Base):
     bytes: Mapped[int]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     heard_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+SILENT_S = 60.0
+"""A gateway that runs a response in the background writes more often than this."""
+_RUNNING = ResponseRow.state == ResponseState.IN_PROGRESS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +87,54 @@ def add_response(session: Session, stored: StoredResponse, *, tenant: str) -> No
 
 
 def get_response(session: Session, response_id: str, *, tenant: str) -> StoredResponse:
-    """A tenant's response.
+    """A tenant's response. One in progress has failed if its gateway has been silent for too long.
 
     Raises:
         NotFoundError: there is none of that id, or it is another tenant's.
     """
-    return _decoded(_row(session, response_id, tenant))
+    row = _row(session, response_id, tenant)
+    stored = _decoded(row)
+    silent = func.now() - ResponseRow.heard_at > timedelta(seconds=SILENT_S)
+    if row.state == ResponseState.IN_PROGRESS and session.scalar(select(silent).where(ResponseRow.id == response_id)):
+        lost = {"code": "server_error", "message": "the gateway that ran this response is gone"}
+        return replace(stored, response={**stored.response, "status": ResponseState.FAILED.value, "error": lost})
+    return stored
+
+
+def note_running(session: Session, response_ids: Sequence[str]) -> set[str]:
+    """Note that responses are in progress; returns those that were neither cancelled nor deleted."""
+    named = ResponseRow.id == any_(literal(list(response_ids), ARRAY(String)))
+    running = update(ResponseRow).where(named, _RUNNING).values(heard_at=func.now()).returning(ResponseRow.id)
+    return set(session.scalars(running))
+
+
+def end_response(session: Session, response: dict[str, Any]) -> bool:
+    """Write down how a response in progress ended; returns false if it was cancelled or deleted before."""
+    ended = (
+        update(ResponseRow)
+        .where(ResponseRow.id == response["id"], _RUNNING)
+        .values(
+            _values(response) | {"bytes": len(msgspec.json.encode(response)) + func.octet_length(ResponseRow.input)}
+        )
+    )
+    return session.scalar(ended.returning(ResponseRow.id)) is not None
+
+
+def cancel_response(session: Session, response_id: str, *, tenant: str) -> dict[str, Any]:
+    """Cancel a response in the background; returns it as it is then. One that has ended stays as it is.
+
+    Raises:
+        NotFoundError: as `get_response`.
+        InvalidValueError: it does not run in the background.
+    """
+    row = _row(session, response_id, tenant, lock=True)
+    response = _decoded(row).response
+    if not response["background"]:
+        raise InvalidValueError("only a response in the background can be cancelled", param="response_id")
+    if row.state == ResponseState.IN_PROGRESS:
+        response["status"] = ResponseState.CANCELLED.value
+        session.execute(update(ResponseRow).where(ResponseRow.id == response_id).values(_values(response)))
+    return response
 
 
 def delete_response(session: Session, response_id: str, *, tenant: str) -> None:
@@ -106,7 +153,7 @@ def conversation_before(
 
     Raises:
         PreviousResponseError: the response, or one before it, is not there, as in `get_response`.
-        InvalidValueError: the conversation has more responses or bytes than these.
+        InvalidValueError: the conversation has more responses or bytes than these, or the response is in progress.
     """
     chain = _chain(session, response_id, tenant, count_max + 1)
     if len(chain) > count_max or sum(size for _, _, size in chain) > bytes_max:
@@ -120,6 +167,10 @@ def conversation_before(
         raise PreviousResponseError(f"Previous response with id '{missing}' not found.", param="previous_response_id")
     rows = session.scalars(select(ResponseRow).where(ResponseRow.id.in_([each for each, _, _ in chain])))
     found = {row.id: _decoded(row) for row in rows}
+    if found[response_id].response["status"] == ResponseState.IN_PROGRESS:
+        raise InvalidValueError(
+            f"previous_response_id: response '{response_id}' is still in progress", param="previous_response_id"
+        )
     return [found[each] for each, _, _ in reversed(chain)]
 
 
@@ -139,8 +190,13 @@ def _chain(session: Session, response_id: str, tenant: str, count_max: int) -> S
     return session.execute(select(chain.c.id, chain.c.previous_id, chain.c.bytes).order_by(chain.c.depth)).all()
 
 
-def _row(session: Session, response_id: str, tenant: str) -> ResponseRow:
-    row = session.scalar(select(ResponseRow).where(ResponseRow.id == response_id, ResponseRow.tenant == tenant))
+def _values(response: dict[str, Any]) -> dict[str, Any]:
+    return {"state": response["status"], "response": msgspec.json.encode(response)}
+
+
+def _row(session: Session, response_id: str, tenant: str, *, lock: bool = False) -> ResponseRow:
+    query = select(ResponseRow).where(ResponseRow.id == response_id, ResponseRow.tenant == tenant)
+    row = session.scalar(query.with_for_update() if lock else query)
     if row is None:
         raise NotFoundError(f"Response with id '{response_id}' not found.", param="response_id")
     return row

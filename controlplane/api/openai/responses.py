@@ -1,7 +1,6 @@
 """The Responses API: create, retrieve, delete, and the items of a response's input."""
 
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -11,6 +10,7 @@ from starlette.responses import Response
 
 from controlplane.api.auth import Client
 from controlplane.api.openai.answering import Answering, Origin, begin
+from controlplane.api.openai.background_responses import start_in_background
 from controlplane.api.openai.event_stream import EventStreamResponse, unless_gone
 from controlplane.api.openai.files import listing
 from controlplane.api.openai.openapi import ERRORS
@@ -47,6 +47,9 @@ async def create(body: ResponseRequest, request: Request, caller: Client, origin
     query = body.query(tier=body.tier(), earlier=earlier)
     renderer = ResponseRenderer(query, answer_id=uuid_utils.uuid7().hex)
     answering, events = await begin(request, query, origin)
+    if body.background:
+        started = await start_in_background(request, body, renderer, events)
+        return Response(msgspec.json.encode(started), media_type="application/json")
     keeper = _Keeper(state, caller.tenant, body, renderer)
     if body.stream:
         first = await unless_gone(request, anext(events))
@@ -73,9 +76,8 @@ def delete(response_id: str, session: SessionDep, caller: Client) -> dict[str, A
 
 @router.post(f"{RESPONSES}/{{response_id}}/cancel", summary="Cancel a response", responses=ERRORS)
 def cancel(response_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
-    """Only responses in the background can be cancelled, and there are none: a client cancels by disconnecting."""
-    responses.get_response(session, response_id, tenant=caller.tenant)
-    raise InvalidValueError("only a response in the background can be cancelled", param="response_id")
+    """Cancel a response in the background; others are cancelled by disconnecting. One that has ended stays as it is."""
+    return responses.cancel_response(session, response_id, tenant=caller.tenant)
 
 
 @router.get(f"{RESPONSES}/{{response_id}}/input_items", summary="List the input of a response", responses=ERRORS)
@@ -128,11 +130,7 @@ async def _whole(events: ChoiceStream, renderer: ResponseRenderer, keeper: _Keep
     Raises:
         NodeError: the stream broke off.
     """
-    async with aclosing(events):
-        async for choice, arrived in events:
-            renderer.events(choice, arrived)
-    if not renderer.writer.has_ended:
-        raise NodeError("the node ended the stream without a finish reason")
+    await renderer.write_all(events)
     await keeper.keep()
     return renderer.writer.response()
 

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any
 
-from controlplane.errors import TidepoolError
+from controlplane.errors import NodeError, TidepoolError
 from controlplane.serving.answers import ChoiceAnswer, Renderer, named_sse
-from controlplane.serving.fan_out import TokenUsage
+from controlplane.serving.fan_out import ChoiceStream, TokenUsage
 from controlplane.serving.query import Query
 from controlplane.serving.responses.writer import ResponseWriter
 from dataplane.protocol.messages import StreamEvent, Token, ToolCallDelta
@@ -50,3 +51,15 @@ class ResponseRenderer(Renderer):
 
     def failure(self, error: TidepoolError) -> bytes:
         return named_sse(self.writer.failed(error))
+
+    async def write_all(self, events: ChoiceStream) -> None:
+        """Write the response to its end.
+
+        Raises:
+            NodeError: the stream broke off.
+        """
+        async with aclosing(events):
+            async for choice, arrived in events:
+                self.events(choice, arrived)
+        if not self.writer.has_ended:
+            raise NodeError("the node ended the stream without a finish reason")

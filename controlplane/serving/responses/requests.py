@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from controlplane.serving.openai_fields import FUNCTION_NAME, JsonObject, Text, only
+from controlplane.serving.openai_fields import FUNCTION_NAME, JsonObject, Text, fault, only, unsupported
 from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import served_as, tier_of
 from controlplane.serving.query import Query
@@ -119,7 +119,7 @@ class ResponseRequest(RefusedFields):
     store: bool = True
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None
-    background: Annotated[Literal[False], only("responses in the background are not supported", False)] = False
+    background: bool = Field(False, description="answer at once, and run on; needs store, and no stream")
     truncation: Annotated[Literal["disabled"], only("prompts are never cut", "disabled")] = "disabled"
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = None
     user: Text | None = Field(None, max_length=512)
@@ -135,6 +135,14 @@ class ResponseRequest(RefusedFields):
         if isinstance(given, dict) and None in given.values():
             return {name: value for name, value in given.items() if value is not None}
         return given
+
+    @model_validator(mode="after")
+    def _background_is_retrieved(self) -> "ResponseRequest":
+        if self.background and not self.store:
+            raise fault("background", "a response in the background is retrieved, so it needs store")
+        if self.background and self.stream:
+            raise unsupported("a response in the background is not streamed", field="background")
+        return self
 
     def tier(self) -> Tier:
         """The tier that `service_tier` asks for."""

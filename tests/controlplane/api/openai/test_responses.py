@@ -213,7 +213,8 @@ def test_an_answer_that_cannot_be_stored_is_not_lost(gateway: Gateway, world: Wo
     ("body", "param", "code"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools.0", "unsupported_parameter"),
-        ({"background": True}, "background", "unsupported_parameter"),
+        ({"background": True, "store": False}, "background", "invalid_value"),
+        ({"background": True, "stream": True}, "background", "unsupported_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"surprise": 1}, "surprise", "unknown_parameter"),
         ({"input": None}, "input", "invalid_value"),
@@ -238,3 +239,80 @@ def test_requests_are_logged_like_others(gateway: Gateway, world: World) -> None
     until(logged)
     [row] = logged()
     assert (row.endpoint, row.model, row.outcome, row.completion_tokens) == ("/v1/responses", "tide", "ok", 3)
+
+
+def ended(gateway: Gateway, response_id: str) -> Response:
+    """A response in the background, when it has ended."""
+    until(lambda: gateway.client.responses.retrieve(response_id).status != "in_progress")
+    return gateway.client.responses.retrieve(response_id)
+
+
+def test_a_response_in_the_background(gateway: Gateway, world: World, agent: FakeAgent) -> None:
+    agent.script = ["held"]
+    headers = {"x-request-id": "mine"}
+    started = gateway.client.responses.create(**ASK, background=True, extra_headers=headers)
+    strict(started)
+    assert (started.status, started.background, started.output) == ("in_progress", True, [])
+    with pytest.raises(openai.BadRequestError, match="in progress"):
+        gateway.client.responses.create(**ASK, previous_response_id=started.id)
+    agent.freed.set()
+    done = ended(gateway, started.id)
+    strict(done)
+    assert (done.status, done.output_text, done.background) == ("completed", "the tide turns", True)
+    assert gateway.client.responses.cancel(started.id) == done
+    gateway.client.responses.create(**ASK, previous_response_id=started.id)
+    assert [each.content for each in agent.asked[-1].messages or ()] == ["hi", "the tide turns", "hi"]
+
+    def logged() -> Any:
+        with world.database.transaction() as session:
+            return find_requests(session, "mine")
+
+    until(logged)
+    [row] = logged()
+    assert (row.outcome, row.tenant, row.completion_tokens) == ("ok", "acme", 3)
+
+
+def test_a_response_in_the_background_is_cancelled(gateway: Gateway, agent: FakeAgent) -> None:
+    for stop in (gateway.client.responses.cancel, gateway.client.responses.delete):
+        agent.script = ["hang later"]
+        agent.dropped.clear()
+        asked = len(agent.asked)
+        started = gateway.client.responses.create(**ASK, background=True)
+        until(lambda asked=asked: len(agent.asked) > asked)
+        stopped: Any = stop(started.id)
+        until(agent.dropped.is_set)
+        if stopped is not None:
+            assert stopped.status == gateway.client.responses.retrieve(started.id).status == "cancelled"
+
+
+def test_a_response_in_the_background_fails(world: World) -> None:
+    with running_gateway(world, FakeAgent(then="fail later"), stream_continuations_max=0) as gateway:
+        failed = ended(gateway, gateway.client.responses.create(**ASK, background=True).id)
+        strict(failed)
+        assert (failed.status, failed.error and failed.error.message) == ("failed", "the worker died")
+
+
+def test_a_response_whose_gateway_stops_has_failed(world: World) -> None:
+    agent = FakeAgent(then="hang later")
+    with running_gateway(world, agent) as gateway:
+        first = gateway.client.responses.create(**ASK, background=True)
+        until(lambda: agent.asked)
+    with running_gateway(world, agent) as gateway:
+        failed = gateway.client.responses.retrieve(first.id)
+        assert (failed.status, failed.error and failed.error.code) == ("failed", "server_error")
+        with world.database.transaction() as session:
+            session.execute(
+                text("UPDATE responses SET state = 'in_progress', heard_at = now() - interval '1 h', response = :it"),
+                {"it": first.model_dump_json().encode()},
+            )
+        assert gateway.client.responses.retrieve(first.id).status == "failed"
+
+
+def test_only_so_many_run_in_the_background(world: World) -> None:
+    agent = FakeAgent("held")
+    with running_gateway(world, agent, background_responses_max=1) as gateway:
+        first = gateway.client.responses.create(**ASK, background=True)
+        with pytest.raises(openai.RateLimitError, match="background"):
+            gateway.client.responses.create(**ASK, background=True)
+        agent.freed.set()
+        assert ended(gateway, first.id).status == "completed"

@@ -171,7 +171,7 @@ def test_what_means_nothing_here_is_accepted() -> None:
         ("input.0.arguments", {"input": [{k: v for k, v in CALL.items() if k != "arguments"}]}, "required"),
         ("conversation", {"conversation": "conv_1"}, "conversation"),
         ("prompt", {"prompt": {"id": "pmpt_1"}}, "prompts by id"),
-        ("background", {"background": True}, "background"),
+        ("background", {"background": True, "store": False}, "needs store"),
         ("truncation", {"truncation": "auto"}, "never cut"),
         ("include.0", {"include": ["file_search_call.results"]}, "include"),
         ("reasoning.summary", {"reasoning": {"summary": "detailed"}}, "summarized"),
