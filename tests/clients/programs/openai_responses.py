@@ -1,5 +1,4 @@
-"""OpenAI's client for Python: responses, whole, streamed, parsed, with a function, continued. Prints what it saw as JSON.
-"""
+"""OpenAI's client for Python: responses whole, streamed, parsed, with a function, continued. Prints what it saw."""
 
 import json
 import os
