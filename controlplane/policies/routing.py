@@ -1,15 +1,16 @@
 """The route of a request: a region by preference and effective memory utilization, then the instance with the fewest
 remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what this process has sent since counts as well.
 
-A cached prefix is prefill work that an instance need not do, so its tokens are subtracted from the instance's queue:
+A cached prefix is prefill work that nobody need do again, and without it everybody behind the request would wait
+longer. So a cached token counts for eight of the queue's. But an instance with clearly more requests than the others
+gets no request for what it has cached, so that a prompt that many share becomes no hot spot but spreads:
 
-    instance   remaining + sent   cached   score
-    a                     9,000    3,000   6,000
-    b                     5,000        0   5,000   <- chosen: waiting for `a` would cost more than the cache saves
+    instance   requests   remaining + sent   cached       score
+    a                 9             29,000    3,000       5,000   <- chosen
+    b                 3              6,000        0       6,000
+    c                21             10,000    3,000      10,000   (21 is over 1.5 * 11 + 4: no hit counts)
 
-This bounds the load that a prefix attracts: no instance is chosen whose queue exceeds the shortest one by more tokens
-than the request has cached there. The decision is made for each request and instance: one overloaded instance does not
-switch the cache off for the others, and neither do small differences of load.
+Requests and instances are judged one by one: one overloaded instance does not switch the cache off for others.
 """
 
 import hashlib
@@ -29,14 +30,18 @@ _IW_F = Tier.IW_F
 class RoutingSettings:
     """Regions below `utilization_max` are preferred to regions above it; reports older than `stale_s` do not count.
 
-    A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. The
-    home instance of a conversation counts as if it had cached `home_share` of the prompt: another process may have
-    sent the turns before this one there.
+    A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. A
+    cached token counts as `hit_weight` fewer in the queue, on instances with at most `hit_load_max` times the mean
+    requests and `hit_requests` more. The home instance of a conversation counts as if it had cached `home_share` of the
+    prompt: another process may have sent the turns before this one there.
     """
 
     utilization_max: float = 0.7
     stale_s: float = 5.0
     return_share: float = 0.5
+    hit_weight: float = 8.0
+    hit_load_max: float = 1.5
+    hit_requests: float = 4.0
     home_share: float = 0.1
 
 
@@ -160,19 +165,15 @@ def _choose_region(
 def _shortest_queue(
     instances: Sequence[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings
 ) -> InstanceFacts:
-    """The instance with the fewest remaining tokens, less those of the prompt that it has cached; of several the home
-    instance, else the first by id.
+    """The instance with the fewest remaining tokens, less what its cache is worth; of several the home instance, else
+    the first by id.
     """
-    cached_tokens, home, home_tokens = facts.cached_tokens, "", 0.0
-    if facts.home_key:
-        home, home_tokens = home_instance(facts.home_key, instances), settings.home_share * facts.input_tokens
+    home = home_instance(facts.home_key, instances) if facts.home_key else ""
+    worth = _worth_of_hits(instances, facts, home, settings) if home or facts.cached_tokens else {}
     chosen, fewest = None, 0.0
     for instance in instances:
         name = instance.instance_id
-        cached: float = cached_tokens.get(name, 0) if cached_tokens else 0
-        if name == home and cached < home_tokens:
-            cached = home_tokens
-        tokens = instance.remaining_tokens + instance.sent_tokens - cached
+        tokens = instance.remaining_tokens + instance.sent_tokens - worth.get(name, 0.0)
         if (
             chosen is None
             or tokens < fewest
@@ -181,6 +182,20 @@ def _shortest_queue(
             chosen, fewest = instance, tokens
     assert chosen is not None
     return chosen
+
+
+def _worth_of_hits(
+    instances: Sequence[InstanceFacts], facts: RoutingFacts, home: str, settings: RoutingSettings
+) -> dict[str, float]:
+    """By instance: for how many tokens of its queue its cache makes up. Nothing on instances with clearly more requests
+    than the others.
+    """
+    requests = {one.instance_id: one.requests + one.sent_requests for one in instances}
+    most = settings.hit_load_max * sum(requests.values()) / len(requests) + settings.hit_requests
+    cached: dict[str, float] = {name: facts.cached_tokens.get(name, 0) for name in requests}
+    if home:
+        cached[home] = max(cached[home], settings.home_share * facts.input_tokens)
+    return {name: settings.hit_weight * cached[name] for name, count in requests.items() if count <= most}
 
 
 def home_instance(key: bytes, instances: Iterable[InstanceFacts]) -> str:

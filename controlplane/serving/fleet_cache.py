@@ -182,11 +182,15 @@ class FleetCache:
 
     def _show_sent(self, instance_id: str) -> None:
         """Update the facts of one instance."""
-        tokens, input_tokens = self._sent.of(instance_id)
+        tokens, input_tokens, requests = self._sent.of(instance_id)
         for facts in list(self._facts.values()):
             if instance_id in facts:
-                shown = msgspec.structs.replace(facts[instance_id], sent_tokens=tokens, sent_input_tokens=input_tokens)
-                facts[instance_id] = shown
+                facts[instance_id] = msgspec.structs.replace(
+                    facts[instance_id],
+                    sent_tokens=tokens,
+                    sent_input_tokens=input_tokens,
+                    sent_requests=requests,
+                )
 
     def _reported_at_s(self) -> dict[str, float]:
         """When Redis received each instance's last report, on this process's monotonic clock."""

@@ -41,9 +41,10 @@ class SentTokens:
             sent.tokens -= sending[1]
             sent.input_tokens -= sending[2]
 
-    def of(self, instance_id: str) -> tuple[int, int]:
+    def of(self, instance_id: str) -> tuple[int, int, int]:
+        """Tokens, those of prompts, and requests."""
         sent = self._instances.get(instance_id)
-        return (0, 0) if sent is None else (sent.tokens, sent.input_tokens)
+        return (0, 0, 0) if sent is None else (sent.tokens, sent.input_tokens, len(sent.log))
 
     def forget(self, reported_at_s: Mapping[str, float]) -> None:
         """Drop what was sent before an instance's last report, and all of instances without one."""

@@ -71,6 +71,17 @@ class Line:
             raise self.error(column, f"must be finite and not negative, is {amount}")
         return amount
 
+    def integers(self, column: str) -> tuple[int, ...]:
+        """A list of whole numbers; empty if the field is."""
+        text = self.text(column)
+        try:
+            numbers = json.loads(text) if text else []
+        except (ValueError, RecursionError):
+            numbers = None
+        if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+            raise self.error(column, f"is no list of whole numbers: {text[:_SHOWN]!r}")
+        return tuple(numbers)
+
     def amount_or_gap(self, column: str) -> float | None:
         """None if the field is empty."""
         return self.amount(column) if self.text(column) else None
@@ -162,13 +173,16 @@ def open_csv(path: Path, progress: Progress = no_progress) -> Iterator[CsvFile]:
         yield CsvFile(path, text, report)
 
 
-def json_lines(path: Path, columns: tuple[str, ...], progress: Progress = no_progress) -> Iterator[Line]:
-    """The objects of a JSON lines file as lines with those columns. See `open_csv`.
+def json_lines(
+    path: Path, columns: tuple[str, ...], progress: Progress = no_progress, optional: tuple[str, ...] = ()
+) -> Iterator[Line]:
+    """The objects of a JSON lines file as lines with those columns. `optional` ones are empty where they are missing.
+    See `open_csv`.
 
     Raises:
         DemandFileError: the file cannot be read, a line is no JSON object, or lacks one of the columns.
     """
-    indices = {column: index for index, column in enumerate(columns)}
+    indices = {column: index for index, column in enumerate((*columns, *optional))}
     with _opened(path, progress) as (text, report):
         for number, line in enumerate(text, start=1):
             if line.isspace():
@@ -179,7 +193,7 @@ def json_lines(path: Path, columns: tuple[str, ...], progress: Progress = no_pro
                     raise DemandFileError(f"{path}: line {number}: field {column} is missing")
             if number % _REPORT_LINES == 0:
                 report()
-            yield Line(path, number, [_plain(found[column]) for column in columns], indices)
+            yield Line(path, number, [_plain(found.get(column, "")) for column in indices], indices)
 
 
 def _plain(value: Any) -> str:

@@ -12,7 +12,8 @@ from forecasts.importers.lines import Line, Progress, json_lines, no_progress, o
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """Columns of a format. `model`: None = its files have none. `unit_s`: unit of its times, which count from the start
-    of the recording; None = they are dates.
+    of the recording; None = they are dates. `blocks`: a list of hashes of the prompt's blocks, each standing for all
+    before it too; lines need not have it.
     """
 
     time: str
@@ -21,6 +22,7 @@ class Listing:
     model: str | None = None
     unit_s: float | None = None
     json: bool = False
+    blocks: str | None = None
 
     @property
     def demand_columns(self) -> tuple[str, ...]:
@@ -47,7 +49,8 @@ class Listing:
             forecasts.importers.lines.DemandFileError: it cannot be read, in the block too.
         """
         if self.json:
-            yield partial(json_lines, path, progress=progress)
+            optional = () if self.blocks is None else (self.blocks,)
+            yield partial(json_lines, path, progress=progress, optional=optional)
         else:
             with open_csv(path, progress) as file:
                 yield file.lines
@@ -60,6 +63,11 @@ BURSTGPT = Listing(
 )
 """Seconds after the first midnight."""
 MOONCAKE = Listing(
-    time="timestamp", input_tokens="input_length", output_tokens="output_length", unit_s=0.001, json=True
+    time="timestamp",
+    input_tokens="input_length",
+    output_tokens="output_length",
+    unit_s=0.001,
+    json=True,
+    blocks="hash_ids",
 )
 """JSON objects; milliseconds after the start."""

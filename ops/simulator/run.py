@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from controlplane.policies.admission import AdmissionSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import RoutingSettings
@@ -18,6 +20,7 @@ from ops.simulator.scenario.scenario import Scenario, ScenarioError
 from ops.simulator.traffic.traffic_parts import AegaeonPart
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.operations import operate
+from ops.simulator.world.routing import Router
 from ops.simulator.world.serving import fixed_servers
 from ops.simulator.world.summary import result_of
 from ops.simulator.world.usage import Use
@@ -36,8 +39,14 @@ class Outcome:
     result: Result
 
 
-def simulate(scenario: Scenario, *, seed: int | None = None, report: Report = lambda now_s, requests: None) -> Outcome:
-    """Run a scenario to its end.
+def simulate(
+    scenario: Scenario,
+    *,
+    seed: int | None = None,
+    report: Report = lambda now_s, requests: None,
+    router: Router | None = None,
+) -> Outcome:
+    """Run a scenario to its end. `router`: in place of the live policy.
 
     Raises:
         ScenarioError: the instances of the beginning find no room, no instance can be of the
@@ -47,7 +56,7 @@ def simulate(scenario: Scenario, *, seed: int | None = None, report: Report = la
     """
     seed = scenario.seed if seed is None else seed
     began_s = time.perf_counter()
-    world, fleet, prices = build_world(scenario, seed)
+    world, fleet, prices = build_world(scenario, seed, router)
     for now_s in world.run():
         report(now_s, world.arrived)
     result = result_of(
@@ -62,10 +71,14 @@ def simulate(scenario: Scenario, *, seed: int | None = None, report: Report = la
     return Outcome(world=world, fleet=fleet, result=result)
 
 
-def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, Mapping[str, float]]:
+def build_world(
+    scenario: Scenario, seed: int, router: Router | None = None
+) -> tuple[World, Fleet | None, Mapping[str, float]]:
     """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour by GPU type."""
     models = {model.name: model for model in scenario.models}
     traffic = traffic_of(scenario, seed)
+    if not scenario.policy.prefix_cache or scenario.fleet.serving in ("pooled", "static"):
+        traffic = (replace(request, blocks=()) if request.blocks else request for request in traffic)
     if isinstance(scenario.traffic, AegaeonPart):
         if scenario.fleet.serving == "dedicated":
             raise ScenarioError(
@@ -81,7 +94,7 @@ def build_world(scenario: Scenario, seed: int) -> tuple[World, Fleet | None, Map
     means = means_of(scenario, models, profiles)
     prices = {gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()}
     endpoints = [Endpoint(model=model, region=region) for model in models for region in scenario.regions]
-    world = World(_world_settings(scenario), Events(), traffic, endpoints)
+    world = World(_world_settings(scenario), Events(), traffic, endpoints, router)
     if scenario.scaling is not None:
         return world, operate(scenario, scenario.scaling, means, profiles, world, seed), prices
     [own] = means.values()
@@ -117,6 +130,7 @@ def _world_settings(scenario: Scenario) -> WorldSettings:
         routing=routing,
         admission=AdmissionSettings(routing=routing) if scenario.policy.admission else None,
         tries_max=scenario.policy.tries_max,
+        gateways=scenario.policy.gateways,
     )
 
 

@@ -206,19 +206,19 @@ class _translated:  # noqa: N801 - reads as a statement
             raise UnavailableError(f"Redis does not answer: {error}") from error
 
 
-def _nothing(_instance_id: str) -> tuple[int, int]:
-    return 0, 0
+def _nothing(_instance_id: str) -> tuple[int, int, int]:
+    return 0, 0, 0
 
 
 def instance_facts(
     view: FleetView,
     *,
     models: Mapping[str, Model] | None = None,
-    sent: Callable[[str], tuple[int, int]] = _nothing,
+    sent: Callable[[str], tuple[int, int, int]] = _nothing,
     model: str | None = None,
 ) -> tuple[InstanceFacts, ...]:
     """The facts of a view's instances; those of one `model`, if it is given. `models`: for their KV bytes per token.
-    `sent`: tokens and input tokens that this process has sent to an instance since its heartbeat.
+    `sent`: tokens, input tokens and requests that this process has sent to an instance since its heartbeat.
     """
     kv_bytes = {name: known.kv_bytes_per_token for name, known in (models or {}).items()}
     endpoint_of = functools.cache(lambda model, region: Endpoint(model=model, region=region))
@@ -228,7 +228,7 @@ def instance_facts(
         for report in node.heartbeat.instances:
             if model is not None and report.model != model:
                 continue
-            sent_tokens, sent_input_tokens = sent(report.instance_id)
+            sent_tokens, sent_input_tokens, sent_requests = sent(report.instance_id)
             facts.append(
                 InstanceFacts(
                     instance_id=report.instance_id,
@@ -242,6 +242,8 @@ def instance_facts(
                     remaining_tokens=report.remaining_tokens,
                     sent_tokens=sent_tokens,
                     sent_input_tokens=sent_input_tokens,
+                    requests=report.running + report.waiting,
+                    sent_requests=sent_requests,
                     kv_bytes_per_token=kv_bytes.get(report.model, 0),
                     kind=report.kind,
                     prefill_wait_s=report.prefill_wait_s,

@@ -29,7 +29,8 @@ class ModelCosts:
 @dataclass(frozen=True, kw_only=True)
 class InstanceSettings:
     """`batch_max`: sequences that decode together at most. A step prefills `prefill_tokens_per_step_max` at most.
-    `prefill_only`: a request leaves after its first token, to be decoded elsewhere.
+    `prefill_only`: a request leaves after its first token, to be decoded elsewhere. What the prefix cache evicts from
+    KV memory goes to `prefix_host_bytes` of host memory.
     """
 
     kv_bytes: int
@@ -37,4 +38,5 @@ class InstanceSettings:
     prefill_tokens_per_step_max: int = 2048
     batching: Batching = "turns"
     prefill_only: bool = False
+    prefix_host_bytes: int = 0
     turns: TurnSettings = field(default_factory=TurnSettings)

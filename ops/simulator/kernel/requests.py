@@ -8,9 +8,15 @@ from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.tiers import TIER_RANKS
 from ops.simulator.kernel.fast_forwards import FastForward
 
+BLOCK_TOKENS = 512
+"""Tokens of a block of a prompt, as Mooncake's traces hash them."""
+
 
 class Request(Struct, frozen=True, gc=False):
-    """What comes in. `number`: from 0, in the order of arrival. `origin`: the region it comes from."""
+    """What comes in. `number`: from 0, in the order of arrival. `origin`: the region it comes from. `blocks`: of its
+    prompt, a hash for each full block and all before it; empty: not known, and then no prompt has a beginning in common
+    with another.
+    """
 
     number: int
     arrived_s: float
@@ -19,10 +25,17 @@ class Request(Struct, frozen=True, gc=False):
     tier: Tier
     prompt_tokens: int
     output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def reusable(self) -> tuple[int, ...]:
+        """The blocks that a prefill may take from a cache: at least one token is computed."""
+        return self.blocks[: (self.prompt_tokens - 1) // BLOCK_TOKENS]
 
 
 class Served(Struct, eq=False):
-    """A request in flight. `back_s`: the latency of its tokens to its origin; all times are at the instance.
+    """A request in flight. `back_s`: the latency of its tokens to its origin; all times are at the instance. `cached`:
+    tokens of the prompt that its instance had cached.
 
     `late_s` is the most that any token was late by the fixed schedule. A deadline that restarts from each late token
     moves by exactly that much in all, so it is also the overdue time of `scheduling.attainment.service_share`.
@@ -36,6 +49,7 @@ class Served(Struct, eq=False):
     late_s: float = -math.inf
     first_s: float = math.nan
     last_s: float = math.nan
+    cached: int = 0
     due_s: float = math.nan
     """When the first token must leave."""
 
@@ -94,13 +108,16 @@ class Served(Struct, eq=False):
 
 class Sequence(Struct, eq=False):
     """A request on an instance. `order`: place in the order of arrival. `cached`: tokens with KV, as of when it joined
-    the batch; it did so after `joined` steps.
+    the batch; it did so after `joined` steps. `expected`: tokens that were in the prefix cache when it came; `held`:
+    its blocks that the cache keeps for it.
     """
 
     served: Served
     order: int
     cached: int = 0
     joined: int = 0
+    expected: int = 0
+    held: tuple[int, ...] = ()
 
     @property
     def model(self) -> str:

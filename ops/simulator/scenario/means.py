@@ -122,6 +122,7 @@ def _instance_settings(scenario: Scenario, kv_bytes: int) -> InstanceSettings:
         batch_max=policy.batch_max,
         prefill_tokens_per_step_max=policy.prefill_tokens_per_step_max,
         batching=policy.batching,
+        prefix_host_bytes=scenario.fleet.prefix_host_bytes,
         turns=TurnSettings(
             prefill=PrefillSettings(order=policy.order, group_requests_max=policy.group_requests_max),
             decode=DecodeSettings(quota_max_s=policy.quota_max_s),

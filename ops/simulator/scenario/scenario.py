@@ -67,17 +67,18 @@ _SLOTS: Mapping[str, frozenset[str]] = {
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
-    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for
-    pools, `weights_bytes` are per GPU. Where dedicated instances are scaled, `instances` are those there at
-    the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own,
-    the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in the place of its
-    profile's.
+    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for pools, `weights_bytes` are per GPU;
+    `prefix_host_bytes`: host memory of a dedicated instance for prefixes. Where dedicated instances are scaled,
+    `instances` are those there at the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes`
+    and `weights_bytes` of its own, the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU
+    type, in the place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
     profile: str
     kv_bytes: Count
     weights_bytes: Count | None = None
+    prefix_host_bytes: Annotated[int, Field(ge=0)] = 0
     cost_per_hour: dict[str, Share] = Field(default_factory=dict)
     instances: list[InstancePart] = Field(default_factory=list)
     nodes: list[NodesPart] = Field(default_factory=list)
@@ -111,7 +112,9 @@ class PolicyPart(Part):
     """Settings of the policies. `switching`: of request-level serving.
     `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
     sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
-    instances report and deferred requests are released. `kv_pressure`: what slots of pools do when KV has no room; a
+    instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
+    `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
+    their blocks. `kv_pressure`: what slots of pools do when KV has no room; a
     model's weights are in 32 layers.
     """
 
@@ -128,6 +131,8 @@ class PolicyPart(Part):
     admission: bool = False
     tries_max: Annotated[int, Field(ge=1, le=1000)] = 1
     view_s: Positive = 1.0
+    gateways: Annotated[int, Field(ge=1, le=1000)] = 1
+    prefix_cache: bool = True
 
     @model_validator(mode="after")
     def _refusing(self) -> "PolicyPart":

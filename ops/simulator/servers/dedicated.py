@@ -10,19 +10,21 @@ switch, that is all there is to a turn. Where only one thing can be done it is d
                                                               v    |
                                                               away (host memory, which has no limit here)
 
-It has a clock of its own and is advanced lazily. Two simplifications: KV that is swapped out frees its memory at once,
-and no prompt is begun while swapped KV waits to be loaded.
+It has a clock of its own and is advanced lazily. Simplifications: KV that is swapped out frees its memory at once; no
+prompt is begun while swapped KV waits to be loaded; blocks that several running requests share count for each of them;
+and a prefill waits for its blocks that come from host memory.
 """
 
 from bisect import insort
 from collections.abc import Callable, Iterable
 from math import inf
 
+from dataplane.engines.replay.prefixes import CachedBlocks
 from dataplane.scheduling.schedule import Kind as TurnKind
 from dataplane.scheduling.schedule import settle_shares
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.fast_forwards import FastForward
-from ops.simulator.kernel.requests import Request, Sequence, Served
+from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Sequence, Served
 from ops.simulator.servers.batch import Batch
 from ops.simulator.servers.prompts import Prompts
 
@@ -43,6 +45,9 @@ class Instance:
         """Prompt tokens and tokens to make."""
         self.next_s = inf
         self._settings = settings
+        block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
+        self._prefixes = CachedBlocks(settings.prefix_host_bytes // block_bytes)
+        self._block_s = block_bytes / model.bytes_per_s
         self._weighs = settings.batching == "turns"
         """Whether the turn policy is asked."""
         self._ended = ended
@@ -73,6 +78,12 @@ class Instance:
         return self._batch.kv_tokens + self._reserved_tokens
 
     @property
+    def requests(self) -> int:
+        """All requests in flight."""
+        prompts = len(self._prompts.waiting) + len(self._prompts.new)
+        return prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
+
+    @property
     def prefill_wait_s(self) -> float:
         """Prefill time of the waiting prompts."""
         return self._prompts.load_s
@@ -93,8 +104,12 @@ class Instance:
             self.advance(now_s)
         request = served.request
         self._order += 1
-        self._prompts.new.append(Sequence(served, self._order))
-        self.remaining_tokens += request.prompt_tokens + request.output_tokens
+        expected = 0
+        if request.blocks:
+            self._make_room()
+            expected = BLOCK_TOKENS * self._prefixes.find(request.reusable)
+        self._prompts.new.append(Sequence(served, self._order, expected=expected))
+        self.remaining_tokens += request.prompt_tokens + request.output_tokens - expected
         self._cut_or_begin(now_s)
 
     def adopt(self, served: Served, now_s: float) -> None:
@@ -153,7 +168,9 @@ class Instance:
         fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
         while fast_forward is None and batch.size:
             self.driven_out_total += 1
-            insort(self._away, batch.drive_out(now_s), key=lambda sequence: sequence.key)
+            driven_out = batch.drive_out(now_s)
+            self._let_go(driven_out)
+            insort(self._away, driven_out, key=lambda sequence: sequence.key)
             fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
         if fast_forward is not None:
             self._decode(fast_forward, now_s)
@@ -186,6 +203,7 @@ class Instance:
         else:
             self._decode_spent_s += takes_s
         for sequence in self._batch.advance(fast_forward, now_s):
+            self._let_go(sequence)
             self._ended(sequence.served)
 
     def _settle(self, *, prefill: bool, decode: bool) -> None:
@@ -213,12 +231,14 @@ class Instance:
                 self._prompts.remove(sequence)
                 self._reserved_tokens -= sequence.cached + 1
                 self.remaining_tokens -= 1
+                self._keep(sequence)
                 served.token(now_s)
                 left = served.left
                 if left and not self._settings.prefill_only:
                     self._batch.join(sequence)
                 else:
                     self.remaining_tokens -= left
+                    self._let_go(sequence)
                     self._ended(served)
 
     def _bring_back(self, now_s: float) -> None:
@@ -258,7 +278,7 @@ class Instance:
         batch, left = self._batch, self._settings.prefill_tokens_per_step_max
         places = self._settings.batch_max - batch.size
         free_tokens = self.kv_tokens_max - batch.context_tokens - batch.size - self._reserved_tokens
-        tokens = squared = 0
+        tokens = squared = fetched = 0
         for sequence in group:
             whole, cached = sequence.served.request.prompt_tokens, sequence.cached
             if tokens >= left or len(chunks) == places:
@@ -268,6 +288,9 @@ class Instance:
                     break
                 free_tokens -= whole + 1
                 self._reserved_tokens += whole + 1
+                if sequence.served.request.blocks:
+                    fetched += self._take_over(sequence)
+                    cached = sequence.cached
             count = min(left - tokens, whole - cached)
             chunks.append((sequence, count))
             tokens += count
@@ -275,6 +298,35 @@ class Instance:
         if not chunks:
             return False
         self._chunks = chunks
-        self._takes_s = takes_s = self.model.latency.prefill_s(tokens, squared)
+        takes_s = self.model.latency.prefill_s(tokens, squared)
+        self._takes_s = takes_s = takes_s + fetched * self._block_s if fetched else takes_s
         self._run_until(now_s + takes_s)
         return True
+
+    def _take_over(self, sequence: Sequence) -> int:
+        """Begin a prompt with the blocks that are cached; returns how many of them come from host memory."""
+        self._make_room()
+        served = sequence.served
+        held, fetched = self._prefixes.take(served.request.reusable)
+        sequence.held = served.request.reusable[:held]
+        sequence.cached = served.cached = held * BLOCK_TOKENS
+        self.remaining_tokens -= sequence.cached - sequence.expected
+        return fetched
+
+    def _keep(self, sequence: Sequence) -> None:
+        """Cache the blocks of a prompt that has been computed."""
+        request = sequence.served.request
+        if request.blocks:
+            whole = request.blocks[: request.prompt_tokens // BLOCK_TOKENS]
+            self._prefixes.add(whole[len(sequence.held) :])
+            sequence.held = whole
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """The cache may evict the blocks of a sequence that leaves the batch."""
+        if sequence.held:
+            self._prefixes.release(sequence.held)
+            sequence.held = ()
+
+    def _make_room(self) -> None:
+        """Evict blocks that nobody uses from memory that sequences have taken."""
+        self._prefixes.evict((self.kv_tokens_max - self.kv_tokens) // BLOCK_TOKENS)

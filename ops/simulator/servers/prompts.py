@@ -82,7 +82,7 @@ class Prompts:
         request = PrefillRequest(
             request_id=str(sequence.order),
             model=self._model.name,
-            tokens=sequence.served.request.prompt_tokens,
+            tokens=sequence.served.request.prompt_tokens - sequence.expected,
             tier=sequence.served.request.tier,
             arrived_s=came_s,
             ttft_s=sequence.served.target.ttft_s,

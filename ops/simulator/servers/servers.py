@@ -102,6 +102,7 @@ class DedicatedServer:
             kv_used_bytes=instance.kv_tokens * token_bytes,
             kv_capacity_bytes=instance.kv_tokens_max * token_bytes,
             remaining_tokens=instance.remaining_tokens,
+            requests=instance.requests,
             kv_bytes_per_token=token_bytes,
             kind=self.kind,
             prefill_wait_s=instance.prefill_wait_s,

@@ -83,15 +83,17 @@ class Presence:
     def views(self) -> dict[str, dict[str, InstanceFacts]]:
         return {model: self.view(model) for model in self._of_model}
 
-    def sent(self, request: Request, instance_id: str) -> int:
-        """A request is on its way to an instance: the view knows. Returns the instance's number, from 0, in the order
+    def sent(self, request: Request, instance_id: str, cached: int = 0) -> int:
+        """A request is on its way to an instance: the view knows. `cached`: tokens of the prompt that it likely has
+        cached. Returns the instance's number, from 0, in the order
         in which they first stood.
         """
-        view, prompt_tokens = self._views[request.model], request.prompt_tokens
+        view, prompt_tokens = self._views[request.model], request.prompt_tokens - cached
         one = view[instance_id]
         view[instance_id] = replace(
             one,
             sent_tokens=one.sent_tokens + prompt_tokens + request.output_tokens,
             sent_input_tokens=one.sent_input_tokens + prompt_tokens,
+            sent_requests=one.sent_requests + 1,
         )
         return self._numbers[instance_id]

@@ -23,15 +23,18 @@ LISTINGS = {"azure-2023": AZURE, "burstgpt": BURSTGPT, "mooncake": MOONCAKE}
 
 AEGAEON = ("workload", "request_time", "model_name", "input_len", "output_len")
 _CHUNK = 1024
+_BLOCKS_MAX = 2**40
+"""Block hashes are below it. A request that is wanted more than once has blocks of its own in each copy."""
 
 
 class Recorded(NamedTuple):
-    """A request of a recording. `time_s`: after its time 0. `model`: None = it names none."""
+    """A request of a recording. `time_s`: after its time 0. `model`: None = it names none. `blocks`: see `Request`."""
 
     time_s: float
     model: str | None
     prompt_tokens: int
     output_tokens: int
+    blocks: tuple[int, ...] = ()
 
 
 def read_aegaeon(path: Path, workload: str) -> Iterator[Recorded]:
@@ -77,6 +80,7 @@ def listed(lines: Callable[[tuple[str, ...]], Iterable[Line]], listing: Listing)
             model=line.word(listing.model) if listing.model else None,
             prompt_tokens=_tokens(line, listing.input_tokens),
             output_tokens=_tokens(line, listing.output_tokens),
+            blocks=() if listing.blocks is None else line.integers(listing.blocks),
         )
 
 
@@ -98,6 +102,7 @@ def replay(
                 tier=tier,
                 prompt_tokens=record.prompt_tokens,
                 output_tokens=record.output_tokens,
+                blocks=record.blocks,
             )
             number += 1
 
@@ -116,8 +121,9 @@ def _repeated(records: Iterable[Recorded], part: RecordedPart, rng: np.random.Ge
         end_s = record.time_s if following is None else following.time_s
         count = int(part.scale + rng.random())
         times_s = [record.time_s, *rng.uniform(record.time_s, end_s, max(0, count - 1)).tolist()][:count]
-        for time_s in sorted(times_s):
-            yield record._replace(time_s=time_s)
+        for copy, time_s in enumerate(sorted(times_s)):
+            blocks = tuple(block + copy * _BLOCKS_MAX for block in record.blocks) if copy else record.blocks
+            yield record._replace(time_s=time_s, blocks=blocks)
 
 
 def _not_before(last_s: float | None, time_s: float, line: Line, column: str) -> float:

@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from controlplane.policies.admission import AdmissionSettings, choose_admission
 from controlplane.policies.decisions import NoRoute, Refuse
 from controlplane.policies.facts import Endpoint, RoutingFacts
 from controlplane.policies.release import ReleaseSettings
-from controlplane.policies.routing import RoutingSettings, choose_route
+from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.tiers import Objective, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.kernel.events import ARRIVAL, TICK, EventLog, Events
@@ -27,6 +29,7 @@ from ops.simulator.traffic.demand import Demand
 from ops.simulator.traffic.presence import Presence
 from ops.simulator.world.measures import Tally, by_model_and_tier
 from ops.simulator.world.recorder import STEP_S, Recorder
+from ops.simulator.world.routing import KnownPrompts, PolicyRouter, Router
 from ops.simulator.world.usage import Usage
 
 ARRIVED, ROUTED, ENDED, FAILED, RELEASED, INTERRUPTED = range(6)
@@ -42,7 +45,8 @@ _BLOCK = 1024
 class WorldSettings:
     """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time.
     `learn_s`: requests before this moment are counted as demand, not served. `admission` None: all are let in.
-    `tries_max`: how often a client sends a request, after the Retry-After of each refusal.
+    `tries_max`: how often a client sends a request, after the Retry-After of each refusal. `gateways`: how many there
+    are, each with its own knowledge of cached prompts.
     """
 
     regions: tuple[str, ...]
@@ -54,13 +58,19 @@ class WorldSettings:
     release: ReleaseSettings = field(default_factory=ReleaseSettings)
     admission: AdmissionSettings | None = None
     tries_max: int = 1
+    gateways: int = 1
 
 
 class World:
-    """Runs traffic through servers. `endpoints`: those recorded."""
+    """Runs traffic through servers. `endpoints`: those recorded. `router`: None is the live policy."""
 
     def __init__(
-        self, settings: WorldSettings, events: Events, traffic: Iterator[Request], endpoints: Iterable[Endpoint] = ()
+        self,
+        settings: WorldSettings,
+        events: Events,
+        traffic: Iterator[Request],
+        endpoints: Iterable[Endpoint] = (),
+        router: Router | None = None,
     ) -> None:
         self.settings = settings
         self.events = events
@@ -80,6 +90,10 @@ class World:
         self._served: list[Served] = []
         self._traffic = traffic
         self._coming: Request | None = None
+        self.prompt_tokens = self.cached_tokens = 0
+        """Of the ended requests whose blocks are known."""
+        self._router = router or PolicyRouter()
+        self._prompts = KnownPrompts(settings.gateways)
         self._network = Network(settings.regions, settings.latencies_ms)
 
     # Time passes.
@@ -177,12 +191,14 @@ class World:
     def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
         """Send a request where the policy decides, `within` a region if given, not to the instances `tried`."""
         now_s = self.events.now_s
-        route = choose_route(self._facts(request, within, tried), now_s, self.settings.routing)
+        route = self._router.choose(self._facts(request, within, tried), now_s, self.settings.routing)
         if isinstance(route, NoRoute):
             self._fail(request, route.reason)
             return
         name, region, origin = route.instance_id, route.region, request.origin
-        self.log.note(now_s, ROUTED, request.number, self.present.sent(request, name))
+        self.log.note(now_s, ROUTED, request.number, self.present.sent(request, name, route.cached_tokens))
+        if request.blocks:
+            self._prompts.sent(request, route, now_s)
         target = self.settings.targets[request.tier]
         if region == origin:
             self._deliver(Served(request, target), name, within, tried)
@@ -212,6 +228,10 @@ class World:
         request, block = served.request, self._served
         self.log.note(served.last_s, ENDED, request.number, served.in_time)
         self._over(request, served.last_s)
+        if request.blocks:
+            self._router.ended(self._prompts.ended(served, self.events.now_s))
+            self.prompt_tokens += request.prompt_tokens
+            self.cached_tokens += served.cached
         block.append(served)
         if len(block) == _BLOCK:
             self._take_in_served()
@@ -238,13 +258,21 @@ class World:
         instances = tuple(self.present.view(request.model).values())
         if within is not None:
             instances = tuple(one for one in instances if one.endpoint.region == within)
-        return RoutingFacts(
+        facts = RoutingFacts(
             model=request.model,
             tier=tier,
             preference=self._network.preference(request.origin) if within is None else (within,),
             instances=instances,
             excluded=tried,
             ttft_s=self.settings.targets[tier].ttft_s,
+        )
+        if not request.blocks:
+            return facts
+        return replace(
+            facts,
+            input_tokens=request.prompt_tokens,
+            cached_tokens=self._prompts.cached_tokens(request),
+            home_key=self._prompts.home_key(request),
         )
 
     def _over(self, request: Request, at_s: float) -> None:

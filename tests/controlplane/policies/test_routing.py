@@ -142,12 +142,12 @@ def test_nothing_available_is_full() -> None:
 @pytest.mark.parametrize(
     ("why", "instances", "cached", "chosen"),
     [
-        # scores are remaining + sent - cached
-        ("9000 - 3000 > 5000", [("a", 9000), ("b", 5000)], {"a": 3000}, "b"),
-        ("7000 - 3000 < 5000", [("a", 7000), ("b", 5000)], {"a": 3000}, "a"),
+        # scores are remaining + sent - 8 * cached
+        ("30000 - 24000 > 5000", [("a", 30_000), ("b", 5000)], {"a": 3000}, "b"),
+        ("28000 - 24000 < 5000", [("a", 28_000), ("b", 5000)], {"a": 3000}, "a"),
         ("the longer hit at equal load", [("a", 500), ("b", 500), ("c", 500)], {"a": 100, "b": 900}, "b"),
-        ("a hot instance leaves the others their hits", [("a", 10**6), ("b", 60), ("c", 0)], {"a": 99, "b": 99}, "b"),
-        ("a shared beginning of 64 tokens moves 64", [("a", 65), ("b", 0)], {"a": 64}, "b"),
+        ("a hot instance leaves the others their hits", [("a", 10**6), ("b", 600), ("c", 0)], {"a": 99, "b": 99}, "b"),
+        ("a shared beginning of 64 tokens moves 512", [("a", 513), ("b", 0)], {"a": 64}, "b"),
         ("an instance that is gone", [("a", 1), ("b", 0)], {"z": 5000}, "b"),
     ],
 )
@@ -158,6 +158,19 @@ def test_a_hit_is_worth_the_prefill_it_saves(
     route = choose_route(facts(*asked, input_tokens=5000, cached_tokens=cached), 0.0, SETTINGS)
     assert isinstance(route, Route)
     assert (route.instance_id, route.cached_tokens) == (chosen, cached.get(chosen, 0)), why
+
+
+@pytest.mark.parametrize(("requests", "chosen"), [(20, "a"), (21, "b")])
+def test_an_instance_with_clearly_more_requests_gets_none_for_its_cache(requests: int, chosen: str) -> None:
+    # at most 1.5 * mean + 4: of 20, 9 and 3 requests 20; of 21, 9 and 3 20.5
+    asked = [
+        instance("a", remaining_tokens=100, requests=requests - 5, sent_requests=5),
+        instance("b", remaining_tokens=90, requests=9),
+        instance("c", remaining_tokens=95, requests=3),
+    ]
+    route = choose_route(facts(*asked, input_tokens=5000, cached_tokens={"a": 4000}), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == chosen
 
 
 @pytest.mark.parametrize(
@@ -192,8 +205,8 @@ def test_processes_that_know_nothing_of_a_conversation_agree_on_its_home() -> No
     kept = {key: chosen(key, names[:-1]) for key in homes}
     assert all(kept[key] == home for key, home in homes.items() if home != "i7"), "only those of `i7` move"
     home = homes[0]
-    assert chosen(0, names, **{home: 99}) == home, "home counts as 100 tokens of 1000"
-    assert chosen(0, names, **{home: 101}) != home
+    assert chosen(0, names, **{home: 799}) == home, "home counts as 100 tokens of 1000 cached"
+    assert chosen(0, names, **{home: 801}) != home
     other = next(name for name in names if name != home)
     known = facts(*map(instance, names), home_key=bytes(4), input_tokens=1000, cached_tokens={other: 101})
     route = choose_route(known, 0.0, SETTINGS)

@@ -27,6 +27,7 @@ from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import PolicyPart, Scenario
 from ops.simulator.world import loops as sim_loops
 from ops.simulator.world import planning as sim_planning
+from ops.simulator.world import routing as routing_module
 from ops.simulator.world import world as world_module
 from tests.ops.simulator.pooling import pooled
 from tests.ops.simulator.scaled import scaled
@@ -169,7 +170,7 @@ def test_no_policy_is_written_twice() -> None:
 @pytest.mark.parametrize(
     ("serving", "where"),
     [
-        ("dedicated", "ops.simulator.world.world.choose_route"),
+        ("dedicated", "ops.simulator.world.routing.choose_route"),
         ("dedicated", "ops.simulator.traffic.deferred.choose_releases"),
         ("dedicated", "ops.simulator.servers.dedicated.settle_shares"),
         ("dedicated", "ops.simulator.servers.prompts.choose_group"),
@@ -181,7 +182,7 @@ def test_no_policy_is_written_twice() -> None:
         ("scaled", "ops.simulator.world.planning.forecast_at"),
         ("scaled", "ops.simulator.world.planning.forecast_peak"),
         ("pooling", "ops.simulator.world.planning.choose_poolable"),
-        ("pooled", "ops.simulator.world.world.choose_route"),
+        ("pooled", "ops.simulator.world.routing.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
         ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),
     ],
@@ -224,14 +225,14 @@ def test_who_is_refused_tries_again(tries_max: int, served: bool, monkeypatch: p
 
 def test_a_view_counts_what_was_sent_since(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, int]] = []
-    real = world_module.choose_route
+    real = routing_module.choose_route
 
     def watch(facts: Any, now_s: float, settings: Any) -> Any:
         if facts.model == "a":
             seen.append((now_s, sum(one.sent_tokens for one in facts.instances)))
         return real(facts, now_s, settings)
 
-    monkeypatch.setattr(world_module, "choose_route", watch)
+    monkeypatch.setattr(routing_module, "choose_route", watch)
     simulate(scenario_of("dedicated", rate_per_s=10.0))
     assert any(sent for _, sent in seen)
     in_one_view = [sent for now_s, sent in seen if 3.0 < now_s < 4.0]

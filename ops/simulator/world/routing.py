@@ -1,0 +1,83 @@
+"""How the world's gateways choose instances: by the live policy or a rival of it, and what they know of cached prompts.
+
+Each gateway has an index of the prompts that it sent, as live ones have; blocks are named by the trace.
+"""
+
+from typing import Protocol
+
+from msgspec import Struct
+
+from controlplane.policies.decisions import NoRoute, Route
+from controlplane.policies.facts import RoutingFacts
+from controlplane.policies.prefix_index import PrefixIndex, Use
+from controlplane.policies.routing import RoutingSettings, choose_route
+from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Served
+
+_KEYS_MAX = 2_000_000
+_EVICTED_BELOW = 0.5
+"""As in `controlplane.serving.prompt_prefixes`."""
+
+
+class Router(Protocol):
+    """Chooses the instance of a request."""
+
+    def choose(self, facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
+        """See `choose_route`."""
+
+    def ended(self, instance_id: str) -> None:
+        """A request with known blocks has ended on an instance."""
+
+
+class PolicyRouter:
+    """The live policy."""
+
+    def choose(self, facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
+        return choose_route(facts, now_s, settings)
+
+    def ended(self, instance_id: str) -> None:
+        """The policy keeps no state."""
+
+
+class _Sent(Struct, frozen=True, kw_only=True):
+    """A request on an instance. `before`: the last use of what it likely had cached there."""
+
+    instance_id: str
+    cached_tokens: int
+    before: Use | None
+
+
+class KnownPrompts:
+    """What gateways know of the prompts that instances have cached. Requests go to the gateways by turns."""
+
+    def __init__(self, gateways: int) -> None:
+        self._indexes = [PrefixIndex(_KEYS_MAX) for _ in range(gateways)]
+        self._sent: dict[int, _Sent] = {}
+
+    def cached_tokens(self, request: Request) -> dict[str, int]:
+        """Tokens of a prompt that each instance has likely cached."""
+        found = self._index_of(request).find(request.reusable)
+        return {name: blocks * BLOCK_TOKENS for name, blocks in found.items()}
+
+    def home_key(self, request: Request) -> bytes:
+        """The name of a conversation: its first block."""
+        return request.blocks[0].to_bytes(8, "little")
+
+    def sent(self, request: Request, route: Route, now_s: float) -> None:
+        """A request is sent to an instance."""
+        index, keys, name = self._index_of(request), request.reusable, route.instance_id
+        before = index.last_use(keys, name, index.find(keys).get(name, 0))
+        self._sent[request.number] = _Sent(instance_id=name, cached_tokens=route.cached_tokens, before=before)
+        index.note(keys, name, now_s, computed=False)
+
+    def ended(self, served: Served, now_s: float) -> str:
+        """A request has ended; returns its instance."""
+        request = served.request
+        index, sent = self._index_of(request), self._sent.pop(request.number)
+        index.note(request.reusable, sent.instance_id, now_s, computed=True)
+        before = sent.before
+        if before is not None and before.computed and served.cached < _EVICTED_BELOW * sent.cached_tokens:
+            index.note_evicted(sent.instance_id, before.used_s)
+        return sent.instance_id
+
+    def _index_of(self, request: Request) -> PrefixIndex:
+        return self._indexes[request.number % len(self._indexes)]
