@@ -3,8 +3,6 @@
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from msgspec.structs import replace
-
 from dataplane.agent.detokenization import IncrementalDetokenizer
 from dataplane.agent.measures import RequestMeasure
 from dataplane.agent.parsing.answer_text import AnswerText, Parsed
@@ -91,15 +89,6 @@ def engine_request(
         cache_salt=generate.cache_salt,
         trace=current_parent(),
     )
-
-
-def answer_constraint(generate: Generate, families: Families, tail: str) -> Constraint | None:
-    """The constraint of a request; reasoning comes before it. `tail` is the end of the prompt, see `answer_text`."""
-    constraint, form = generate.constraint, families.reasoning
-    if constraint is None or form is None or generate.messages is None:
-        return constraint
-    begun = form.assumed or tail.rstrip().endswith(form.opening)
-    return replace(constraint, after=form.closing, opening="" if begun else form.opening)
 
 
 def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, tail: str) -> AnswerText:

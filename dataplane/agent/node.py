@@ -5,11 +5,13 @@ A slot of the node, as the control plane numbers them, is one of its worker grou
 
 import asyncio
 import time
+from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from dataplane.agent.answers import Answer, answer_constraint, answer_text, engine_request
+from dataplane.agent.answer_constraints import answer_constraint
+from dataplane.agent.answers import Answer, answer_text, engine_request
 from dataplane.agent.constraints import ConstraintChecker
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
@@ -202,9 +204,8 @@ class Agent:
             return await self._admit_pooled(generate, group, hosted, hosted.rules, tokens_max=tokens_max)
         families = families_of(model, tokenizer.template)
         prompt = await self._prompts.tokenize(generate, tokenizer, family=families.tools, tokens_max=tokens_max)
-        constraint = answer_constraint(generate, families, prompt.tail)
-        if constraint is not None:
-            await self._constraints.check(constraint, hosted.folder)
+        check = partial(self._constraints.check, folder=hosted.folder)
+        constraint = await answer_constraint(generate, families, tokenizer, prompt.tail, check)
         text = answer_text(generate, tokenizer, families, prompt.tail)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else Parsed()
         group.check_queue()

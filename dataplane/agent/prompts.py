@@ -110,7 +110,7 @@ class PromptTokenizer:
                     f"chat_template_kwargs must not set {name!r}", param=f"chat_template_kwargs.{name}"
                 )
         messages, tools = conversation.messages, conversation.tools
-        call_text = (family or TOOL_FAMILIES["json"]).call_text
+        call_text = (family or TOOL_FAMILIES["json"]).syntax.text
         if template is None or not template.reads_calls:
             messages = calls_as_text(messages, call_text)
         if tools and (template is None or not template.takes_tools):

@@ -6,9 +6,10 @@ The `tokenizers` library is used directly: transformers' AutoTokenizer imports t
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 from weakref import WeakValueDictionary
 from zlib import crc32
@@ -27,6 +28,8 @@ class Tokenizer(Protocol):
     """The tokenizer of a model, and its chat template: None where it has none."""
 
     template: ChatTemplate | None
+    added_tokens: Mapping[str, int]
+    """The ids of tokens that are not made of others, by their text: special tokens and markers."""
 
     def encode_text(
         self, prompt: str, *, tokens_max: int, special: bool = True, param: str = "prompt"
@@ -90,6 +93,7 @@ class CheckpointTokenizer:
         except Exception as error:  # tokenizers raises bare Exception
             raise ModelLoadError(f"{folder}: the tokenizer cannot be used: {error}", param="path") from error
         added = self._tokenizer.get_added_tokens_decoder().items()
+        self.added_tokens: Mapping[str, int] = {token.content: token_id for token_id, token in added}
         self._special = {token.content: token_id for token_id, token in added if token.special}
         self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bound = TokenBound.of_file(path)
@@ -137,6 +141,7 @@ class WordTokenizer:
     """The tokenizer of a replayed model without files: one token a word; an unknown word becomes a known one."""
 
     template: ChatTemplate | None = None
+    added_tokens: Mapping[str, int] = MappingProxyType({})
 
     def encode_text(
         self, prompt: str, *, tokens_max: int, special: bool = True, param: str = "prompt"

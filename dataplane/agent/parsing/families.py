@@ -1,13 +1,14 @@
 """The families of models by how they write tool calls and reasoning, and how a chat template tells them apart."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from dataplane.agent.parsing.calls import CallReader, JsonCallReader, NamedCallReader
 from dataplane.agent.parsing.reasoning import ReasoningFormat
 from dataplane.agent.parsing.tool_calls import CallFormat
+from dataplane.agent.parsing.tool_grammar import CallSyntax
 from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
@@ -18,14 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFamily:
-    """How calls are written. `call_text`: one call, from its name and its arguments as JSON text. `markers`: special
-    tokens that the parser must see, where the tokenizer has them. `short_ids`: see `spellings`.
+    """How calls are written: `form` to read them, `syntax` to write them. `markers`: special tokens that the parser
+    must see, where the tokenizer has them. `short_ids`: see `spellings`.
     """
 
     form: CallFormat
-    call_text: Callable[[str, str], str]
+    syntax: CallSyntax
     markers: tuple[str, ...] = ()
     short_ids: bool = False
+
+    def syntax_for(self, added: Collection[str]) -> CallSyntax:
+        """How a model with these added tokens writes calls: newer ones of Mistral have one behind the name."""
+        return _NAMED_MISTRAL if "[ARGS]" in added and self.syntax.opening == _NAMED_MISTRAL.opening else self.syntax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +39,6 @@ class Families:
 
     tools: ToolFamily | None
     reasoning: ReasoningFormat | None
-
-
-def _json_call(key: str) -> Callable[[str, str], str]:
-    return lambda name, arguments: f'{{"name": "{name}", "{key}": {arguments}}}'
 
 
 def _json_reader(accepts: Callable[[str], bool], _first: str) -> CallReader:
@@ -59,10 +60,19 @@ def _deepseek_reader(accepts: Callable[[str], bool], _first: str) -> CallReader:
     return NamedCallReader(_DEEPSEEK_HEADER, accepts)
 
 
+_JSON_HEAD, _JSON_TAIL = '{"name": "NAME", "arguments": ', "}"
+_NAMED_MISTRAL = CallSyntax(opening="[TOOL_CALLS]", head="NAME[ARGS]", tail="", between=None)
+
 TOOL_FAMILIES: dict[str, ToolFamily] = {
     "hermes": ToolFamily(
         form=CallFormat(openings=("<tool_call>",), closings=("</tool_call>", "}"), reader=_json_reader),
-        call_text=lambda name, arguments: f"<tool_call>\n{_json_call('arguments')(name, arguments)}\n</tool_call>",
+        syntax=CallSyntax(
+            opening="<tool_call>",
+            head=f"\n{_JSON_HEAD}",
+            tail=f"{_JSON_TAIL}\n",
+            between=None,
+            closing="</tool_call>",
+        ),
         markers=("<tool_call>", "</tool_call>"),
     ),
     "llama3_json": ToolFamily(
@@ -73,12 +83,14 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
             lists=True,
             bare=True,
         ),
-        call_text=_json_call("parameters"),
+        syntax=CallSyntax(head='{"name": "NAME", "parameters": ', tail="}", between="; "),
         markers=("<|python_tag|>",),
     ),
     "mistral": ToolFamily(
         form=CallFormat(openings=("[TOOL_CALLS]",), closings=("]", ","), reader=_mistral_reader, lists=True),
-        call_text=lambda name, arguments: f"[TOOL_CALLS][{_json_call('arguments')(name, arguments)}]",
+        syntax=CallSyntax(
+            opening="[TOOL_CALLS]", lead="[", head=_JSON_HEAD, tail=_JSON_TAIL, between=", ", closing="]"
+        ),
         markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         short_ids=True,
     ),
@@ -86,7 +98,14 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
         form=CallFormat(
             openings=("<|tool_call|>",), closings=("<|/tool_call|>", "]", ","), reader=_json_reader, lists=True
         ),
-        call_text=lambda name, arguments: f"<|tool_call|>[{_json_call('arguments')(name, arguments)}]<|/tool_call|>",
+        syntax=CallSyntax(
+            opening="<|tool_call|>",
+            lead="[",
+            head=_JSON_HEAD,
+            tail=_JSON_TAIL,
+            between=", ",
+            closing="]<|/tool_call|>",
+        ),
         markers=("<|tool_call|>", "<|/tool_call|>"),
     ),
     "deepseek_v3": ToolFamily(
@@ -95,9 +114,12 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
             closings=("```", _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
             reader=_deepseek_reader,
         ),
-        call_text=lambda name, arguments: (
-            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function{_DEEPSEEK_NAME}{name}\n```json\n{arguments}\n```"
-            f"{_DEEPSEEK_CALL_END}{_DEEPSEEK_CALLS_END}"
+        syntax=CallSyntax(
+            opening=_DEEPSEEK_CALLS,
+            head=f"{_DEEPSEEK_CALL}function{_DEEPSEEK_NAME}NAME\n```json\n",
+            tail=f"\n```{_DEEPSEEK_CALL_END}",
+            between="\n",
+            closing=_DEEPSEEK_CALLS_END,
         ),
         markers=(_DEEPSEEK_CALLS, _DEEPSEEK_CALL, _DEEPSEEK_NAME, _DEEPSEEK_CALL_END, _DEEPSEEK_CALLS_END),
     ),
@@ -110,7 +132,7 @@ TOOL_FAMILIES: dict[str, ToolFamily] = {
             bare=True,
             known=True,
         ),
-        call_text=_json_call("arguments"),
+        syntax=CallSyntax(head=_JSON_HEAD, tail=_JSON_TAIL, between="; "),
     ),
 }
 

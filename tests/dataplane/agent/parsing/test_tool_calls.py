@@ -151,7 +151,7 @@ def test_arguments_come_as_they_are_written_and_only_after_the_name() -> None:
 
 @pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
 def test_a_family_reads_what_it_writes(family: str) -> None:
-    text = TOOL_FAMILIES[family].call_text("weather", ARGUMENTS)
+    text = TOOL_FAMILIES[family].syntax.text("weather", ARGUMENTS)
     assert parse(family, [text]) == ("", ONE)
 
 
