@@ -7,9 +7,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from controlplane.api.auth import Client, require_model
 from controlplane.api.openai.answering import Origin, answer
+from controlplane.api.state import StateDep
 from controlplane.serving.anthropic.renderer import MessagesRenderer
-from controlplane.serving.anthropic.requests import MESSAGES, MessagesRequest
+from controlplane.serving.anthropic.requests import COUNT_TOKENS, MESSAGES, MessagesPrompt, MessagesRequest
+from controlplane.serving.token_requests import TOKENIZE
+from dataplane.protocol.messages import Tokenized
 
 _EVENT = (
     'event: content_block_delta\ndata: {"type":"content_block_delta","index":0,'
@@ -40,7 +44,14 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "the request is refused", "model": AnthropicError},
     "5XX": {"description": "nothing can serve it now", "model": AnthropicError},
 }
+_COUNTS = {status: answer for status, answer in _ANSWERS.items() if status != 200}
 router = APIRouter(tags=["messages"])
+
+
+class TokenCount(BaseModel):
+    """The tokens of a prompt."""
+
+    input_tokens: int
 
 
 @router.post(MESSAGES, summary="Create a message", responses=_ANSWERS)
@@ -51,3 +62,15 @@ async def create(body: MessagesRequest, request: Request, origin: Origin = None)
     query = body.query(tier=body.tier())
     renderer = MessagesRenderer(query, answer_id=uuid_utils.uuid7().hex)
     return await answer(request, query, renderer, stream=body.stream, origin=origin)
+
+
+@router.post(COUNT_TOKENS, summary="Count a message's tokens", responses=_COUNTS)
+async def count_tokens(body: MessagesPrompt, request: Request, state: StateDep, caller: Client) -> TokenCount:
+    """The tokens of the prompt that a message with these fields would have, as the model's chat template writes it. It
+    counts towards the tenant's requests per minute.
+    """
+    model = await state.fleet.model(body.model)
+    require_model(caller, model.name)
+    async with state.limits.one_request(request, model.name):
+        told = await state.questions.ask(TOKENIZE, body.question(), Tokenized, origin=state.settings.region)
+    return TokenCount(input_tokens=len(told.tokens))

@@ -12,10 +12,10 @@ from controlplane.serving.openai_fields import JsonObject, Text, only, unsupport
 from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import tier_of
 from controlplane.serving.query import Query
-from dataplane.protocol.messages import Generate, Sampling, Tool, ToolUse
+from dataplane.protocol.messages import Generate, Sampling, Tokenize, Tool, ToolUse
 from dataplane.protocol.tiers import Tier
 
-MESSAGES = "/v1/messages"
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 MESSAGES_MAX, TOOLS_MAX, STOP_SEQUENCES_MAX = 2048, 128, 16
 _CHOICES: dict[str, Literal["auto", "none", "required", "named"]] = {
     "auto": "auto",
@@ -132,6 +132,17 @@ class MessagesPrompt(BaseModel):
             "tools": self._tool_use(),
             "template": self._template(),
         }
+
+    def question(self) -> Tokenize:
+        """The question how many tokens the prompt has, for an instance that is still to be chosen.
+
+        Raises:
+            InvalidValueError: as `prompt_fields`.
+        """
+        fields = self.prompt_fields()
+        uses: ToolUse | None = fields.pop("tools")
+        tools = () if uses is None else uses.tools
+        return Tokenize(instance_id="", model=self.model, tools=tools, special_tokens=False, **fields)
 
     def _tool_use(self) -> ToolUse | None:
         twice = [name for name, count in Counter(tool.name for tool in self.tools).items() if count > 1]

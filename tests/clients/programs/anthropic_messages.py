@@ -32,6 +32,7 @@ with client.messages.stream(**ask) as stream:
 for event in client.messages.create(**ask, stream=True):
     TypeAdapter(RawMessageStreamEvent).validate_python(event.model_dump(exclude_unset=True))
 
+counted = client.messages.count_tokens(**{name: ask[name] for name in ("model", "messages", "system")})
 called = client.messages.create(**forced)
 [use] = [block for block in called.content if block.type == "tool_use"]
 with client.messages.stream(**forced) as stream:
@@ -66,7 +67,7 @@ print(
             "alone": asyncio.run(alone()),
             "stop": [whole.stop_reason, called.stop_reason, told.stop_reason],
             "usage": [whole.usage.output_tokens, streamed.usage.output_tokens],
-            "prompt": [whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0), told.usage.input_tokens],
+            "prompt": [counted.input_tokens, whole.usage.input_tokens + whole.usage.cache_read_input_tokens],
             "called": [use.name, use.input],
             "called_streamed": [again.name, again.input],
             "errors": {

@@ -64,6 +64,19 @@ def test_tools(gateway: Gateway, agent: FakeAgent) -> None:
     assert [each.role for each in agent.asked[-1].messages or ()] == ["user", "assistant", "tool"]
 
 
+def test_tokens_are_counted(gateway: Gateway, agent: FakeAgent) -> None:
+    body = {"model": "tide", "messages": ASK["messages"], "tools": [TOOL], "thinking": {"type": "disabled"}}
+    counted = gateway.http.post("/v1/messages/count_tokens", json=body)
+    assert counted.json() == {"input_tokens": 3}
+    [question] = agent.questions
+    assert [(each.role, each.content) for each in question.messages] == [("user", "hi")]
+    assert [tool.name for tool in question.tools] == ["look"]
+    assert (question.template, question.special_tokens, question.answer) == ({"enable_thinking": False}, False, True)
+    for changes, status in (({"model": "nobody"}, 404), ({"max_tokens": 1}, 400)):
+        refused = gateway.http.post("/v1/messages/count_tokens", json=body | changes)
+        assert (refused.status_code, refused.json()["type"]) == (status, "error")
+
+
 def test_keys_in_either_header(gateway: Gateway) -> None:
     for headers, status in (
         ({"x-api-key": gateway.secret, "anthropic-version": "2023-06-01"}, 200),
