@@ -19,7 +19,14 @@ from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
 from dataplane.agent.parsing.answer_text import Parsed
 from dataplane.agent.parsing.families import families_of
-from dataplane.agent.pooled_answers import PooledAnswer, PoolingRules, check_task, pooled_prompt, pooled_request
+from dataplane.agent.pooled_answers import (
+    PooledAnswer,
+    PoolingRules,
+    check_task,
+    pooled_prompt,
+    pooled_request,
+    takes_pairs,
+)
 from dataplane.agent.prompts import PromptTokenizer
 from dataplane.agent.sampling import check_sampling
 from dataplane.agent.settings import AgentSettings
@@ -249,8 +256,8 @@ class Agent:
         assert tokenizer is not None
         if isinstance(rules, EmbeddingRules) and rules.tokens_max is not None:
             tokens_max = min(tokens_max, rules.tokens_max)
-        asked = pooled_prompt(generate, rules)
-        if asked.messages is not None:
+        asked = pooled_prompt(generate, rules, tokenizer.template)
+        if asked.messages is not None and not takes_pairs(tokenizer.template):
             query, document = (message.content for message in asked.messages)
             prompt = await self._prompts.tokenize_pair(query, document, tokenizer, tokens_max=tokens_max)
         else:

@@ -4,6 +4,7 @@ A pair of texts to score arrives as two messages, of the roles "query" and "docu
 """
 
 import math
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from dataplane.agent.answers import failed_event
 from dataplane.agent.measures import RequestMeasure
+from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.checkpoints.pooling import EmbeddingRules, ScoreRules, read_embedding_rules, read_score_rules
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
@@ -57,9 +59,15 @@ def check_task(generate: Generate, model: ModelSpec) -> None:
     raise BadRequestError(f"{model.name} answers with {gives} (its task is '{model.task}')", param="model")
 
 
-def pooled_prompt(generate: Generate, rules: PoolingRules) -> Generate:
+def takes_pairs(template: ChatTemplate | None) -> bool:
+    """Whether a chat template makes one text of a query and a document, by naming these roles."""
+    return template is not None and all(re.search(f"['\"]{role}['\"]", template.source) for role in PAIR)
+
+
+def pooled_prompt(generate: Generate, rules: PoolingRules, template: ChatTemplate | None = None) -> Generate:
     """The request with the prompt that the model takes: with the checkpoint's prompt before a text to embed, or with a
-    pair as one text. The pair of a model with a head stays as it is: its tokenizer joins the two.
+    pair as one text. A pair stays as it is where the chat template takes pairs, and where the model has a head: its
+    tokenizer joins the two then.
 
     Raises:
         BadRequestError: the request is not of the model's task, or asks for a size or a prompt that it does not have.
@@ -70,7 +78,7 @@ def pooled_prompt(generate: Generate, rules: PoolingRules) -> Generate:
         return generate
     if tuple(message.role for message in generate.messages) != PAIR:
         raise BadRequestError(f"a pair to score is two messages, of the roles {' and '.join(PAIR)}", param="messages")
-    if rules.tokens is None:
+    if rules.tokens is None or takes_pairs(template):
         return generate
     query, document = (message.content for message in generate.messages)
     return replace(generate, messages=None, prompt=JUDGE.format(query=query, document=document))

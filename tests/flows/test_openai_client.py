@@ -1,6 +1,7 @@
 """What OpenAI's own client expects of a server: one stack of real processes, asked through the official library."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,16 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from ops.client.api import Api
-from ops.local.sample_fleet import POOL_REGION
+from ops.local.replay_stack import replayed_model
+from ops.local.sample_fleet import POOL_REGION, TOKENS_PER_S, offer_model
 from ops.local.stack import LocalStack
 from tests.flows.conftest import REPLAY_NODES, admin_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
 
 MODEL, ABSENT = "tide", "ebb"
 """A model with an instance, and one that is registered and has none."""
+POOLED = {"drift": "embed", "shore": "score"}
+"""Models that do not generate, and their tasks."""
 PROMPT = [{"role": "user", "content": "what does the tide bring"}]
 CHAT = "/v1/chat/completions"
 LONG_TOKENS = 3000
@@ -33,7 +37,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
         with admin_of(running) as admin:
             register(admin, (MODEL,), (POOL_REGION,))
             register(admin, (ABSENT,), (POOL_REGION,), instances_min=0)
-            wait_ready(admin, 1)
+            for model, task in POOLED.items():
+                admin.put(f"/admin/models/{model}", replayed_model(model, 512) | {"task": task})
+                offer_model(admin, model, TOKENS_PER_S, [POOL_REGION.name], 1, 4)
+            wait_ready(admin, 1 + len(POOLED))
         with _client(running) as client:
             wait_until(lambda: _answers(client), "the gateway sees the instance")
         yield running
@@ -148,6 +155,69 @@ class TestAnswers:
         assert client.models.retrieve(MODEL).object == "model"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("no-such-model")
+
+
+class TestEmbeddings:
+    def test_both_encodings_give_the_same_unit_vectors_in_the_order_of_the_inputs(self, client: openai.OpenAI) -> None:
+        inputs = ["the tide", "the ebb", "the tide", "the flood"]
+        decoded = client.embeddings.create(model="drift", input=inputs)  # the client asks for base64
+        plain = client.embeddings.create(model="drift", input=inputs, encoding_format="float")
+        vectors = [each.embedding for each in plain.data]
+        assert [each.index for each in plain.data] == [0, 1, 2, 3]
+        assert [each.embedding for each in decoded.data] == vectors
+        assert all(math.hypot(*vector) == pytest.approx(1) for vector in vectors)
+        assert (vectors[0] == vectors[2], vectors[0] == vectors[1]) == (True, False)
+        assert (plain.usage.prompt_tokens, plain.usage.total_tokens) == (8, 8)
+        tokens = client.embeddings.create(model="drift", input=[1, 2, 3])
+        assert (len(tokens.data), tokens.usage.prompt_tokens) == (1, 3)
+
+    def test_dimensions_cut_and_normalize(self, client: openai.OpenAI) -> None:
+        whole = client.embeddings.create(model="drift", input="the tide").data[0].embedding
+        cut = client.embeddings.create(model="drift", input="the tide", dimensions=8).data[0].embedding
+        assert cut == pytest.approx([value / math.hypot(*whole[:8]) for value in whole[:8]], abs=1e-6)
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.embeddings.create(model="drift", input="the tide", dimensions=len(whole) + 1)
+        assert refused.value.param == "dimensions"
+
+    def test_what_cannot_be_embedded_is_400_and_named(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as too_long:
+            client.embeddings.create(model="drift", input=["short", "wave " * 9000])
+        assert (too_long.value.code, too_long.value.param) == ("context_length_exceeded", "input.1")
+        with pytest.raises(openai.BadRequestError) as generates:
+            client.embeddings.create(model=MODEL, input="the tide")
+        assert (generates.value.code, generates.value.param) == ("model_not_supported", "model")
+        with pytest.raises(openai.BadRequestError) as embeds:
+            client.chat.completions.create(model="drift", messages=PROMPT)
+        assert embeds.value.code == "model_not_supported"
+
+    def test_scores_and_ranks(self, client: openai.OpenAI) -> None:
+        texts = ["the tide", "a boat", "the ebb"]
+        for model in POOLED:
+            body = {"model": model, "text_1": "the tide", "text_2": texts}
+            scores = [each["score"] for each in client.post("/score", body=body, cast_to=httpx.Response).json()["data"]]
+            body = {"model": model, "query": "the tide", "documents": texts, "top_n": 2}
+            ranked = client.post("/rerank", body=body, cast_to=httpx.Response).json()["results"]
+            best = sorted(range(3), key=lambda index: -scores[index])[:2]
+            assert [each["index"] for each in ranked] == best
+            assert [each["relevance_score"] for each in ranked] == pytest.approx([scores[index] for index in best])
+        assert len(set(scores)) == 3
+
+    def test_a_batch_of_embeddings(self, client: openai.OpenAI) -> None:
+        bodies = {"one": "the tide", "many": ["the ebb", "the flood"]}
+        lines = [
+            {"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {"model": "drift", "input": given}}
+            for name, given in bodies.items()
+        ]
+        made = client.batches.create(
+            input_file_id=_upload(client, *lines), endpoint="/v1/embeddings", completion_window="24h"
+        )
+        answered = _lines_of(client, _until(client, made.id, "completed").output_file_id)
+        vectors = {
+            name: [each["embedding"] for each in line["response"]["body"]["data"]] for name, line in answered.items()
+        }
+        for name, given in bodies.items():
+            alone = client.embeddings.create(model="drift", input=given, encoding_format="float")
+            assert vectors[name] == [each.embedding for each in alone.data]
 
 
 class TestErrors:

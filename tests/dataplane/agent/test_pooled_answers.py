@@ -120,7 +120,13 @@ def test_a_causal_model_is_asked_whether_a_document_answers_a_query() -> None:
         pooled_prompt(asked(prompt=None, messages=PAIR[:1]), ScoreRules())
 
 
-def pooled_checkpoint(folder: Path, task: Task) -> ModelSpec:
+PAIR_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'query' %}find {{ m['content'] }}"
+    "{% elif m['role'] == 'document' %} in {{ m['content'] }}?{% endif %}{% endfor %}"
+)
+
+
+def pooled_checkpoint(folder: Path, task: Task, *, name: str = "score", template: str | None = None) -> ModelSpec:
     """A tiny model of the task with the tokenizer of `checkpoint`."""
     if task == "embed":
         spec = checkpoint(folder, "embed")
@@ -130,10 +136,10 @@ def pooled_checkpoint(folder: Path, task: Task) -> ModelSpec:
         )
         return ModelSpec(**{name: getattr(spec, name) for name in spec.__struct_fields__} | {"task": task})
     save_scoring("llama", folder, vocab_size=258, eos_token_id=257, bos_token_id=256)
-    write_tokenizer(folder, None)
+    write_tokenizer(folder, template)
     size = (folder / "model.safetensors").stat().st_size
     return ModelSpec(
-        name="score", path=str(folder), weights_bytes=size, kv_bytes_per_token=576, context_tokens=256, task=task
+        name=name, path=str(folder), weights_bytes=size, kv_bytes_per_token=576, context_tokens=256, task=task
     )
 
 
@@ -141,7 +147,8 @@ def pooled_checkpoint(folder: Path, task: Task) -> ModelSpec:
 @asynchronous
 async def test_a_torch_node_embeds_and_scores_as_transformers_does(tmp_path: Path) -> None:
     embedding, scoring = (pooled_checkpoint(tmp_path / task, task) for task in ("embed", "score"))
-    specs = [embedding, scoring]
+    asking = pooled_checkpoint(tmp_path / "asking", "score", name="asking", template=PAIR_TEMPLATE)
+    specs = [embedding, scoring, asking]
     async with running_node(torch_settings(1)) as node:
         await node.hold(1, *(DesiredInstance(instance_id=spec.name, slot=0, gpus=1, model=spec) for spec in specs))
         text = {"instance_id": "embed", "model": "embed", "prompt": "the tide turns"}
@@ -154,4 +161,8 @@ async def test_a_torch_node_embeds_and_scores_as_transformers_does(tmp_path: Pat
         pair = tokenizer.encode_pair("the tide", "turns at noon", tokens_max=100)
         (score,) = values(await read(node, asked("s", instance_id="score", model="score", prompt=None, messages=PAIR)))
         assert score == pytest.approx(reference_score(Path(scoring.path), pair), abs=1e-3)
+        rendered = tokenizer.encode_text("find the tide in turns at noon?", tokens_max=100, special=False)
+        body = asked("a", instance_id="asking", model="asking", prompt=None, messages=PAIR)
+        (score,) = values(await read(node, body))
+        assert score == pytest.approx(reference_score(Path(asking.path), rendered), abs=1e-3)
         await node.until(node.idle)
