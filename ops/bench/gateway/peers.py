@@ -1,8 +1,9 @@
 """The other processes of the gateway's benchmark, as thin as Python allows.
 
 `upstream PORT TOKENS SECONDS` answers as a node agent (`/generate`) and as an OpenAI server (`/v1/...`): so many tokens
-with so many seconds between them, whose text is the time of writing in nanoseconds. `hop PORT UPSTREAM_URL` is the
-gateway's baseline: Starlette and aiohttp that forward bytes unread.
+with so many seconds between them, whose text is the time of writing in nanoseconds. Of a request with tools, the node's
+text is arguments of a tool call; of one that asks for log probabilities, each token has them. `hop PORT UPSTREAM_URL`
+is the gateway's baseline: Starlette and aiohttp that forward bytes unread.
 """
 
 import asyncio
@@ -12,13 +13,23 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import aiohttp
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from dataplane.protocol.messages import Finished, Started, Token, encode_line
+from dataplane.protocol.messages import (
+    Finished,
+    Generate,
+    Started,
+    Token,
+    TokenLogprob,
+    ToolCallDelta,
+    TopLogprob,
+    encode_line,
+)
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 _OPENAI_HEAD = HEAD.replace(b"application/x-ndjson", b"text/event-stream")
@@ -31,11 +42,23 @@ _OPENAI_END = (
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":3,"completion_tokens":%d,"total_tokens":%d}}\n\n'
     b"data: [DONE]\n\n"
 )
+_WORD = TopLogprob(7, " tide", tuple(b" tide"), -1.25)
 
 
 def chunk(data: bytes) -> bytes:
     """One chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _token(number: int, asked: Generate) -> Token:
+    """A token whose text, or whose piece of arguments, is the time."""
+    text, token_ids = f"{time.monotonic_ns()} ", (number % 100,)
+    top = asked.sampling.logprobs
+    logprobs = () if top is None else (TokenLogprob(_WORD, (_WORD,) * top),)
+    if asked.tools is None:
+        return Token(text=text, token_ids=token_ids, logprobs=logprobs)
+    call = ToolCallDelta(index=0, name=None if number else asked.tools.tools[0].name, arguments=text)
+    return Token(text="", token_ids=token_ids, logprobs=logprobs, tool_calls=(call,))
 
 
 class Upstream(asyncio.Protocol):
@@ -71,15 +94,16 @@ class Upstream(asyncio.Protocol):
         if end and len(body) >= length:
             self._received = b""
             openai = head.split(b" ", 2)[1].startswith(b"/v1/")
-            self._task = asyncio.create_task(self._openai() if openai else self._generate())
+            self._task = asyncio.create_task(self._openai() if openai else self._generate(body))
 
-    async def _generate(self) -> None:
+    async def _generate(self, body: bytes) -> None:
         assert self._transport is not None
+        asked = msgspec.json.decode(body, type=Generate)
         write = self._transport.write
         write(HEAD + chunk(encode_line(Started(prompt_tokens=3))))
         for number in range(self._tokens):
             await asyncio.sleep(self._every_s)
-            write(chunk(encode_line(Token(text=f"{time.monotonic_ns()} ", token_ids=(number % 100,)))))
+            write(chunk(encode_line(_token(number, asked))))
         end = Finished(finish_reason="length", prompt_tokens=3, completion_tokens=self._tokens)
         write(chunk(encode_line(end)) + b"0\r\n\r\n")
 

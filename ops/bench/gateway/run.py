@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -34,7 +34,7 @@ from ops.local.ports import free_port
 MODEL = "tide-0"
 _STAMP = re.compile(rb'[":]"?(\d{9,}) "')
 _END = b"0\r\n\r\n"
-_PEERS = (sys.executable, "-m", "ops.bench.gateway.peers")
+PEERS = (sys.executable, "-m", "ops.bench.gateway.peers")
 
 
 @dataclass(kw_only=True)
@@ -51,11 +51,10 @@ class Seen:
     cpu_s: float = 0.0
 
 
-def request_bytes(path: str, key: str, *, stream: bool) -> bytes:
-    """A chat request as it goes over the wire."""
-    body = msgspec.json.encode(
-        {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream, "max_tokens": 512}
-    )
+def request_bytes(path: str, key: str, *, stream: bool, **fields: Any) -> bytes:
+    """A chat request as it goes over the wire. `fields`: further ones of its body."""
+    messages = [{"role": "user", "content": "hi"}]
+    body = msgspec.json.encode({"model": MODEL, "messages": messages, "stream": stream, "max_tokens": 512, **fields})
     head = (
         f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\n\r\n"
@@ -185,11 +184,11 @@ def hops(paced_tokens: int, every_ms: float, litellm: Path | None) -> Iterator[d
         for kind, tokens, every_s in (("paced", paced_tokens, every_ms / 1e3), ("short", _SHORT_TOKENS, 0.0)):
             upstream = free_port()
             answers = ["upstream", str(upstream), str(tokens), str(every_s)]
-            stack.enter_context(served_by([*_PEERS, *answers], upstream, core=1))
+            stack.enter_context(served_by([*PEERS, *answers], upstream, core=1))
             found.setdefault("direct", []).append(Hop(name="direct", port=upstream, path=_CHAT, key="x", pid=None))
             url = f"http://127.0.0.1:{upstream}"
             port = free_port()
-            bare = stack.enter_context(served_by([*_PEERS, "hop", str(port), url], port, core=0))
+            bare = stack.enter_context(served_by([*PEERS, "hop", str(port), url], port, core=0))
             found.setdefault("bare hop", []).append(Hop(name="bare hop", port=port, path=_CHAT, key="x", pid=bare))
             ours = stack.enter_context(gateway_process(home / kind, partial(fill_one_node, upstream=url), core=0))
             hop = Hop(name="tidepool", port=ours.port, path=_CHAT, key=ours.filled, pid=ours.pid)
