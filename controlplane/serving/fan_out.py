@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
+import anyio
+
 from controlplane.errors import NodeError
 from controlplane.policies.facts import RoutingFacts
 from controlplane.serving.fleet_cache import FleetCache
@@ -193,7 +195,8 @@ class _FanOut:
         """End what still runs; its nodes stop."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with anyio.CancelScope(shield=True):  # the caller may be cancelled itself
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _run(self, choice: int) -> None:
         try:
