@@ -1,6 +1,7 @@
 """The gateway before a real agent: a worker process on the replay engine."""
 
 import asyncio
+from typing import Any
 
 import httpx2 as httpx
 import openai
@@ -50,8 +51,29 @@ def ask_for_tokens(gateway: Gateway) -> None:
     assert (unknown.status_code, assert_error(unknown)["param"]) == (400, "tokens")
 
 
+def ask_for_several(gateway: Gateway) -> None:
+    """The first choice is the only one of a request for one, and the same request makes the same choices."""
+
+    def texts(**fields: Any) -> list[str]:
+        made = gateway.client.completions.create(model="tide", prompt="the tide", max_tokens=12, seed=1, **fields)
+        return [choice.text for choice in made.choices]
+
+    several = texts(n=3)
+    assert several == texts(n=3)
+    assert several[:1] == texts()
+    assert len(set(several)) == 3, "each has a seed of its own"
+    assert set(texts(n=2, best_of=3)) < set(several)
+    logprobs = gateway.client.completions.create(model="tide", prompt=["a", "b"], max_tokens=5, logprobs=2, n=2)
+    assert [choice.index for choice in logprobs.choices] == [0, 1, 2, 3]
+    for choice in logprobs.choices:
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.tokens or ()) == len(choice.logprobs.token_logprobs or ()) == 5
+    assert logprobs.usage is not None
+    assert (logprobs.usage.prompt_tokens, logprobs.usage.completion_tokens) == (2, 20)
+
+
 def go_away(gateway: Gateway) -> None:
-    body = {"model": "tide", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+    body = {"model": "tide", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "n": 3}
     with gateway.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
         assert next(answer.iter_lines()).startswith("data: ")
     with pytest.raises(httpx.TimeoutException):
@@ -67,7 +89,7 @@ def test_a_real_node(world: World) -> None:
             await node.hold(1, instance(held))
             world.report("n0", held, region="us-east", url=url)
             with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                for check in (ask, ask_too_much, ask_for_tokens, go_away):
+                for check in (ask, ask_too_much, ask_for_tokens, ask_for_several, go_away):
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle)
                 [report] = node.agent.reports()
