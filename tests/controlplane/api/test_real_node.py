@@ -130,23 +130,31 @@ def test_models_tell_the_context_that_the_node_takes(world: World) -> None:
 
 
 class Streaming:
-    """A request to the gateway that streams in a thread of its own."""
+    """A request to the gateway for two answers, with penalties and log probabilities, that streams in a thread of its
+    own.
+    """
 
     def __init__(self, gateway: Gateway, max_tokens: int) -> None:
-        self.pieces: list[str] = []
+        self.pieces = [0, 0]
         self._gateway, self._max_tokens = gateway, max_tokens
 
-    def run(self) -> tuple[str, int]:
-        """The text, and the tokens it took."""
+    def run(self) -> tuple[list[str], list[list[tuple[str, float]]], int]:
+        """The texts, their tokens with their log probabilities, and the number of tokens."""
         chunks = self._gateway.client.completions.create(
             model="tide", prompt="the tide", max_tokens=self._max_tokens, temperature=0.8, seed=7, stream=True,
+            n=2, logprobs=1, frequency_penalty=0.2,
             stop=["no such words"], stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
         )  # fmt: skip
-        tokens = 0
+        texts, logprobs, tokens = ["", ""], [[], []], 0  # type: ignore[var-annotated]
         for chunk in chunks:
-            self.pieces += [choice.text for choice in chunk.choices if choice.text]
+            for choice in chunk.choices:
+                self.pieces[choice.index] += 1
+                texts[choice.index] += choice.text
+                found = choice.logprobs
+                if found is not None:
+                    logprobs[choice.index] += zip(found.tokens or (), found.token_logprobs or (), strict=True)
             tokens = chunk.usage.completion_tokens if chunk.usage is not None else tokens
-        return "".join(self.pieces), tokens
+        return texts, logprobs, tokens
 
 
 def test_a_stream_outlives_its_nodes(world: World) -> None:
@@ -164,11 +172,13 @@ def test_a_stream_outlives_its_nodes(world: World) -> None:
                 world.report(name, held[name], region="us-east", url=url)
             with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
                 undisturbed = await asyncio.to_thread(Streaming(gateway, 300).run)
-                assert undisturbed[1] == 300
+                assert undisturbed[2] == 2 * 300
+                assert [len(tokens) for tokens in undisturbed[1]] == [300, 300]
+                assert undisturbed[0][0] != undisturbed[0][1]
                 for generation, loss in enumerate(("taken away", "drained", "down"), start=2):
                     stream = Streaming(gateway, 300)
                     running = asyncio.create_task(asyncio.to_thread(stream.run))
-                    await first.until(lambda stream=stream: len(stream.pieces) > 20)
+                    await first.until(lambda stream=stream: min(stream.pieces) > 10)
                     busy = next(node for node in nodes.values() if node.in_flight())
                     mine = next(held[name] for name, node in nodes.items() if node is busy)
                     if loss == "taken away":
@@ -182,6 +192,6 @@ def test_a_stream_outlives_its_nodes(world: World) -> None:
                     await busy.until(busy.idle)
                     await busy.hold(10 * generation + 1, instance(mine))
                 metrics = (await asyncio.to_thread(gateway.http.get, "/metrics")).text
-                assert 'tidepool_continuations_total{model="tide",tier="IW-N"} 2.0' in metrics
+                assert 'tidepool_continuations_total{model="tide",tier="IW-N"} 4.0' in metrics
 
     asyncio.run(run())
