@@ -54,11 +54,16 @@ class ConstraintChecker:
         if refusal is not None:
             raise BadRequestError(refusal, param=param)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the process."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.communicate()
 
     async def _ask(self, key: tuple[str, Constraint]) -> None:
         """Have the answer to a question among the known ones."""
@@ -98,7 +103,7 @@ class ConstraintChecker:
             return answer
         finally:
             if not is_answered:
-                self.close()
+                await self.close()
 
     async def _started(self) -> Process:
         if self._process is None or self._process.returncode is not None:

@@ -111,7 +111,7 @@ class Agent:
         finally:
             for group in self.groups:
                 group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
-            self._constraints.close()
+            await self._constraints.close()
             self._files.close()
             await self._renderers.close()
 

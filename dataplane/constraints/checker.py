@@ -11,7 +11,6 @@ the folder are read, from when on the time counts, and `{"error": ...}`, null if
 import json
 import resource
 import sys
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 from dataplane.constraints.compiler import compile_grammar, compile_text
 from dataplane.constraints.deep_threads import deep_threads
 from dataplane.constraints.grammars import grammar_of, parsed_schema
+from dataplane.constraints.schemas import parts, step_of
 from dataplane.constraints.tokens import TokenTable
 from dataplane.protocol.errors import BadRequestError, DataplaneError
 from dataplane.protocol.messages import Constraint
@@ -31,9 +31,6 @@ STACK_BYTES = 8 * 2**20
 ERROR_CHARS_MAX = 600
 PATH_CHARS_MAX = 200
 _SUBSCHEMAS_MAX = 2_000
-_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
-_SINGLE = frozenset({"items", "additionalProperties", "additionalItems", "not", "contains", "if", "then", "else"})
 _DEFINITIONS = ("$defs", "definitions")
 
 
@@ -89,7 +86,8 @@ def _path_of(constraint: Constraint, tokens: TokenTable, message: str) -> str:
     shared = {name: root[name] for name in _DEFINITIONS if name in root}
     path, schema, tried = "$", root, 0
     while True:
-        for step, part in _parts(schema):
+        for keyword, key, part in parts(schema):
+            step = step_of(keyword, key)
             tried += 1
             if tried > _SUBSCHEMAS_MAX:
                 return path
@@ -109,17 +107,6 @@ def _refusal(schema: Any, shared: dict[str, Any], tokens: TokenTable) -> str | N
     except BadRequestError as error:
         return error.message
     return None
-
-
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas inside of a schema, each with its step in the path."""
-    for name, value in schema.items() if isinstance(schema, dict) else ():
-        if name in _BY_NAME and isinstance(value, dict):
-            yield from ((f".{name}.{key}", part) for key, part in value.items())
-        elif name in _LISTS and isinstance(value, list):
-            yield from ((f".{name}[{number}]", part) for number, part in enumerate(value))
-        elif name in _SINGLE and isinstance(value, dict):
-            yield f".{name}", value
 
 
 @lru_cache(maxsize=4)

@@ -11,11 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dataplane.constraints.schemas import tightened
 from dataplane.protocol.errors import BadRequestError
 from dataplane.protocol.messages import Constraint
 
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Whitespace between the parts of JSON. Without a limit, a model that prefers blanks would write them for ever."""
+WHITESPACE = r"( |\n( {1,40}|\t{1,10})?)"
+"""Whitespace between the parts of JSON: a blank, or a new line with its indentation. Without a limit, a model that
+prefers blanks would write them for ever.
+"""
 
 _OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 _LAYOUT = "x-guidance"
@@ -46,7 +49,7 @@ def json_piece(schema: dict[str, Any]) -> str:
     """A piece of a Lark grammar: JSON that matches a schema.
 
     Raises:
-        BadRequestError: the schema sets options of the grammar library.
+        BadRequestError: the schema sets options of the grammar library, or has keywords that it cannot enforce.
     """
     return f"%json {json.dumps(_with_options(schema))}"
 
@@ -113,7 +116,7 @@ def _with_options(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
         return schema
     if _LAYOUT in schema:
         raise BadRequestError(f"the schema must not set {_LAYOUT}", param="definition")
-    return {**schema, _LAYOUT: _OPTIONS}
+    return {**tightened(schema), _LAYOUT: _OPTIONS}
 
 
 def _choices(definition: str) -> Sequence[str]:

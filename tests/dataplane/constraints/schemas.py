@@ -101,7 +101,7 @@ def _scalar(chance: random.Random) -> Schema:
         {"enum": chance.sample(_TEXTS, 3) + [None, True, 17, -2.5, ["x"], {"k": 1}][: chance.randint(0, 6)]},
         {"const": chance.choice((*_TEXTS, 0, {"deep": ["ü", {"er": None}]}))},
         {"type": chance.sample(["integer", "boolean", "null"], 2)},
-        {"type": "string", "format": chance.choice(_FORMATS)},
+        {"type": "string", "format": chance.choice(_FORMATS), "maxLength": 50},
         {"type": "string", "pattern": chance.choice(_PATTERNS), "maxLength": 12},
         _text(chance),
         _integer(chance),
@@ -134,7 +134,7 @@ def _object(chance: random.Random, depth: int) -> Schema:
     properties = {name: _schema(chance, depth - 1) for name in names}
     required = [name for name in names if chance.random() < 0.7]
     schema: Schema = {"type": "object", "properties": properties, "required": required}
-    extra = chance.choice((False, False, {"type": "integer"}))
+    extra = chance.choice((False, False, False, False, {"type": "integer"}))  # a random key seldom ends
     return {**schema, "additionalProperties": extra}
 
 
@@ -159,6 +159,6 @@ def _all_of(chance: random.Random, depth: int) -> Schema:
 def _map(chance: random.Random, depth: int) -> Schema:
     """An object whose keys the schema does not name."""
     values = _schema(chance, depth - 1)
-    if chance.random() < 0.5:
+    if chance.random() < 0.85:
         return {"type": "object", "patternProperties": {"^[a-c]{1,2}$": values}, "additionalProperties": False}
     return {"type": "object", "additionalProperties": values, "maxProperties": 3, "minProperties": chance.randint(0, 1)}
