@@ -77,6 +77,7 @@ def _engine(model: BenchModel, device: str, dtype: DtypeName) -> TorchEngine:
         weights_bytes=model.weights_bytes + model.weights_bytes // 4,
         kv_bytes=model.weights_bytes,
         prefill_tokens_per_step_max=STEP_TOKENS_MAX,
+        prefix_cache=False,
     )
     engine = TorchEngine(settings, time.monotonic)
     engine.load(model.name, model.spec)

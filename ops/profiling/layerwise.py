@@ -135,6 +135,7 @@ def _engine(
         kv_bytes=largest_bytes // 2,
         prefill_tokens_per_step_max=PROMPT_TOKENS,
         prefetch=False,
+        prefix_cache=False,
         layerwise=layerwise,
     )
     engine = TorchEngine(settings, time.monotonic, _paced(device, bytes_per_s) if bytes_per_s else None)

@@ -68,6 +68,7 @@ class Setup:
             "kv_bytes": 2 * largest_bytes,
             "batch_max": batch_max,
             "prefill_tokens_per_step_max": STEP_TOKENS_MAX,
+            "prefix_cache": False,  # each round has the same prompts
         }
         ours = TorchEngine(TorchEngineSettings(**same), time.monotonic)
         theirs = VllmEngine(VllmEngineSettings(**same, models_max=len(models)), time.monotonic)

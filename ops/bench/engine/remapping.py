@@ -301,6 +301,7 @@ def _open_engine(
         host_link_bytes_per_s=bytes_per_s,
         kv_pressure=pressure,
         remap=remap,
+        prefix_cache=False,  # prompts repeat
     )
     with closing(TorchEngine(settings, time.now_s, virtual_wires(time, bytes_per_s))) as engine:
         for model in models:
