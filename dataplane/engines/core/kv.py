@@ -80,7 +80,9 @@ class KvMemory(Protocol[KvT_contra]):
         """Tokens whose KV was taken over from the cache when its memory was allocated."""
 
     def awaits_prefix(self, kv: KvT_contra) -> bool:
-        """Whether another sequence's prefill computes most of what this one, which has not begun, would compute."""
+        """Whether another sequence's prefill computes most of what this one, which has not begun, would compute, and
+        not much else.
+        """
 
     def computed(self, kv: KvT_contra, tokens: int) -> None:
         """Cache the full blocks of the first `tokens` tokens, whose KV is on the DEVICE and final."""

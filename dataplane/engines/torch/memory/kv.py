@@ -253,8 +253,11 @@ class KvStore:
             return False
         keys = kv.chain.keys(kv.chain.reusable_blocks)
         missing = list(dropwhile(self._prefixes.knows, keys))
+        computing = self._computing.get(missing[0]) if missing else None
+        if computing is None:
+            return False
         awaited = sum(1 for _ in takewhile(self._computing.__contains__, missing))
-        return awaited * 2 > len(missing)
+        return 2 * awaited > max(len(missing), len(computing.computing) // 2)
 
     def computed(self, kv: SequenceKv, tokens: int) -> None:
         full = tokens // kv.shape.block_tokens

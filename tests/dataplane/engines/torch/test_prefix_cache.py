@@ -167,6 +167,18 @@ def test_requests_that_come_together_compute_their_prefix_once(checkpoint: Check
         assert stats.prefix_hit_tokens == {"llama": 120}
 
 
+def test_none_waits_for_a_prompt_that_is_much_longer_than_what_it_shares(checkpoint: Checkpoint) -> None:
+    shared = prompt_of(1, 16)
+    with closing(slot(checkpoint, "llama", slabs=32, prefill_tokens_per_step_max=24)) as engine:
+        long, short = ask("long", [*shared, *prompt_of(2, 200)]), ask("short", [*shared, 5], tier="IW-F")
+        engine.add(long)
+        engine.step()
+        made, cached = answer(engine, short)
+        assert list(made) == ["short", "long"], "the short one answered first"
+        assert cached == {"short": 0}
+        assert made == {one.request_id: alone(checkpoint, one) for one in (short, long)}
+
+
 def test_one_that_waits_for_anothers_prefix_goes_on_if_that_leaves(checkpoint: Checkpoint) -> None:
     shared = prompt_of(1, 40)
     with closing(slot(checkpoint, "llama", prefill_tokens_per_step_max=16)) as engine:
@@ -177,6 +189,40 @@ def test_one_that_waits_for_anothers_prefix_goes_on_if_that_leaves(checkpoint: C
         engine.cancel("leaves")
         assert drain(engine).tokens == {"stays": alone(checkpoint, ask("stays", [*shared, 5]))}
         engine.check()
+
+
+def test_keys_and_values_that_are_not_numbers_reach_nobody_else(checkpoint: Checkpoint) -> None:
+    asked = ask("r", [*prompt_of(1, 10), 50, *prompt_of(2, 20)])
+    with closing(slot(checkpoint, "llama")) as engine:
+        answer(engine, ask("warm", prompt_of(3, 5)))
+        model: Any = engine.models["llama"].weights.skeleton.model
+        row = model.get_input_embeddings().weight[50]
+        healthy = row.clone()
+        row[:] = float("nan")
+        engine.add(asked)
+        assert "not numbers" in drain(engine).errors["r"]
+        row[:] = healthy
+        assert answer(engine, asked) == ({"r": alone(checkpoint, asked)}, {"r": 0})
+
+
+def test_a_prefill_worker_caches_what_it_exports(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    asked = ask("r", prompt_of(1, 41))
+    changes = {"host_kv_bytes": 8 * SLAB_BYTES, "host_kv_file": tmp_path / "kv", "prefill_only": True}
+    with closing(slot(checkpoint, "llama", **changes)) as prefills, closing(slot(checkpoint, "llama")) as decodes:
+        seen = []
+        for number in range(12):  # more than its host memory holds, if what was exported stayed
+            one = ask(f"r{number}", asked.prompt)
+            prefills.add(one)
+            outputs = [output for step in steps_of(prefills) for output in step]
+            (first, exported) = outputs
+            seen.append(first.cached_tokens)
+            decodes.add(ask(f"r{number}", asked.prompt, generated=first.token_ids, kv=exported.kv))
+            rest = drain(decodes).tokens[f"r{number}"]
+            assert (*first.token_ids, *rest) == alone(checkpoint, asked)
+            prefills.release(f"r{number}")
+            prefills.check()
+        assert seen == [0] + [40] * 11
+        assert decodes.stats().prefix_query_tokens == {}, "no prefill, no query"
 
 
 def test_a_cache_is_no_use_of_memory(checkpoint: Checkpoint) -> None:
