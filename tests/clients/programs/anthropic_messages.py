@@ -21,7 +21,7 @@ schema = {
     "properties": {"port": {"enum": ["brest", "cork"]}, "days": {"enum": [1, 2]}},
 }
 tool = {"name": "forecast", "description": "the tide", "input_schema": schema, "strict": True}
-forced = ask | {"max_tokens": 96, "tools": [tool]}
+forced = ask | {"max_tokens": 700, "tools": [tool]}
 forced |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 whole = client.messages.create(**ask)
@@ -78,3 +78,5 @@ print(
         }
     )
 )
+client.close()
+stranger.close()

@@ -13,7 +13,7 @@ warnings.simplefilter("error")
 url, key, model = (os.environ[f"TIDEPOOL_TEST_{name}"] for name in ("URL", "KEY", "MODEL"))
 client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, timeout=300)
 api = client.responses
-ask = {"model": model, "temperature": 0, "max_output_tokens": 96}
+ask = {"model": model, "temperature": 0, "max_output_tokens": 700}
 question = "When is the tide in Brest?"
 
 
@@ -41,7 +41,8 @@ Response.model_validate(called.model_dump(by_alias=True, exclude_unset=True))
 [call] = [item for item in called.output if item.type == "function_call"]
 [again] = [item for item in streamed.output if item.type == "function_call"]
 result = {"type": "function_call_output", "call_id": call.call_id, "output": "at noon"}
-told = api.create(**ask | {"max_output_tokens": 8}, input=[result], previous_response_id=called.id)
+follow = forced | {"tool_choice": "none", "max_output_tokens": 8}
+told = api.create(**follow, input=[result], previous_response_id=called.id)
 parsed = api.parse(**ask, input=question, text_format=Tide)
 items = [item.type for item in api.input_items.list(told.id, order="asc", limit=2)]
 api.delete(told.id)
@@ -74,3 +75,4 @@ print(
         }
     )
 )
+client.close()
