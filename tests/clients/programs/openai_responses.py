@@ -43,6 +43,8 @@ Response.model_validate(called.model_dump(by_alias=True, exclude_unset=True))
 result = {"type": "function_call_output", "call_id": call.call_id, "output": "at noon"}
 follow = forced | {"tool_choice": "none", "max_output_tokens": 8}
 told = api.create(**follow, input=[result], previous_response_id=called.id)
+context = [{"role": "user", "content": question}, *called.output, result]
+same = api.create(**follow, input=context, store=False)
 parsed = api.parse(**ask, input=question, text_format=Tide)
 items = [item.type for item in api.input_items.list(told.id, order="asc", limit=2)]
 api.delete(told.id)
@@ -64,7 +66,8 @@ print(
             "kinds": [kinds[0], kinds[1], kinds[-1]],
             "retrieved": api.retrieve(called.id) == called,
             "told": [told.status, told.incomplete_details and told.incomplete_details.reason],
-            "usage": [told.usage.output_tokens, told.usage.input_tokens > called.usage.input_tokens],
+            "same": [told.output_text == same.output_text, told.usage.input_tokens == same.usage.input_tokens],
+            "usage": told.usage.output_tokens,
             "parsed": parsed.output_parsed.model_dump(),
             "items": items,
             "errors": {
