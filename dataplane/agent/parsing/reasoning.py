@@ -35,14 +35,19 @@ class ReasoningParser:
         """Whether the text so far ends in reasoning."""
         return self._state in {"opened", "reasoning"} or (self._state == "start" and self._opened)
 
+    def _is_over(self) -> bool:
+        return self._state == "rest"
+
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning and the rest that are certain with more text."""
+        if self._is_over():
+            return "", text
         self._held += text
         self._advance()
         reasoning = self._take_reasoning() if self._state == "reasoning" else ""
         self._advance()
         rest = ""
-        if self._state == "rest":
+        if self._is_over():
             rest, self._held = self._held, ""
         return reasoning, rest
 
@@ -82,4 +87,10 @@ class ReasoningParser:
 
 def overlap(text: str, marker: str) -> int:
     """Length of the longest end of `text` that is a beginning of `marker`, and not all of it."""
-    return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), 0)
+    end = text[-len(marker) + 1 :] if len(marker) > 1 else ""
+    start = end.find(marker[0])
+    while start >= 0:
+        if marker.startswith(end[start:]):
+            return len(end) - start
+        start = end.find(marker[0], start + 1)
+    return 0

@@ -61,10 +61,21 @@ class ToolCallParser:
     def feed(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """The content and the calls that are certain with more text."""
         self._pending += text
-        steps = {"content": self._scan, "opened": self._open, "call": self._read, "after": self._close}
-        while not self.stopped and steps[self._state]():
+        while not self.stopped and self._step():
             pass
         return self._taken()
+
+    def _step(self) -> bool:
+        """Use some of the pending text; False when more is needed."""
+        match self._state:
+            case "content":
+                return self._scan()
+            case "opened":
+                return self._open()
+            case "call":
+                return self._read()
+            case "after":
+                return self._close()
 
     def finish(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """What was held back, when no text follows."""

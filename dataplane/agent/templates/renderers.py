@@ -77,7 +77,7 @@ class _Process:
             process = _start_process(theirs.fileno(), limits)
             undo.callback(process.wait)
             undo.callback(process.kill)
-            reader, writer = await asyncio.open_connection(sock=ours)
+            reader, writer = await asyncio.open_connection(sock=ours, limit=CHARS_MAX)
             undo.callback(writer.close)
             started = cls(process, reader, writer)
             theirs.close()
