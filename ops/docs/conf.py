@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[2]
 _NAVIGATION = {
     "Concepts": ("concepts", "architecture", "life-of-a-request", "life-of-a-batch", "life-of-a-plan"),
     "Operation": ("deploy", "operate", "security", "support", "limits"),
-    "Reference": ("api", "cli", "settings", "metrics"),
+    "Reference": ("api", "tools-and-reasoning", "cli", "settings", "metrics"),
     "In depth": ("data-plane", "forecasting-and-planning", "scaling", "simulator", "results"),
 }
 """Pages by heading of the side bar, in this order. All other pages follow under `More`."""
