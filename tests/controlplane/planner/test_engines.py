@@ -81,3 +81,10 @@ def test_the_faster_engine_is_taken_where_both_were_measured(world: World, setti
         session.get_one(Profile, ("tide", "H800")).engine_rates = {"torch": 415.0, "vllm": 124.0}
     assert [settle(world, settings, late_s=61) for _ in range(3)] == [1, 1, 0]
     assert desired(world)[1] == [("torch", "measured: torch 415, vLLM 124 tokens/s")] * 2
+
+
+def test_a_model_that_embeds_is_given_torch_where_its_node_prefers_vllm(world: World, settings: Settings) -> None:
+    world.add_model("tide", task="embed")
+    join(world, "vllm")
+    settle(world, settings)
+    assert {engine for engine, _ in desired(world)[1]} == {"torch"}

@@ -171,3 +171,13 @@ def test_settings_that_cannot_work_are_refused() -> None:
         VllmEngineSettings(weights_bytes=1, kv_bytes=0)
     assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda").eager is False
     assert VllmEngineSettings(weights_bytes=1, kv_bytes=1, device="cuda", models_max=2).eager is True
+
+
+@pytest.mark.parametrize(
+    ("node", "asked", "runs_on"),
+    [("vllm", "auto", "torch"), ("torch", "auto", "torch"), ("vllm", "vllm", "vllm"), ("replay", "auto", "replay")],
+)
+def test_a_model_that_embeds_runs_on_torch_unless_vllm_is_named(
+    node: EngineKind, asked: EngineChoice, runs_on: EngineKind
+) -> None:
+    assert engine_of(asking(asked, task="embed"), node) == runs_on

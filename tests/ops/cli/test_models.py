@@ -89,3 +89,17 @@ def test_a_model_is_added_with_the_parsers_of_its_answers(served: Run, tmp_path:
     assert "llama3_json" in shown
     outcome = served("model", "add", "m", *given, "--tool-parser", "bark")
     assert (outcome.status, "--tool-parser must be one of hermes" in outcome.err) == (2, True)
+
+
+def test_the_task_is_that_of_the_checkpoint_or_the_one_that_is_given(served: Run, tmp_path: Path) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m", architectures=["Qwen3Model"]), ("--tokens-per-s", "H800=1200")
+    added = served("model", "add", "m", "--path", folder, *rate)
+    assert "Qwen3Model to embed" in added.out
+    assert served("model", "list", "--json").json["data"][0]["task"] == "embed"
+    given = served("model", "add", "m", "--path", folder, "--task", "generate", "--json")
+    assert given.json["model"]["task"] == "generate"
+    refused = served("model", "add", "m", "--path", folder, "--task", "dream")
+    assert (refused.status, "--task must be one of generate, embed, score" in refused.err) == (2, True)
+    on_vllm = served("model", "add", "m", "--path", folder, "--engine", "vllm")
+    assert (on_vllm.status, "engine may not be vllm" in on_vllm.err) == (1, True)
