@@ -55,6 +55,7 @@ def make_engine(configure: Configure) -> Engine:
         kv_pressure=configure.kv_pressure,
         speed=configure.replay_speed,
         mean_tokens=configure.replay_mean_tokens,
+        prefix_cache=configure.prefix_cache,
         turns=configure.turns,
     )
     return ReplayEngine(settings, time.monotonic, time.sleep)

@@ -33,7 +33,9 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
         self.weights = WeightsMemory(settings.weights_bytes)
-        self.kv = ReplayKvMemory(settings.kv_bytes, settings.host_kv_bytes, clock, self.weights)
+        self.kv = ReplayKvMemory(
+            settings.kv_bytes, settings.host_kv_bytes, clock, self.weights, prefix_cache=settings.prefix_cache
+        )
         super().__init__(
             settings,
             clock,

@@ -1,18 +1,23 @@
 """The KV of a replayed slot, counted in bytes: its locations, and when transfers end.
 
 Transfers to the device and transfers from it each have a link to themselves and run one after another at the full rate.
-KV uses its own region first, then the memory of offloaded layers.
+KV uses its own region first, then the memory of offloaded layers. Cached prefixes that nobody uses take what is free,
+on the device and then in host memory; blocks that several sequences share count for each of them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
 from dataplane.engines.interface import KvHandle
+from dataplane.engines.replay.prefixes import CachedBlocks
 from dataplane.engines.replay.weights import HostLink, WeightsMemory
+from dataplane.memory.prefix_keys import PrefixChain, prefix_scope
 
 REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV, which can always be read because there are no bytes."""
+BLOCK_TOKENS = 16
+"""Tokens of a block of a cached prefix."""
 _MOVING = (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)
 
 
@@ -28,6 +33,8 @@ class KvShare:
 class SequenceKv:
     """The KV of one sequence: `device_bytes` and `host_bytes` of memory (no host memory if another slot holds it).
     A transfer moves `moved_tokens` and ends at `moved_s`. `share`: the share of device memory it is limited to, if any.
+    `chain`: the keys of its blocks, if it may share prefixes with others of its `model`; of these it uses those in
+    `held`, and took over the first `reused`.
     """
 
     bytes_per_token: int
@@ -38,6 +45,10 @@ class SequenceKv:
     host_bytes: int = 0
     moved_tokens: int = 0
     moved_s: float = 0.0
+    model: str = ""
+    chain: PrefixChain | None = None
+    held: list[bytes] = field(default_factory=list)
+    reused: int = 0
 
     @property
     def moved_bytes(self) -> int:
@@ -60,8 +71,11 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         host_bytes: int,
         clock: Callable[[], float],
         weights: WeightsMemory,
+        *,
+        prefix_cache: bool = False,
     ) -> None:
         """`weights`: the models whose offloaded layers KV may use."""
+        self._prefixes = CachedBlocks() if prefix_cache else None
         self._clock = clock
         self._capacity_bytes = capacity_bytes
         self._weights = weights
@@ -118,12 +132,53 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         more_bytes = tokens * kv.bytes_per_token - kv.device_bytes
-        if more_bytes > 0:
-            if more_bytes > self._spare_bytes_of(kv):
-                return False
-            self._take(kv, more_bytes)
+        if more_bytes > 0 and more_bytes > self._spare_bytes_of(kv):
+            return False
+        begins, loaded = kv.location is KvLocation.NONE, 0
         kv.location = KvLocation.DEVICE
+        if begins:
+            loaded = self._take_over(kv)
+        if more_bytes > 0:
+            self._take(kv, more_bytes)
+        if loaded:
+            kv.moved_tokens = loaded * BLOCK_TOKENS
+            self._move(kv, KvLocation.SWAPPING_IN, self._in)
         return True
+
+    def track(self, kv: SequenceKv, tokens: Sequence[int], salt: str) -> None:
+        if self._prefixes is not None:
+            kv.chain = PrefixChain(prefix_scope(kv.model, salt), tokens, BLOCK_TOKENS)
+
+    def reused_tokens(self, kv: SequenceKv) -> int:
+        return kv.reused * BLOCK_TOKENS
+
+    def computed(self, kv: SequenceKv, tokens: int) -> None:
+        full = tokens // BLOCK_TOKENS
+        if kv.chain is None or self._prefixes is None or full <= len(kv.held):
+            return
+        more = kv.chain.keys(full)[len(kv.held) :]
+        self._prefixes.add(more)
+        kv.held += more
+
+    def _take_over(self, kv: SequenceKv) -> int:
+        """Use the longest cached prefix; returns how many of its blocks are in host memory."""
+        kv.reused, loaded = 0, 0
+        if kv.chain is not None and self._prefixes is not None:
+            keys = kv.chain.keys(kv.chain.reusable_blocks)
+            kv.reused, loaded = self._prefixes.take(keys)
+            kv.held = keys[: kv.reused]
+        return loaded
+
+    def _let_go(self, kv: SequenceKv) -> None:
+        """Let the cache evict the blocks of KV that leaves the device."""
+        if kv.held and self._prefixes is not None:
+            self._prefixes.release(kv.held, BLOCK_TOKENS * kv.bytes_per_token)
+            kv.held = []
+            self._evict_prefixes(self._prefixes)
+
+    def _evict_prefixes(self, prefixes: CachedBlocks) -> None:
+        """Evict what no longer fits beside the KV of sequences."""
+        prefixes.evict(self.free_bytes, max(self._host_capacity_bytes - self.host_used_bytes, 0))
 
     def grow_unseen(self, size_bytes: int) -> None:
         """Allocate free bytes that the caller assigns to sequences later."""
@@ -138,6 +193,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         self._take(kv, size_bytes - kv.device_bytes)
         self.host_used_bytes += size_bytes
         kv.host_bytes = size_bytes
+        self._let_go(kv)
         kv.moved_tokens = tokens
         self._move(kv, KvLocation.SWAPPING_OUT, self._out)
         self.swapped_out_total += 1
@@ -172,6 +228,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         self._take(kv, -kv.device_bytes)
         self._free_host(kv)
         kv.location = KvLocation.NONE
+        self._let_go(kv)
 
     def settle(self) -> None:
         """Complete the transfers that have ended."""
@@ -202,6 +259,8 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         kv.device_bytes += more_bytes
         if kv.share is not None:
             kv.share.used_bytes += more_bytes
+        if more_bytes > 0 and self._prefixes is not None:
+            self._evict_prefixes(self._prefixes)
 
     def _free_host(self, kv: SequenceKv) -> None:
         self.host_used_bytes -= kv.host_bytes

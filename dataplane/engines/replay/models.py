@@ -53,7 +53,9 @@ class ReplayModel(ServedModel[SequenceKv]):
         return self.estimate.latency
 
     def new_kv(self) -> SequenceKv:
-        return SequenceKv(bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s, share=self.share)
+        return SequenceKv(
+            bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s, share=self.share, model=self.name
+        )
 
 
 ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)

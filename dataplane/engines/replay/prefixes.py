@@ -10,20 +10,16 @@ from itertools import takewhile
 
 
 class CachedBlocks:
-    """Blocks of one size. `host_blocks`: how many fit into host memory."""
+    """Blocks with their sizes, in any one unit. `idle_size`: of those on the device that nobody uses."""
 
-    def __init__(self, host_blocks: int) -> None:
-        self._host_blocks = host_blocks
+    def __init__(self) -> None:
+        self.idle_size = 0
+        self._host_size = 0
         self._users: dict[Hashable, int] = {}
         """How many sequences use a block."""
-        self._idle: OrderedDict[Hashable, None] = OrderedDict()
-        self._host: OrderedDict[Hashable, None] = OrderedDict()
-        """The least recently used first."""
-
-    @property
-    def idle(self) -> int:
-        """Blocks on the device that nobody uses."""
-        return len(self._idle)
+        self._idle: OrderedDict[Hashable, int] = OrderedDict()
+        self._host: OrderedDict[Hashable, int] = OrderedDict()
+        """By block its size, the least recently used first."""
 
     def find(self, blocks: Sequence[Hashable]) -> int:
         """How many of the first blocks are cached, on the device or in host memory."""
@@ -39,25 +35,28 @@ class CachedBlocks:
     def add(self, blocks: Sequence[Hashable]) -> None:
         """Cache blocks on the device for a sequence that uses them."""
         for block in blocks:
-            self._idle.pop(block, None)
-            self._host.pop(block, None)
+            self.idle_size -= self._idle.pop(block, 0)
+            self._host_size -= self._host.pop(block, 0)
             self._users[block] = self._users.get(block, 0) + 1
 
-    def release(self, blocks: Sequence[Hashable]) -> None:
-        """A sequence no longer uses its blocks, which are in its order."""
+    def release(self, blocks: Sequence[Hashable], size: int = 1) -> None:
+        """A sequence no longer uses its blocks, which are in its order, each of this size."""
         for block in reversed(blocks):
             self._users[block] -= 1
             if not self._users[block]:
                 del self._users[block]
-                self._idle[block] = None
+                self._idle[block] = size
+                self.idle_size += size
 
-    def evict(self, keep: int) -> None:
-        """Keep at most so many idle blocks on the device."""
-        while len(self._idle) > max(keep, 0):
-            block, _ = self._idle.popitem(last=False)
-            self._host[block] = None
-            if len(self._host) > self._host_blocks:
-                self._host.popitem(last=False)
+    def evict(self, keep: int, host: int) -> None:
+        """Keep at most so much of what is idle on the device, and so much in host memory."""
+        while self._idle and self.idle_size > keep:
+            block, size = self._idle.popitem(last=False)
+            self.idle_size -= size
+            self._host[block] = size
+            self._host_size += size
+        while self._host and self._host_size > host:
+            self._host_size -= self._host.popitem(last=False)[1]
 
     def _has(self, block: Hashable) -> bool:
         return block in self._users or block in self._idle or block in self._host

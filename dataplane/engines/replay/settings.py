@@ -20,7 +20,8 @@ class ReplaySettings:
     which of the `layers` equal layers of each model, which contain all its weights, are offloaded then.
 
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
-    about so many tokens (geometrically distributed); None lets each run to its `max_tokens`.
+    about so many tokens (geometrically distributed); None lets each run to its `max_tokens`. `prefix_cache`: prompts
+    that begin alike are computed once.
     """
 
     profile: GpuProfile
@@ -37,4 +38,5 @@ class ReplaySettings:
     speed: float = 1.0
     vocabulary_size: int = len(WORDS)
     mean_tokens: int | None = None
+    prefix_cache: bool = False
     turns: TurnSettings = field(default_factory=TurnSettings)

@@ -62,6 +62,7 @@ class ReplaySteps:
         makers = [chunk.sequence for chunk in chunks if chunk.makes_token]
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
+            self._kv.computed(chunk.sequence.kv, chunk.sequence.cached)
         return makers
 
     def load_weights(self, turn: Turn, model: ReplayModel, now_s: float) -> float | None:

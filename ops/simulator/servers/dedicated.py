@@ -46,7 +46,8 @@ class Instance:
         self.next_s = inf
         self._settings = settings
         block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
-        self._prefixes = CachedBlocks(settings.prefix_host_bytes // block_bytes)
+        self._prefixes = CachedBlocks()
+        self._host_blocks = settings.prefix_host_bytes // block_bytes
         self._block_s = block_bytes / model.bytes_per_s
         self._weighs = settings.batching == "turns"
         """Whether the turn policy is asked."""
@@ -329,4 +330,4 @@ class Instance:
 
     def _make_room(self) -> None:
         """Evict blocks that nobody uses from memory that sequences have taken."""
-        self._prefixes.evict((self.kv_tokens_max - self.kv_tokens) // BLOCK_TOKENS)
+        self._prefixes.evict((self.kv_tokens_max - self.kv_tokens) // BLOCK_TOKENS, self._host_blocks)
