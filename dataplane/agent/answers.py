@@ -160,15 +160,17 @@ class Answer:
                 self._measure.ended("error")
                 yield failed_event(DataplaneError(output.error))
                 return
-            event = self._token_event(output)
-            if event is not None:
+            for event in self._token_events(output):
                 yield event
             if output.finish_reason is not None and not self._text.stopped:
                 yield self._finished(output.finish_reason)
                 return
 
-    def _token_event(self, output: EngineOutput) -> Token | None:
-        """The new text. Tokens after a stop string do not count."""
+    def _token_events(self, output: EngineOutput) -> list[Token]:
+        """The new text; tokens after a stop string do not count. Reasoning and calls that were held back until the end
+        are an event without tokens, which a reader holds until `Finished`: another node, given all tokens, would make
+        it again.
+        """
         if self._cached_tokens is None:  # later prefills, after a worker was lost, are none of the client's
             self._cached_tokens = output.cached_tokens
         new, token_ids = Parsed(), []
@@ -177,14 +179,14 @@ class Answer:
             token_ids.append(token_id)
             if self._text.stopped:
                 break
-        if output.finish_reason is not None:
-            new += self._text.finish()
+        held_back = Parsed() if output.finish_reason is None else self._text.finish()
+        if not (held_back.reasoning or held_back.tool_calls):
+            new, held_back = new + held_back, Parsed()
         self._completion_tokens += len(token_ids)
         self._measure.made(len(token_ids))
-        if not new and not token_ids:
-            return None
         logprobs = self._logprobs(token_ids, output.scores) if output.scores else ()
-        return _token(new, tuple(token_ids), logprobs)
+        events = [_token(new, tuple(token_ids), logprobs)] if new or token_ids else []
+        return [*events, _token(held_back)] if held_back else events
 
     def _logprobs(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> tuple[TokenLogprob, ...]:
         return tuple(

@@ -90,6 +90,10 @@ class Nodes(AgentClient):
             sent += 1
             yield line
 
+    def text_of(self, generate: Generate) -> AnswerText:
+        detokenizer = IncrementalDetokenizer(ByteTokenizer(), generate.sampling.stop)
+        return AnswerText(detokenizer, sent_chars=generate.sent_chars)
+
     async def _lines(self, generate: Generate) -> AsyncIterator[bytes]:
         request = EngineRequest(
             request_id="r", instance_id="i", tier="IW-N", prompt=(1,), generated=generate.generated, max_tokens=99
@@ -104,8 +108,7 @@ class Nodes(AgentClient):
             if last:
                 flight.outputs.put(EngineOutput(request_id="r", token_ids=tuple(last)))
             flight.outputs.put(EngineOutput(request_id="r", finish_reason="stop"))
-        detokenizer = IncrementalDetokenizer(ByteTokenizer(), generate.sampling.stop)
-        text = AnswerText(detokenizer, sent_chars=generate.sent_chars)
+        text = self.text_of(generate)
         resumed = text.resume(generate.generated)
         measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)
         async for event in Answer(flight, text, cancel=lambda _: None, measure=measure, resumed=resumed).events():

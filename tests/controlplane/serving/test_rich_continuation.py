@@ -15,6 +15,9 @@ from controlplane.serving.chat_answers import ChatRenderer
 from controlplane.serving.fan_out import InFlightQuery, send_query
 from controlplane.serving.query import Query
 from controlplane.serving.send import Sender
+from dataplane.agent.answers import answer_text
+from dataplane.agent.parsing.answer_text import AnswerText
+from dataplane.agent.parsing.families import REASONING_FORMATS, TOOL_FAMILIES, Families
 from dataplane.protocol.messages import (
     ChatMessage,
     Finished,
@@ -24,11 +27,14 @@ from dataplane.protocol.messages import (
     StreamEvent,
     Token,
     TokenLogprob,
+    Tool,
     ToolCallDelta,
+    ToolUse,
     TopLogprob,
     encode_line,
 )
 from dataplane.protocol.tiers import Tier
+from tests.controlplane.serving import test_continuation
 from tests.controlplane.serving.test_continuation import MODEL, Fleet, settings
 
 PIECES: tuple[dict[str, Any], ...] = (
@@ -52,8 +58,8 @@ def token(number: int) -> Token:
 
 
 class Nodes(AgentClient):
-    """Two nodes that make the tokens of PIECES. The first one's streams break off after `lines` lines. `together`: so
-    many lines arrive at once.
+    """Two nodes that make the tokens of PIECES. The stream of the first that is asked breaks off after `lines`
+    lines. `together`: so many lines arrive at once.
     """
 
     def __init__(self, lines: int, together: int) -> None:
@@ -66,7 +72,7 @@ class Nodes(AgentClient):
         self, url: str, request: Generate, headers: Mapping[str, str] | None
     ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
         self.asked.append(msgspec.json.decode(msgspec.json.encode(request), type=Generate))
-        yield 200, self._stream(self.asked[-1], lost="n1" in url)
+        yield 200, self._stream(self.asked[-1], lost=len(self.asked) == 1)
 
     async def _stream(self, generate: Generate, *, lost: bool) -> AsyncIterator[bytes]:
         begun = len(generate.generated)
@@ -78,8 +84,22 @@ class Nodes(AgentClient):
             raise aiohttp.ClientPayloadError("the node is gone")
 
 
-def query(lines: int, together: int) -> tuple[Sender, Nodes, InFlightQuery, Renderer]:
-    nodes, fleet = Nodes(lines, together), Fleet()
+class ParsingNodes(test_continuation.Nodes):
+    """Two nodes that make the tokens of `test_continuation.BYTES` through the agent's own parsers. The stream of the
+    first that is asked breaks off.
+    """
+
+    def _stream(self, generate: Generate, node: str) -> AsyncIterator[bytes]:
+        self.lost = {node} if len(self.asked) == 1 else set()
+        return super()._stream(generate, node)
+
+    def text_of(self, generate: Generate) -> AnswerText:
+        families = Families(tools=TOOL_FAMILIES["hermes"], reasoning=REASONING_FORMATS["qwen3"])
+        return answer_text(generate, test_continuation.ByteTokenizer(), families, "")  # type: ignore[arg-type]
+
+
+def query(nodes: AgentClient) -> tuple[Sender, InFlightQuery, Renderer]:
+    fleet = Fleet()
     message = Generate(
         request_id="",
         instance_id="",
@@ -87,23 +107,30 @@ def query(lines: int, together: int) -> tuple[Sender, Nodes, InFlightQuery, Rend
         tier=Tier.IW_N,
         messages=(ChatMessage(role="user", content="x"),),
         sampling=Sampling(seed=1, logprobs=0),
+        tools=ToolUse(tools=(Tool(name="look"),)),
     )
     asked = Query(prompts=(message,))
     flying = InFlightQuery.of(fleet, MODEL, asked, asked.choices("r"), tenant="acme", origin=None)
-    return Sender(fleet, nodes, settings()), nodes, flying, ChatRenderer(asked, answer_id="r")
+    return Sender(fleet, nodes, settings()), flying, ChatRenderer(asked, answer_id="r")
 
 
-async def whole(lines: int, together: int = 1) -> tuple[dict[str, Any], int]:
-    sender, nodes, flying, renderer = query(lines, together)
+async def answered(nodes: AgentClient) -> dict[str, Any]:
+    sender, flying, renderer = query(nodes)
     try:
-        return (await whole_answer(send_query(sender, flying), flying, renderer)), len(nodes.asked)
+        return await whole_answer(send_query(sender, flying), flying, renderer) | {"created": 0}
     finally:
         await nodes.close()
 
 
+async def whole(lines: int, together: int = 1) -> tuple[dict[str, Any], int]:
+    nodes = Nodes(lines, together)
+    return await answered(nodes), len(nodes.asked)
+
+
 async def streamed(lines: int, together: int = 1) -> dict[str, Any]:
     """The streamed answer, put together as clients do."""
-    sender, nodes, flying, renderer = query(lines, together)
+    nodes = Nodes(lines, together)
+    sender, flying, renderer = query(nodes)
     written = renderer.begin()
     try:
         async for choice, events in send_query(sender, flying):
@@ -131,12 +158,36 @@ def test_a_node_lost_at_any_line_changes_nothing(together: int) -> None:
     async def run() -> None:
         (undisturbed, asked), undisturbed_stream = await whole(99), await streamed(99)
         assert asked == 1
-        undisturbed["created"] = 0
         for lines in range(len(PIECES) + 3):
             answer, asked = await whole(lines, together)
-            assert answer | {"created": 0} == undisturbed, lines
+            assert answer == undisturbed, lines
             assert asked == 2
             assert await streamed(lines, together) == undisturbed_stream, lines
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ('<think>hm é</think>So <tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>', "stop"),
+        ("<think>hm</thi", "length"),
+        ("<think>hm</thi", "stop"),
+        ('<think>hm</think><tool_call>{"name": "look", "argum', "length"),
+        ("So it is. <tool_ca", "stop"),
+    ],
+)
+def test_what_the_agent_parses_is_the_same_wherever_its_node_is_lost(
+    monkeypatch: pytest.MonkeyPatch, text: str, end: str
+) -> None:
+    monkeypatch.setattr(test_continuation, "BYTES", text.encode())
+
+    async def run() -> None:
+        undisturbed = await answered(ParsingNodes(10**6, end=end))
+        for lines in range(len(text.encode()) + 2):
+            nodes = ParsingNodes(lines, end=end)
+            assert await answered(nodes) == undisturbed, lines
+            assert len(nodes.asked) == 2
 
     asyncio.run(run())
 
