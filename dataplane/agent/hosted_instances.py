@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pooled_answers import PoolingRules, read_rules
 from dataplane.agent.tokenization import Tokenizer, TokenizerCache
 from dataplane.checkpoints.local import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
@@ -265,7 +266,7 @@ class HostedInstances:
         task.add_done_callback(self._loads.discard)
 
     async def _load_tokenizer(self, hosted: HostedInstance) -> None:
-        """Fetch the checkpoint and read the tokenizer, then let the process load the weights."""
+        """Fetch the checkpoint, read the tokenizer and check the parsers, then let the process load the weights."""
         refusal = self._refusal(hosted.desired)
         if refusal is not None:
             self._fail(hosted, refusal)
@@ -274,7 +275,9 @@ class HostedInstances:
             hosted.folder = await self._local_folder(hosted)
             await asyncio.to_thread(read_ahead, Path(hosted.folder))
             hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)
-            hosted.tokenizer = await self._tokenizers.get(hosted.desired.model.path, hosted.folder)
+            tokenizer = await self._tokenizers.get(hosted.desired.model.path, hosted.folder)
+            families_of(hosted.desired.model, tokenizer.template)
+            hosted.tokenizer = tokenizer
         except ModelLoadError as error:
             self._fail(hosted, error.message)
             return

@@ -10,7 +10,7 @@ from dataplane.agent.templates.renderers import TemplateRenderers
 from dataplane.agent.tokenization import WordTokenizer
 from dataplane.protocol.errors import OverloadedError
 from dataplane.protocol.messages import Failed, Finished
-from tests.dataplane.replay_node import PATIENCE_S, generate, instance, running_node, settings
+from tests.dataplane.replay_node import PATIENCE_S, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import read
 from tests.event_loop import asynchronous
 
@@ -88,3 +88,15 @@ async def test_the_length_of_a_prompt_of_tokens_is_checked_first() -> None:
         [failed] = await read(node, generate(prompt=None, prompt_tokens=(99_999,) * 5000))
         assert isinstance(failed, Failed)
         assert (failed.code, failed.param) == ("context_length_exceeded", "prompt_tokens")
+
+
+@asynchronous
+async def test_a_model_with_a_parser_that_the_node_does_not_know_fails_to_load() -> None:
+    async with running_node(settings(load_retry_s=60.0)) as node:
+        node.agent.apply(desired(1, instance(tool_parser="bark")))
+        await node.until(lambda: node.states() == {"i1": "failed"})
+        [report] = node.agent.reports()
+        assert "tool_parser must be one of hermes" in (report.error or "")
+        await node.hold(3, instance("i2", tool_parser="hermes"))
+        node.agent.apply(desired(4, instance("i2", tool_parser="mistral")))
+        assert node.states() == {"i2": "ready"}, "another parser applies to the next request, without a load"
