@@ -25,7 +25,7 @@ from controlplane.serving.pooling_requests import (
 )
 from controlplane.serving.query import Query
 from controlplane.serving.responses.renderer import ResponseRenderer
-from controlplane.serving.responses.requests import RESPONSES, ResponseRequest
+from controlplane.serving.responses.requests import RESPONSES, BatchedResponseRequest
 from dataplane.protocol.messages import Generate
 from dataplane.protocol.tiers import Tier
 
@@ -65,7 +65,7 @@ ENDPOINTS: dict[str, Endpoint] = {
     CHAT: Endpoint(request=ChatRequest, renderer=ChatRenderer),
     COMPLETIONS: Endpoint(request=CompletionRequest, renderer=CompletionRenderer),
     MESSAGES: Endpoint(request=MessagesRequest, renderer=MessagesRenderer, batch=False),
-    RESPONSES: Endpoint(request=ResponseRequest, renderer=ResponseRenderer, batch=False),
+    RESPONSES: Endpoint(request=BatchedResponseRequest, renderer=ResponseRenderer),
     EMBEDDINGS: Endpoint(request=EmbeddingRequest, renderer=EmbeddingRenderer),
     SCORE: Endpoint(request=ScoreRequest, renderer=ScoreRenderer, batch=False),
     RERANK: Endpoint(request=RerankRequest, renderer=RerankRenderer, batch=False),

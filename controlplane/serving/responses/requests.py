@@ -214,3 +214,18 @@ class ResponseRequest(RefusedFields):
             "usage": None,
             "user": self.user,
         }
+
+
+class BatchedResponseRequest(ResponseRequest):
+    """A response as a line of a batch: it is in the batch's output file alone, and continues no other."""
+
+    @model_validator(mode="after")
+    def _stands_alone(self) -> "BatchedResponseRequest":
+        for name in ("previous_response_id", "background"):
+            if getattr(self, name):
+                raise unsupported("a response in a batch stands alone, and is not stored", field=name)
+        return self
+
+    def head(self, tier: Tier) -> dict[str, Any]:
+        """The response object before its answer; it says that it is not stored."""
+        return {**super().head(tier), "store": False}

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types.responses import Response
 from redis import Redis
 from sqlalchemy import select, text
 from structlog.testing import capture_logs
@@ -21,12 +22,15 @@ from controlplane.dispatcher.release import Releaser
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.pooling_requests import EMBEDDINGS
+from controlplane.serving.responses.requests import RESPONSES
 from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
 from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests
+from controlplane.store.responses import ResponseRow
+from dataplane.protocol.messages import Finished, Token, ToolCallDelta
 from tests.controlplane.dispatcher.test_ingest import line, submitted
 from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, request_line, served
 
@@ -440,4 +444,42 @@ def test_a_batch_that_asks_a_model_for_what_it_does_not_answer_fails_whole(world
     assert batch.state == "failed"
     assert [(error["code"], error["param"], error["line"]) for error in batch.errors["data"]] == [
         ("model_not_supported", "body.model", 1)
+    ]
+
+
+def responded(custom_id: str, **body: Any) -> bytes:
+    asked = {"model": "tide", "input": "hi"} | body
+    fields = {"custom_id": custom_id, "method": "POST", "url": RESPONSES, "body": asked}
+    return msgspec.json.encode(fields) + b"\n"
+
+
+def test_responses_in_a_batch_are_in_its_output_alone(world: World, blobs: BlobStore) -> None:
+    lines = (responded("text"), responded("call", tools=[{"type": "function", "name": "look"}], store=True))
+    call = ToolCallDelta(index=0, name="look", arguments="{}")
+    agent = FakeAgent(
+        events=[
+            Token(text="so", token_ids=(1,), reasoning="hm"),
+            Token(text="", token_ids=(2,), tool_calls=(call,)),
+            Finished(finish_reason="tool_calls", prompt_tokens=7, completion_tokens=2),
+        ]
+    )
+    batch = finished(world, agent, submitted(world, blobs, *lines, endpoint=RESPONSES))
+    assert (batch.state, batch.completed, batch.failed) == ("completed", 2, 0)
+    bodies = {each["custom_id"]: each["response"]["body"] for each in lines_of(blobs, batch.output_file_id)}
+    assert bodies.keys() == {"text", "call"}
+    for body in bodies.values():
+        Response.model_validate(body)
+        assert (body["status"], body["store"], body["service_tier"]) == ("completed", False, "flex")
+        assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call"]
+    with world.database.transaction() as session:
+        assert not session.scalars(select(ResponseRow)).all()
+
+
+def test_a_response_in_a_batch_continues_no_other(world: World, blobs: BlobStore) -> None:
+    lines = (responded("one", previous_response_id="resp_1"), responded("two", background=True))
+    batch = finished(world, FakeAgent(), submitted(world, blobs, *lines, endpoint=RESPONSES))
+    assert batch.state == "failed"
+    assert [(error["code"], error["param"]) for error in batch.errors["data"]] == [
+        ("unsupported_parameter", "body.previous_response_id"),
+        ("unsupported_parameter", "body.background"),
     ]
