@@ -80,7 +80,7 @@ def _settle(
 
 
 def _asked(model: Model) -> EngineChoice:
-    """What the operator chose; a model that does not generate runs on torch alone."""
+    """What the operator chose; a model that does not generate runs on torch otherwise."""
     return TORCH if model.engine == "auto" and model.task != "generate" else model.engine
 
 

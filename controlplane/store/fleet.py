@@ -129,7 +129,7 @@ def put_model(session: Session, model: Model) -> Model:
 
     Raises:
         ConflictError: instances of the name run from another path, or for another task.
-        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs, or it does not generate.
+        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
@@ -138,8 +138,6 @@ def put_model(session: Session, model: Model) -> Model:
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
     if present is not None and model.task not in (None, present.task) and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances for task {present.task}", param="task")
-    if model.engine == "vllm" and model.task not in (None, "generate"):
-        raise InvalidValueError("engine may not be vllm: it runs models that generate", param="engine")
     sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)
     if model.engine == "vllm" and (gpus := session.scalar(sizes)) is not None:
         raise InvalidValueError(f"engine may not be vllm: {_ONE_GPU} {gpus}, says a profile of it", param="engine")

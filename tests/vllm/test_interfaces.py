@@ -50,14 +50,15 @@ def takes(function: Any, calls: list[tuple[int, set[str]]]) -> bool:
 
 
 def test_what_we_call_is_there_and_takes_what_we_give() -> None:
-    from vllm import EngineArgs, LLMEngine, SamplingParams  # noqa: PLC0415
+    from vllm import EngineArgs, LLMEngine, PoolingParams, SamplingParams  # noqa: PLC0415
     from vllm.distributed import parallel_state  # noqa: PLC0415
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
 
-    from dataplane.engines.vllm import runner, sampling  # noqa: PLC0415
+    from dataplane.engines.vllm import pooling, runner, sampling  # noqa: PLC0415
 
     assert takes(EngineArgs, given_in(runner, "EngineArgs"))
     assert takes(SamplingParams, given_in(sampling, "SamplingParams"))
+    assert takes(PoolingParams, given_in(pooling, "PoolingParams"))
     assert takes(LLMEngine.from_engine_args, given_in(runner, "from_engine_args"))
     for method in ("add_request", "abort_request", "reset_prefix_cache", "collective_rpc"):
         bound = partial(getattr(LLMEngine, method), None)

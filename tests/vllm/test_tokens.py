@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
-from dataplane.protocol.errors import DeviceLostError, ModelLoadError
+from dataplane.protocol.errors import DeviceLostError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.test_sampling import LOGPROBS, MAX_TOKENS, VARIANTS, check_scores
@@ -195,11 +195,3 @@ def test_what_fails_in_a_step_fails_alone(
         engine.add(request("goes on elsewhere", [5, 6, 7], instance_id="llama"))
         with pytest.raises(torch.AcceleratorError):
             drain(engine)
-
-
-def test_a_model_that_does_not_generate_is_refused(
-    checkpoint: Callable[[str], Path], make_engine: Callable[..., Any]
-) -> None:
-    spec = replace(spec_of("embedding", checkpoint("llama")), task="embed")
-    with pytest.raises(ModelLoadError, match="engine torch runs this one"):
-        make_engine().load("a", spec)

@@ -73,7 +73,8 @@ class ModelChange(Body):
     )
     task: Task = Field(
         "generate",
-        description="what it answers with: text, embeddings, or scores of pairs of texts; the last two on torch",
+        description="what it answers with: text, embeddings, or scores of pairs of texts; on torch the last two, unless"
+        " engine is vllm",
     )
     tool_parser: ToolParserName | None = Field(
         None,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
+from vllm import PoolingParams, SamplingParams
 
 from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.safetensors_file import read_json
@@ -25,6 +26,7 @@ from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
+from dataplane.engines.vllm.pooling import answer_of, pooling_params, read_rules
 from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
 from dataplane.engines.vllm.sampling import ends_at_eos, sampling_params, score_of
 from dataplane.engines.vllm.settings import VllmEngineSettings
@@ -65,10 +67,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
 
         Raises:
-            ModelLoadError: it cannot be read, its weights exceed the slot's memory, or it does not generate.
+            ModelLoadError: it cannot be read, its weights exceed the slot's memory, or vLLM cannot make its answers.
         """
-        if model.task != "generate":
-            raise ModelLoadError(f"{model.name}: vLLM runs models that generate here; engine torch runs this one")
+        read_rules(Path(model.path), model.task)
         size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
         limit = self._settings.weights_bytes
         if size_bytes > limit:
@@ -97,7 +98,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
         size_bytes = stored_bytes(folder, settings.dtype)
         self._sleep_until_fits(size_bytes, keep=None)
-        runner = Runner(spec.name, folder, settings, self._cache)
+        rules = read_rules(folder, spec.task)
+        runner = Runner(spec.name, folder, settings, self._cache, spec.task)
         try:
             if settings.models_max > 1:
                 runner.keep_host_copy()
@@ -120,6 +122,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             constraints=ConstraintCompiler(folder, size=runner.vocabulary, eos_ids=eos_ids),
             eos_ids=tuple(sorted(eos_ids)),
             wake_s=guess_s,
+            task=spec.task,
+            rules=rules,
             used_s=self._clock(),
         )
 
@@ -192,6 +196,13 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             if name not in step.ended or ended or sequence.generated + 1 == sequence.request.max_tokens:
                 self.requests.begin(sequence)
                 made[name] = sequence, None if ended else token, _score_of(sequence, token, step)
+        for name, pooled in step.pooled.items():
+            assert model.rules is not None
+            mine[name].values = answer_of(pooled, model.rules)
+            if mine[name].values:
+                made[name] = mine[name], None, None
+            else:
+                self.requests.end_all([mine[name]], f"{model.name}: the pooled states are not numbers")
         for name in step.ended.keys() - made.keys():
             self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
         return self._without_unmatched(list(made.values()))
@@ -205,10 +216,11 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             if name in step.tokens and sequence.first:
                 sequence.reused = step.cached[name]
                 sequence.cached = max(sequence.cached, sequence.reused)
-            cached = len(sequence.tokens) if name in step.tokens else sequence.kv.tokens
+            is_done = name in step.tokens or name in step.pooled
+            cached = len(sequence.tokens) if is_done else sequence.kv.tokens
             if cached > sequence.cached:
                 chunks.append(Chunk(sequence=sequence, count=cached - sequence.cached))
-                measured = measured and (sequence.cached > 0 or name in step.tokens)
+                measured = measured and (sequence.cached > 0 or is_done)
         if measured:
             model.observe(chunks, took_s)
         for chunk in chunks:
@@ -217,7 +229,10 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
     def _submit(self, name: str, sequence: VllmSequence, model: VllmModel) -> None:
         request = sequence.request
         left = request.max_tokens - sequence.generated
-        params = sampling_params(request, model.eos_ids, left=left, matcher=sequence.matcher)
+        if model.rules is not None:
+            params: SamplingParams | PoolingParams = pooling_params(model.rules)
+        else:
+            params = sampling_params(request, model.eos_ids, left=left, matcher=sequence.matcher)
         priority = TIER_RANKS[request.tier]
         sequence.kv.vllm_id = model.runner.add(
             name, list(sequence.tokens), params, salt=request.cache_salt, priority=priority

@@ -7,6 +7,7 @@ from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import KvHandle
+from dataplane.engines.vllm.pooling import PoolingRules
 from dataplane.engines.vllm.runner import Runner
 
 
@@ -84,6 +85,7 @@ class VllmModel(ServedModel[VllmKv]):
     kv_bytes: int
     eos_ids: tuple[int, ...]
     wake_s: float
+    rules: PoolingRules | None = None
     used_s: float = 0.0
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import EngineArgs, LLMEngine, SamplingParams
+from vllm import EngineArgs, LLMEngine, PoolingParams, PoolingRequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 
 from dataplane.checkpoints.safetensors_file import list_tensors, read_json
@@ -17,6 +17,7 @@ from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.memory.model_cache import CachedModel, ModelCache
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import Task
 
 _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
 _FREE_SHARE_MIN = 0.01
@@ -38,13 +39,15 @@ class HostCopy:
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """The result of a step, by the requests' names: the token of each, how many tokens of its first prefill were
-    cached, vLLM's log probabilities where they are wanted, and why vLLM ended some.
+    cached, vLLM's log probabilities where they are wanted, and why vLLM ended some. `pooled`: the states that answer
+    requests of models that do not generate.
     """
 
     tokens: dict[str, int]
     ended: dict[str, str]
     cached: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, Mapping[int, Logprob]] = field(default_factory=dict)
+    pooled: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Runner:
@@ -52,7 +55,14 @@ class Runner:
     whose KV fits in its blocks.
     """
 
-    def __init__(self, name: str, folder: Path, settings: VllmEngineSettings, cache: ModelCache | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        settings: VllmEngineSettings,
+        cache: ModelCache | None,
+        task: Task = "generate",
+    ) -> None:
         """Build it, which takes seconds.
 
         Raises:
@@ -66,7 +76,7 @@ class Runner:
         self._kv_sizes: list[int] | None = None
         self._preempted: dict[str, int] = {}
         self._preemptions_ended = 0
-        self.engine = _build(name, folder, settings)
+        self.engine = _build(name, folder, settings, task)
         interfaces.check_interfaces(self.engine)
         self.scratch = interfaces.scratch()
         self.context_tokens: int = self.engine.vllm_config.model_config.max_model_len
@@ -87,7 +97,9 @@ class Runner:
         """How often a request was preempted, for blocks or because the model was put to sleep."""
         return self._preemptions_ended + sum(self._preempted.values())
 
-    def add(self, name: str, tokens: list[int], params: SamplingParams, *, salt: str, priority: int) -> str:
+    def add(
+        self, name: str, tokens: list[int], params: SamplingParams | PoolingParams, *, salt: str, priority: int
+    ) -> str:
         """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`. Only requests
         with the same salt share cached prefixes.
         """
@@ -111,6 +123,10 @@ class Runner:
         interfaces.use_scratch(self.scratch)
         step = Step(tokens={}, ended={})
         for output in self.engine.step():
+            if isinstance(output, PoolingRequestOutput):
+                if output.finished:
+                    step.pooled[output.request_id] = output.outputs.data
+                continue
             (answer,) = output.outputs
             if answer.token_ids:
                 (step.tokens[output.request_id],) = answer.token_ids
@@ -207,7 +223,8 @@ def read_ahead(folder: Path) -> None:
                 pass
 
 
-def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
+def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task) -> Any:
+    pools = task != "generate"
     check_version()
     if settings.device == "cpu":
         torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
@@ -223,16 +240,18 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings) -> Any:
         dtype=settings.dtype,
         max_model_len=-1,  # as much as fits the KV memory
         max_num_seqs=settings.batch_max,
-        max_num_batched_tokens=max(settings.prefill_tokens_per_step_max, settings.batch_max),
+        runner="pooling" if pools else "generate",
+        # vLLM computes some prompts in one piece if their states are pooled: the limit is its own then
+        max_num_batched_tokens=None if pools else max(settings.prefill_tokens_per_step_max, settings.batch_max),
         kv_cache_memory_bytes=settings.pool_bytes,
         gpu_memory_utilization=_FREE_SHARE_MIN,
         block_size=settings.block_tokens,
-        enable_prefix_caching=settings.prefix_cache,
+        enable_prefix_caching=settings.prefix_cache and not pools,
         prefix_caching_hash_algo="sha256",  # a tenant could make a prompt that matches another's by a weaker one
         enforce_eager=settings.eager,
         scheduling_policy="priority",
         async_scheduling=False,  # a step must return its own tokens
-        logits_processors=[_SAMPLING],
+        logits_processors=None if pools else [_SAMPLING],
         disable_log_stats=True,
     )
     try:

@@ -101,5 +101,3 @@ def test_the_task_is_that_of_the_checkpoint_or_the_one_that_is_given(served: Run
     assert given.json["model"]["task"] == "generate"
     refused = served("model", "add", "m", "--path", folder, "--task", "dream")
     assert (refused.status, "--task must be one of generate, embed, score" in refused.err) == (2, True)
-    on_vllm = served("model", "add", "m", "--path", folder, "--engine", "vllm")
-    assert (on_vllm.status, "engine may not be vllm" in on_vllm.err) == (1, True)
