@@ -44,7 +44,8 @@ from controlplane.store.tables import Role
 
 _DESCRIPTION = """Tidepool serves many LLMs on one fleet of GPUs over several regions.
 
-`/v1` speaks OpenAI's language (chat, completions, files, batches); `/admin` runs the fleet; `/node` is for node agents.
+`/v1` speaks OpenAI's language (chat, completions, responses, embeddings, files, batches), `/v1/messages` Anthropic's;
+`/admin` runs the fleet; `/node` is for node agents.
 """
 
 

@@ -8,6 +8,7 @@ import httpx2 as httpx
 import pytest
 
 from controlplane.store.request_log import find_requests
+from controlplane.store.tenants import Tenant, put_tenant
 from dataplane.protocol.messages import Finished, Token, ToolCallDelta
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import PATIENCE_S, FakeAgent, World, until
@@ -106,6 +107,17 @@ def test_refusals(gateway: Gateway, body: dict[str, Any], status: int, kind: str
     error = create(gateway, status, **body).json()["error"]
     assert error["type"] == kind
     assert words in error["message"]
+
+
+def test_limits_are_those_of_all_endpoints(gateway: Gateway, world: World) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="small", requests_per_minute=1))
+    headers = {"x-api-key": world.key(tenant="small"), "authorization": ""}
+    first = gateway.http.post("/v1/messages", json=ASK, headers=headers)
+    second = gateway.http.post("/v1/messages", json=ASK, headers=headers)
+    assert (first.status_code, first.headers["x-ratelimit-remaining-requests"]) == (200, "0")
+    assert (second.status_code, second.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(second.headers["retry-after"]) >= 1
 
 
 def test_a_stream_that_breaks(world: World) -> None:
