@@ -222,7 +222,7 @@ class KvStore:
 
     def _begin(self, kv: SequenceKv, wanted: int) -> bool:
         """Take over the longest cached prefix, and allocate the rest of so many blocks."""
-        keys = [] if kv.chain is None else kv.chain.keys(kv.chain.reusable_blocks)
+        keys = [] if kv.chain is None else kv.chain.keys(min(kv.chain.reusable_blocks, wanted))
         taken = self._prefixes.take(keys)
         copies = len(taken) - sum(self._prefixes.is_placed(entry) for entry in taken)
         blocks = self._prefixes.allocate(kv.shape, wanted - len(taken) + copies)
