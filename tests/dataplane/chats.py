@@ -12,7 +12,7 @@ from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.agent.templates.renderers import TemplateRenderers
 from dataplane.agent.tokenization import CheckpointTokenizer
 from dataplane.protocol.messages import ChatMessage, Tool
-from tests.dataplane.replay_node import model, settings
+from tests.dataplane.replay_node import PATIENCE_S, model, settings
 
 
 def make_template(source: str, **special_tokens: str) -> ChatTemplate:
@@ -35,7 +35,7 @@ def prompt_text(
 
 async def _prompt_text(template: ChatTemplate | None, conversation: Conversation) -> str:
     agent_settings: AgentSettings = settings()
-    renderers = TemplateRenderers(processes_max=1, time_max_s=agent_settings.template_time_max_s)
+    renderers = TemplateRenderers(processes_max=1, time_max_s=PATIENCE_S)
     try:
         if template is not None:
             template.variables = frozenset().union(*[await renderers.variables(each) for each in template.sources])

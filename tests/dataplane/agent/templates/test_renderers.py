@@ -16,13 +16,13 @@ from dataplane.agent.templates.renderers import (
     TemplateRenderers,
 )
 from dataplane.protocol.errors import BadRequestError, DataplaneError, OverloadedError
-from tests.event_loop import asynchronous
+from tests.event_loop import PATIENCE_S, asynchronous
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 @asynccontextmanager
-async def running(processes_max: int = 1, time_max_s: float = 20.0) -> AsyncIterator[TemplateRenderers]:
+async def running(processes_max: int = 1, time_max_s: float = PATIENCE_S) -> AsyncIterator[TemplateRenderers]:
     renderers = TemplateRenderers(processes_max=processes_max, time_max_s=time_max_s)
     try:
         yield renderers
