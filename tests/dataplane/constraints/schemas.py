@@ -9,7 +9,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def public_schemas() -> list[Schema]:
 def violation(schema: Schema, text: str) -> str | None:
     """Why a text is no JSON that matches a schema; None if it is."""
     try:
-        value = json.loads(text, parse_float=Decimal, parse_constant=_no_constant)
+        value = json.loads(text, parse_float=_number_of, parse_constant=_no_constant)
     except ValueError as error:
         return f"no JSON: {error}"
     return next(_violations(schema, value), None)
@@ -56,6 +56,13 @@ def _violations(schema: Schema, value: Any) -> Iterator[str]:
         return
     for problem in jsonschema_rs.validator_for(schema, validate_formats=True).iter_errors(value):
         yield problem.message
+
+
+def _number_of(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except InvalidOperation:  # an exponent of more than 18 digits, which JSON allows
+        return Decimal("1E+1000") if "e-" not in text.lower() else Decimal(0)
 
 
 def _no_constant(name: str) -> None:

@@ -49,9 +49,8 @@ def test_answers_match_schemas_of_our_own(slot: Callable[..., TorchEngine], fold
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_answers_match_many_schemas_of_our_own(slot: Callable[..., TorchEngine], folder: Path, seed: int) -> None:
-    counted = check_schemas(slot(), folder, own_schemas(320, seed=seed), max_tokens=100)
+def test_answers_match_many_schemas_of_our_own(slot: Callable[..., TorchEngine], folder: Path) -> None:
+    counted = check_schemas(slot(), folder, own_schemas(320), max_tokens=100)
     assert counted["stop"] + counted["stop after a cut"] > 200, counted
     assert counted["refused"] < 16, counted
 
