@@ -195,7 +195,8 @@ def written(items: Iterable[AnyItem], response_id: str) -> list[Item]:
 
 
 def conversation(instructions: str | None, items: Iterable[Item]) -> tuple[ChatMessage, ...]:
-    """The messages that items stand for: reasoning, text and calls of one turn of the assistant are one message.
+    """The messages that items stand for: reasoning, text and calls of one turn of the assistant are one message, and so
+    are instructions that follow each other, since many chat templates take one system message, the first.
 
     Raises:
         InvalidValueError: a function's output answers no call before it.
@@ -231,7 +232,9 @@ def _message(item: Item, called: dict[str, str]) -> ChatMessage:
 
 
 def _continues(last: ChatMessage, new: ChatMessage) -> bool:
-    """Whether both belong to one turn, in which reasoning precedes text and text precedes calls."""
+    """Whether both are instructions, or of one turn, in which reasoning precedes text and text precedes calls."""
+    if last.role == new.role == "system":
+        return True
     if last.role != "assistant" or new.role != "assistant":
         return False
     if new.tool_calls:
@@ -241,6 +244,8 @@ def _continues(last: ChatMessage, new: ChatMessage) -> bool:
 
 
 def _merged(last: ChatMessage, new: ChatMessage) -> ChatMessage:
+    if new.role == "system":
+        return ChatMessage(role="system", content=f"{last.content}\n\n{new.content}")
     return ChatMessage(
         role="assistant",
         content=last.content + new.content,

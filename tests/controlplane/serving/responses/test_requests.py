@@ -17,6 +17,7 @@ from dataplane.protocol.tiers import Tier
 LOOK = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": True}
 HEAR = {"type": "function", "name": "hear"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"a":1}'}
+HI = {"role": "user", "content": "hi"}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "seen"}
 
 
@@ -77,6 +78,14 @@ def test_a_conversation_with_tools() -> None:
         ChatMessage(role="assistant", content="first"),
         ChatMessage(role="assistant", content="second"),
     )
+
+
+def test_instructions_that_follow_each_other_are_one_message() -> None:
+    found = message(instructions="be brief", input=[{"role": "developer", "content": "be kind"}, HI])
+    assert [(each.role, each.content) for each in found.messages or ()] == [
+        ("system", "be brief\n\nbe kind"),
+        ("user", "hi"),
+    ]
 
 
 def test_earlier_items_come_before_the_input() -> None:
