@@ -42,7 +42,7 @@ class RoutingSettings:
     hit_weight: float = 8.0
     hit_load_max: float = 1.5
     hit_requests: float = 4.0
-    home_share: float = 0.1
+    home_share: float = 0.3
 
 
 def is_usable(instance: InstanceFacts, stale_s: float) -> bool:

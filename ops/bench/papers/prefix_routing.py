@@ -5,12 +5,15 @@ began with), served by dedicated instances of a 7B model. A load is a rate relat
 many times as fast. The first draw is the whole trace, others keep four of five conversations at random (those with the
 same first block), at the same rate. `reuse` is what an infinite cache would save of the prompt tokens; `saved`, what
 the instances' caches did.
+
+`--shared RATE` serves another load: for two minutes, RATE prompts a second, of which six in ten begin with the same
+16,384 tokens. Whoever follows the cache alone sends all of these to one instance.
 """
 
 import gzip
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +30,7 @@ from ops.simulator.scenario.scenario import PROFILES, Scenario
 
 Record = dict[str, Any]
 KEPT = 0.8
+SHARED = 0.6
 COLUMNS: Columns = {
     "load": lambda row: f"{row['load']:g}",
     "draw": "draw",
@@ -59,6 +63,21 @@ def read_trace(path: Path) -> list[Record]:
     data = path.read_bytes()
     text = gzip.decompress(data) if path.suffix == ".gz" else data
     return [json.loads(line) for line in text.splitlines()]
+
+
+def shared_beginning(rate_per_s: float, draw: int, *, duration_s: float = 120.0) -> list[Record]:
+    """Prompts of which most share their first 32 blocks, with 300 tokens of their own; the others share nothing."""
+    chance, at_s, block = random.Random(draw + 1), 0.0, 1000
+    records: list[Record] = []
+    while at_s < duration_s:
+        at_s += chance.expovariate(rate_per_s)
+        blocks = list(range(32)) if chance.random() < SHARED else []
+        tokens = BLOCK_TOKENS * len(blocks) + 300 if blocks else chance.randint(500, 6000)
+        own = -(-tokens // BLOCK_TOKENS) - len(blocks)
+        record = {"timestamp": 1000 * at_s, "input_length": tokens, "output_length": chance.randint(50, 250)}
+        records.append(record | {"hash_ids": [*blocks, *range(block, block + own)]})
+        block += own
+    return records
 
 
 def drawn(records: list[Record], draw: int) -> list[Record]:
@@ -129,13 +148,30 @@ def measure(scenario: Scenario, router: str, *, load: float, draw: int, reuse: f
     )
 
 
+def loads_of(
+    trace: Path | None, loads: list[float], shared: list[float], draws: int
+) -> Iterator[tuple[float, int, list[Record], float]]:
+    """The rate, the draw, the records, and how many times as fast as recorded they come."""
+    records = [] if trace is None else read_trace(trace)
+    for rate in loads if records else ():
+        for draw in range(draws):
+            kept = drawn(records, draw)
+            yield rate, draw, kept, rate * len(records) / len(kept)
+    for rate in shared:
+        for draw in range(draws):
+            yield rate, draw, shared_beginning(rate, draw), 1.0
+
+
 def main(
     trace: Annotated[
-        Path, typer.Argument(help="Mooncake's trace, JSON lines, compressed by gzip or not.", exists=True)
-    ],
+        Path | None, typer.Argument(help="Mooncake's trace, JSON lines, compressed by gzip or not.", exists=True)
+    ] = None,
     router: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(ROUTERS)}; may be repeated.")] = None,
     load: Annotated[
         list[float] | None, typer.Option(min=0.01, help="Rate relative to the trace's; may be repeated.")
+    ] = None,
+    shared: Annotated[
+        list[float] | None, typer.Option(min=0.01, help="Prompts/s of which most begin alike; may be repeated.")
     ] = None,
     draws: Annotated[int, typer.Option(min=1, help="Draws of each load.")] = 1,
     instances: Annotated[int, typer.Option(min=1, help="Instances of the model.")] = 8,
@@ -147,29 +183,29 @@ def main(
     """Prefill tokens saved and times to the first token, by router and load.
 
     \b
-    Example:
+    Examples:
       python -m ops.bench.papers.prefix_routing mooncake/synthetic_trace.jsonl.gz --load 4 --draws 3
+      python -m ops.bench.papers.prefix_routing --shared 30
     """
-    names, loads = chosen(router, ROUTERS, "--router"), load or [1.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    records = read_trace(trace)
+    if trace is None and not shared:
+        raise typer.BadParameter("needs a trace, or --shared", param_hint="TRACE")
+    names, loads = chosen(router, ROUTERS, "--router"), load or [1.0, 2.0, 3.0, 4.0, 6.0, 10.0]
     rows: list[dict[str, Any]] = []
+    total = (len(loads) * (trace is not None) + len(shared or ())) * draws * len(names)
     with work_folder() as folder, progress_bar("runs") as report:
-        total = len(loads) * draws * len(names)
-        for rate in loads:
-            for draw in range(draws):
-                kept = drawn(records, draw)
-                path = folder / "trace.jsonl"
-                write_trace(kept, faster=rate * len(records) / len(kept), path=path)
-                scenario = scenario_of(
-                    path,
-                    instances=instances,
-                    kv_bytes=int(kv_gb * 1e9),
-                    host_bytes=int(host_gb * 1e9),
-                    gateways=gateways,
-                )
-                for name in names:
-                    rows.append(asdict(measure(scenario, name, load=rate, draw=draw, reuse=reuse_of(kept))))
-                    report(f"{name} at {rate:g}", len(rows), total)
+        path = folder / "trace.jsonl"
+        for rate, draw, records, faster in loads_of(trace, loads, shared or [], draws):
+            write_trace(records, faster=faster, path=path)
+            scenario = scenario_of(
+                path,
+                instances=instances,
+                kv_bytes=int(kv_gb * 1e9),
+                host_bytes=int(host_gb * 1e9),
+                gateways=gateways,
+            )
+            for name in names:
+                rows.append(asdict(measure(scenario, name, load=rate, draw=draw, reuse=reuse_of(records))))
+                report(f"{name} at {rate:g}", len(rows), total)
     if as_json:
         print_json(rows)
     else:

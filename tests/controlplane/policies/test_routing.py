@@ -205,10 +205,10 @@ def test_processes_that_know_nothing_of_a_conversation_agree_on_its_home() -> No
     kept = {key: chosen(key, names[:-1]) for key in homes}
     assert all(kept[key] == home for key, home in homes.items() if home != "i7"), "only those of `i7` move"
     home = homes[0]
-    assert chosen(0, names, **{home: 799}) == home, "home counts as 100 tokens of 1000 cached"
-    assert chosen(0, names, **{home: 801}) != home
+    assert chosen(0, names, **{home: 2399}) == home, "home counts as 300 tokens of 1000 cached"
+    assert chosen(0, names, **{home: 2401}) != home
     other = next(name for name in names if name != home)
-    known = facts(*map(instance, names), home_key=bytes(4), input_tokens=1000, cached_tokens={other: 101})
+    known = facts(*map(instance, names), home_key=bytes(4), input_tokens=1000, cached_tokens={other: 301})
     route = choose_route(known, 0.0, SETTINGS)
     assert isinstance(route, Route)
     assert route.instance_id == other, "what is known counts for more"

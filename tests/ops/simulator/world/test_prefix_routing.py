@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from ops.bench.papers.prefix_routers import ROUTERS
-from ops.bench.papers.prefix_routing import drawn, measure, read_trace, reuse_of, scenario_of, write_trace
+from ops.bench.papers.prefix_routing import (
+    drawn,
+    measure,
+    read_trace,
+    reuse_of,
+    scenario_of,
+    shared_beginning,
+    write_trace,
+)
 from ops.simulator.run import simulate
 from ops.simulator.scenario.scenario import Scenario
 
@@ -99,3 +107,12 @@ def test_draws_keep_whole_conversations(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in kept))
     assert read_trace(path) == kept
+
+
+def test_a_load_with_a_shared_beginning_is_as_it_says() -> None:
+    records = shared_beginning(50.0, 0, duration_s=40.0)
+    assert 1700 < len(records) < 2300
+    sharing = [record for record in records if record["hash_ids"][:32] == list(range(32))]
+    assert len(sharing) / len(records) == pytest.approx(0.6, abs=0.05)
+    assert all(len(record["hash_ids"]) * 512 >= record["input_length"] for record in records)
+    assert reuse_of(records) == pytest.approx(0.87, abs=0.03)
