@@ -116,7 +116,7 @@ class InstanceStats(Struct, frozen=True, kw_only=True):
 
 class TimeSlice(Struct, frozen=True, kw_only=True):
     """A time slice that ended: what ran, from when to when (engine clock), and whether it began with a switch.
-    `tokens`: made in it, one for each prompt whose prefill it completed; `prompt_tokens`: of those prompts.
+    `tokens`: made in it, one for each prompt whose prefill it completed; `prompt_tokens`: of those, not cached ones.
     """
 
     kind: Literal["prefill", "decode"]
