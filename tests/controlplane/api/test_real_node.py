@@ -72,6 +72,17 @@ def ask_for_several(gateway: Gateway) -> None:
     assert (logprobs.usage.prompt_tokens, logprobs.usage.completion_tokens) == (2, 20)
 
 
+def ask_again(gateway: Gateway) -> None:
+    """A prompt is computed once, and the node says so."""
+    prompt = "the tide turns at noon " * 20
+    for cached in (0, 96):
+        answer = gateway.client.completions.create(model="tide", prompt=prompt, max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 100
+        details = answer.usage.prompt_tokens_details
+        assert (details and details.cached_tokens) == cached
+
+
 def go_away(gateway: Gateway) -> None:
     body = {"model": "tide", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "n": 3}
     with gateway.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
@@ -89,7 +100,7 @@ def test_a_real_node(world: World) -> None:
             await node.hold(1, instance(held))
             world.report("n0", held, region="us-east", url=url)
             with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                for check in (ask, ask_too_much, ask_for_tokens, ask_for_several, go_away):
+                for check in (ask, ask_too_much, ask_for_tokens, ask_for_several, ask_again, go_away):
                     await asyncio.to_thread(check, gateway)
                 await node.until(node.idle)
                 [report] = node.agent.reports()
