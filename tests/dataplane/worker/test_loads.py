@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from dataplane.engines.interface import EngineOutput, EngineStats
+from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.memory.model_cache import HostMemoryError
-from dataplane.protocol.errors import DeviceLostError, ModelLoadError
-from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.errors import BadRequestError, DeviceLostError, ModelLoadError
+from dataplane.protocol.messages import Constraint, ModelSpec
 from dataplane.worker.frames import (
+    Add,
     Cancel,
     Command,
     Load,
     Loaded,
     LoadFailed,
     Outputs,
+    Refused,
     Release,
     Report,
     Stats,
@@ -58,6 +60,14 @@ class GatedEngine:
 
     def unload(self, instance_id: str) -> None:
         self.calls.append(f"unload {instance_id}")
+
+    def compile(self, request: EngineRequest) -> None:
+        assert self.gate(request.request_id).wait(30)
+        if request.request_id == "hard":
+            raise BadRequestError("too hard", param="response_format")
+
+    def add(self, request: EngineRequest) -> None:
+        self.calls.append(f"add {request.request_id}")
 
     def cancel(self, request_id: str) -> None:
         self.calls.append(f"cancel {request_id}")
@@ -211,3 +221,28 @@ def test_a_load_that_waits_for_memory_can_be_unloaded() -> None:
         bench.engine.short.get(timeout=30)
         bench.send(Unload(instance_id="i1"))
         assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error="unloaded while it was loading")
+
+
+def test_requests_wait_for_their_constraint_and_others_do_not() -> None:
+    def add(request_id: str, *, constrained: bool = True) -> Add:
+        constraint = Constraint(kind="json_object") if constrained else None
+        return Add(
+            request=EngineRequest(
+                request_id=request_id, instance_id="i", tier="NIW", prompt=(1,), max_tokens=1, constraint=constraint
+            )
+        )
+
+    with running() as bench:
+        bench.engine.working = True
+        bench.send(
+            add("slow"), add("cancelled"), add("hard"), Cancel(request_id="cancelled"), add("free", constrained=False)
+        )
+        while "add free" not in bench.engine.calls:
+            bench.report(lambda report: isinstance(report, Outputs))
+        assert bench.engine.calls == ["cancel cancelled", "add free"]
+        for request_id in ("slow", "cancelled", "hard"):
+            bench.engine.gate(request_id).set()
+        refused = bench.report(lambda report: isinstance(report, Refused))
+        assert isinstance(refused, Refused)
+        assert (refused.request_id, refused.status, refused.param) == ("hard", 400, "response_format")
+        assert bench.engine.calls == ["cancel cancelled", "add free", "add slow"]
