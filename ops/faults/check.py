@@ -36,16 +36,18 @@ class Attainment:
     first_token_p95_s: float | None
 
 
-def stream_findings(streams: Iterable[Streamed], answers: Mapping[tuple[str, int], str]) -> list[str]:
-    """A complete stream must equal the undisturbed answer; a broken one must be a prefix of it."""
+def stream_findings(streams: Iterable[Streamed], answers: Mapping[tuple[str, int], Mapping[str, str]]) -> list[str]:
+    """Every channel of a complete stream must equal the undisturbed answer's; of a broken one, be a prefix of it."""
     findings = []
     for stream in streams:
-        wanted = answers[stream.model, stream.prompt]
+        answer = answers[stream.model, stream.prompt]
         who = f"{stream.tier} stream of {stream.model} prompt {stream.prompt} ({stream.outcome} {stream.reason})"
-        if stream.outcome == "whole" and stream.text != wanted:
-            findings.append(f"{who}: {difference(stream.text, wanted)}")
-        elif not wanted.startswith(stream.text):
-            findings.append(f"{who}: the text is no prefix of the answer: {difference(stream.text, wanted)}")
+        for channel in sorted(answer.keys() | stream.parts.keys()):
+            got, wanted = stream.parts.get(channel, ""), answer.get(channel, "")
+            if stream.outcome == "whole" and got != wanted:
+                findings.append(f"{who}, {channel}: {difference(got, wanted)}")
+            elif not wanted.startswith(got):
+                findings.append(f"{who}, {channel}: the text is no prefix of the answer: {difference(got, wanted)}")
     return findings
 
 
@@ -92,7 +94,7 @@ def attainment(streams: Iterable[Streamed]) -> list[Attainment]:
 class BatchCheck:
     """Every line of every batch has one result, and the right one."""
 
-    def __init__(self, stack: FaultStack, answers: Mapping[tuple[str, int], str]) -> None:
+    def __init__(self, stack: FaultStack, answers: Mapping[tuple[str, int], Mapping[str, str]]) -> None:
         self._stack = stack
         self._answers = answers
         self._http = httpx.AsyncClient(
@@ -173,10 +175,12 @@ class BatchCheck:
         self.codes[code] += 1
         if code != "200" or asked is None:
             return
-        text = response["body"]["choices"][0]["message"]["content"]
-        if not self._answers[asked].startswith(text) or not text:
-            wrong = difference(text, self._answers[asked])
-            self.findings.append(f"batch {batch_id}: line {line['custom_id']} is another answer: {wrong}")
+        for choice in response["body"]["choices"]:
+            text = choice["message"]["content"]
+            wanted = self._answers[asked].get(f"{choice['index']} content", "")
+            if not wanted.startswith(text) or not text:
+                wrong = difference(text, wanted)
+                self.findings.append(f"batch {batch_id}: line {line['custom_id']} is another answer: {wrong}")
 
 
 async def leak_findings(stack: FaultStack) -> tuple[list[str], dict[str, Any]]:

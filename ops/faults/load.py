@@ -8,7 +8,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,11 +19,20 @@ import httpx2 as httpx
 RETRIES_MAX = 2
 RETRY_FIRST_S, RETRY_MAX_S = 0.5, 8.0
 RETRIED_STATUSES = frozenset({408, 409, 429})
-PROMPTS = 3
+PROMPTS = 4
 STREAM_TOKENS = 60
 LINE_TOKENS = 20
 SLO_FIRST_TOKEN_S = {"priority": 1.0, "default": 60.0}
 TIMEOUT_S = 90.0
+
+_TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"n": 3, "temperature": 1, "seed": 7, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 1, "seed": 11, "frequency_penalty": 0.5, "presence_penalty": 0.5, "logprobs": True},
+    {"temperature": 0, "tools": _TOOLS, "logit_bias": {"5": -3}},
+)
+"""What the requests of each prompt ask for in addition; the answers are deterministic."""
 
 Outcome = Literal["whole", "error", "broken", "refused", "unreachable"]
 """`error`: the stream ended by an error event; `broken`: its connection broke; `refused`: no retry helped."""
@@ -30,8 +40,8 @@ Outcome = Literal["whole", "error", "broken", "refused", "unreachable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Streamed:
-    """One interactive request. `started_s` and `ended_s` are on `time.monotonic`; `text` is the received part
-    of the answer.
+    """One interactive request. `started_s` and `ended_s` are on `time.monotonic`; `parts` is the received part of the
+    answer: the text of each channel of each choice, such as `0 content`.
     """
 
     model: str
@@ -43,7 +53,7 @@ class Streamed:
     attempts: int
     outcome: Outcome
     reason: str
-    text: str
+    parts: Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +81,13 @@ def prompt_text(number: int) -> str:
 
 
 def body_of(model: str, prompt: int, tokens: int) -> dict[str, Any]:
-    """The body of a greedy request, whose answer is deterministic."""
+    """The body of a request whose answer is deterministic."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt_text(prompt)}],
         "max_tokens": tokens,
-        "temperature": 0,
         "ignore_eos": True,
+        **VARIANTS[prompt],
     }
 
 
@@ -99,7 +109,7 @@ class Load:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def undisturbed(self) -> dict[tuple[str, int], str]:
+    async def undisturbed(self) -> dict[tuple[str, int], Mapping[str, str]]:
         """The answer to every prompt by every model, read before any fault is injected.
 
         Raises:
@@ -111,7 +121,7 @@ class Load:
             for streamed in streams:
                 if streamed.outcome != "whole":
                     raise RuntimeError(f"no answer without any fault: {streamed.outcome} {streamed.reason}")
-                answers[streamed.model, prompt] = streamed.text
+                answers[streamed.model, prompt] = streamed.parts
         return answers
 
     async def interactive(self, streams: int, until: asyncio.Event) -> None:
@@ -190,7 +200,7 @@ class Load:
             attempts=attempts,
             outcome=outcome,
             reason=reading.reason,
-            text="".join(reading.texts),
+            parts={name: "".join(texts) for name, texts in reading.parts.items()},
         )
 
     async def _attempt(self, url: str, body: dict[str, Any], reading: "Reading") -> Outcome:
@@ -222,7 +232,7 @@ class Load:
 class Reading:
     """The state of a stream. `final`: it was refused, and a retry does not help."""
 
-    texts: list[str] = field(default_factory=list)
+    parts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     first_s: float | None = None
     begun: bool = False
     done: bool = False
@@ -250,10 +260,23 @@ class Reading:
         if "error" in event:
             self.failed, self.reason = True, f"{event['error']['code']}: {event['error']['message'][:80]}"
             return
-        text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        if text and self.first_s is None:
+        for choice in event["choices"]:
+            for channel, text in _texts_of(choice):
+                self.parts[f"{choice['index']} {channel}"].append(text)
+        if self.parts and self.first_s is None:
             self.first_s = time.monotonic()
-        self.texts.append(text)
+
+
+def _texts_of(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a chunk adds to each channel of its choice."""
+    delta = choice["delta"]
+    for channel in ("content", "reasoning_content"):
+        if delta.get(channel):
+            yield channel, delta[channel]
+    for call in delta.get("tool_calls") or ():
+        yield f"call {call['index']}", (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+    for token in (choice.get("logprobs") or {}).get("content") or ():
+        yield "logprobs", f"{token['token']} {len(token['top_logprobs'])}, "
 
 
 def _is_retried(status: int) -> bool:

@@ -12,7 +12,8 @@ from ops.faults.injector import children_of
 from ops.faults.load import Outcome, Streamed
 from ops.faults.losses import FaultTimes, kind_of_process, stream_losses
 
-ANSWERS = {("m", 0): "one two three four"}
+ANSWERS = {("m", 0): {"0 content": "one two three four", "1 logprobs": "one -0.5, "}}
+REST = {"1 logprobs": "one -0.5, "}
 
 
 def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streamed:
@@ -26,7 +27,7 @@ def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streame
         "attempts": 1,
         "outcome": outcome,
         "reason": "",
-        "text": text,
+        "parts": {"0 content": text, **REST},
     }
     return Streamed(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -45,6 +46,12 @@ def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streame
 def test_a_missing_or_doubled_token_is_found(text: str, outcome: Outcome) -> None:
     (finding,) = stream_findings([_stream(text, outcome)], ANSWERS)
     assert "m prompt 0" in finding
+
+
+def test_every_channel_is_checked() -> None:
+    stream = _stream("", parts={"0 content": "one two three four", "1 logprobs": "one -0.6, ", "0 call 0": "look"})
+    findings = stream_findings([stream], ANSWERS)
+    assert ["logprobs" in finding for finding in findings] == [False, True]
 
 
 def test_what_is_right_is_no_finding() -> None:
