@@ -151,7 +151,7 @@ class TestAnswers:
             assert answer.service_tier == served
 
     def test_models_are_listed_and_found(self, client: openai.OpenAI) -> None:
-        assert {model.id for model in client.models.list()} == {MODEL, ABSENT, *POOLED}
+        assert {model.id for model in client.models.list()} == {MODEL, ABSENT}
         assert client.models.retrieve(MODEL).object == "model"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("no-such-model")
