@@ -16,9 +16,9 @@ DOCS_VENV ?= .venv-docs
 DOCS_LOCK := ops/requirements-docs.lock
 DOCS_WANTED := furo mermaidx myst-parser sphinx
 DOCS_READY := $(DOCS_VENV)/.ready
-CLIENTS ?= openai node browser langchain litellm llm guidellm aiperf
+CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
-CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
+CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
 export OMP_NUM_THREADS ?= 1
 # A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE

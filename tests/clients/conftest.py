@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from dataplane.engines.replay.vocabulary import WORDS
 from ops.local.sample_fleet import POOL_REGION, TOKENS_PER_S
 from ops.local.stack import LocalStack
+from tests.flows.checkpoints import checkpoint_stack, embedding_model, tool_model
 from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
 
@@ -37,6 +38,8 @@ class Service:
     url: str
     key: str
     tokenizer: Path
+    model: str = MODEL
+    embedder: str = ""
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +51,23 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with replay_stack(tmp_path_factory.mktemp("clients"), REPLAY_NODES[:1]) as stack:
         _register(stack, folder)
         yield Service(url=stack.url, key=stack.keys["client"], tokenizer=folder)
+
+
+@pytest.fixture(scope="session")
+def tool_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One region, one node with the torch engine; a model that can be made to call tools, and one that embeds."""
+    if not INSTALLED:
+        pytest.skip(NOT_HERE)
+    folder = tmp_path_factory.mktemp("models")
+    folders = {"tiny-qwen3": tool_model(folder, "tiny-qwen3"), "tiny-embedder": embedding_model(folder)}
+    with checkpoint_stack(tmp_path_factory.mktemp("tools"), folders) as stack:
+        yield Service(
+            url=stack.url,
+            key=stack.keys["client"],
+            tokenizer=folders["tiny-qwen3"],
+            model="tiny-qwen3",
+            embedder="tiny-embedder",
+        )
 
 
 def _register(stack: LocalStack, folder: Path) -> None:
@@ -83,8 +103,20 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def run(service: Service, tmp_path: Path) -> Run:
+    """See `_run`, for the service that replays."""
+    return _run(service, tmp_path)
+
+
+@pytest.fixture
+def run_tools(tool_service: Service, tmp_path: Path) -> Run:
+    """See `_run`, for the service with a model that calls tools."""
+    return _run(tool_service, tmp_path)
+
+
+def _run(service: Service, tmp_path: Path) -> Run:
     """`run(client, command, *arguments)`: a finished command of a client's environment, in an empty folder. It sees
-    the stack as TIDEPOOL_TEST_{URL,KEY,MODEL}, its own environment as TIDEPOOL_TEST_MODULES, and no other settings.
+    the stack as TIDEPOOL_TEST_{URL,KEY,MODEL,EMBEDDER}, its own environment as TIDEPOOL_TEST_MODULES, and no other
+    settings.
     """
 
     def run(client: str, command: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -95,7 +127,12 @@ def run(service: Service, tmp_path: Path) -> Run:
         if found is None or (command == "node" and not (home / "node_modules").is_dir()):
             pytest.skip("there was no Node.js with npm on this machine")
         kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-        told = {"TIDEPOOL_TEST_URL": service.url, "TIDEPOOL_TEST_KEY": service.key, "TIDEPOOL_TEST_MODEL": MODEL}
+        told = {
+            "TIDEPOOL_TEST_URL": service.url,
+            "TIDEPOOL_TEST_KEY": service.key,
+            "TIDEPOOL_TEST_MODEL": service.model,
+        }
+        told |= {"TIDEPOOL_TEST_EMBEDDER": service.embedder}
         told |= {"TIDEPOOL_TEST_MODULES": str(home), "PYTHONWARNINGS": "ignore"}
         return subprocess.run(
             [found, *arguments],

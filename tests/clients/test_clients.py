@@ -55,6 +55,93 @@ def test_openai_for_node(run: Run) -> None:
     assert told["context"] == CONTEXT_TOKENS
 
 
+FORECASTS = {"port": {"brest", "cork"}, "days": {1, 2}}
+
+
+def _check_forecast(asked: dict[str, Any]) -> None:
+    assert asked.keys() == FORECASTS.keys()
+    assert all(asked[name] in values for name, values in FORECASTS.items()), asked
+
+
+def test_openai_for_python_with_tools(run_tools: Run) -> None:
+    told = told_by(run_tools("openai", "python", str(PROGRAMS / "openai_tools.py")))
+    assert told["finish"] == "tool_calls"
+    assert told["called"] == told["streamed"]
+    assert told["called"][0] == "Forecast"
+    _check_forecast(told["called"][1])
+    assert told["deltas"] > 1
+    assert told["parsed"]["port"] in {"brest", "cork"}
+    assert told["several"] == [0, 1, 2]
+    assert set(told["scored"]) == {2}
+    assert told["usage"][0] == told["usage"][1] == len(told["scored"])
+    assert len(set(told["vectors"])) == 1
+    assert told["same"] < 1e-6
+    assert [batch[:2] for batch in told["batches"]] == [["completed", 200]] * 3
+    assert [batch[2] for batch in told["batches"]] == ["chat.completion", "text_completion", "list"]
+
+
+def test_responses_of_openai(run_tools: Run) -> None:
+    told = told_by(run_tools("openai", "python", str(PROGRAMS / "openai_responses.py")))
+    assert told["called"] == told["streamed"]
+    assert told["called"][0] == "forecast"
+    _check_forecast(told["called"][1])
+    assert told["kinds"] == ["response.created", "response.in_progress", "response.completed"]
+    assert told["retrieved"]
+    assert told["told"] == ["incomplete", "max_output_tokens"]
+    assert told["same"] == [True, True]
+    assert told["usage"] == ANSWER_TOKENS
+    assert told["parsed"]["port"] in {"brest", "cork"}
+    assert told["items"] == ["message", "function_call", "function_call_output"]
+    assert told["errors"] == {
+        "deleted": ["NotFoundError", "response_id", "not_found"],
+        "gone": ["BadRequestError", "previous_response_id", "previous_response_not_found"],
+        "hosted": ["BadRequestError", "tools.0", "unsupported_parameter"],
+    }
+
+
+def test_messages_of_anthropic(run_tools: Run) -> None:
+    told = told_by(run_tools("anthropic", "python", str(PROGRAMS / "anthropic_messages.py")))
+    assert told["whole"] == told["streamed"] == told["final"] == told["alone"]
+    assert told["stop"] == ["max_tokens", "tool_use", "max_tokens"]
+    assert told["usage"] == [ANSWER_TOKENS] * 2
+    assert told["prompt"][0] == told["prompt"][1]
+    assert told["called"] == told["called_streamed"]
+    assert told["called"][0] == "forecast"
+    _check_forecast(told["called"][1])
+    key, model, image = (told["errors"][name] for name in ("key", "model", "image"))
+    assert key == ["AuthenticationError", "Incorrect API key provided.", True]
+    assert model == ["NotFoundError", "The model 'nobody' does not exist.", True]
+    assert (image[0], image[2]) == ("BadRequestError", True)
+    assert "'image'" in image[1]
+
+
+def test_openai_for_node_with_tools(run_tools: Run) -> None:
+    told = told_by(run_tools("node", "node", str(PROGRAMS / "tools.mjs")))
+    assert told["finish"] in {"tool_calls", "stop"}  # OpenAI itself ends named calls with stop
+    assert told["called"] == told["streamed"]
+    _check_forecast(told["called"][1])
+    _check_forecast(told["parsed"])
+    assert len(set(told["vectors"])) == 1
+
+
+def test_an_agent_of_langchain(run_tools: Run) -> None:
+    told = told_by(run_tools("langchain", "python", str(PROGRAMS / "langchain_agent.py")))
+    assert told["kinds"] == ["human", "ai", "tool", "ai"]
+    assert told["asked"] == ["forecast"]
+    [[port, days]] = told["looked"]
+    _check_forecast({"port": port, "days": days})
+    assert told["structured"]["hours"] in {1, 2, 3}
+    assert len(set(told["vectors"])) == 1
+
+
+def test_an_agent_of_pydantic_ai(run_tools: Run) -> None:
+    told = told_by(run_tools("pydantic", "python", str(PROGRAMS / "pydantic_agent.py")))
+    for way in ("by_tool", "by_schema"):
+        assert told[way]["port"] in {"brest", "cork"}
+        assert told[way]["hours"] in {1, 2, 3}
+    assert told["usage"]
+
+
 def test_the_documentation_in_a_browser(run: Run, service: Service) -> None:
     # The package's Chromium is made for AWS Lambda, and brings its libraries only where it believes to be there.
     told = told_by(run("browser", "node", str(PROGRAMS / "docs.mjs"), AWS_EXECUTION_ENV="AWS_Lambda_nodejs20.x"))
