@@ -22,11 +22,12 @@ from starlette.routing import Route
 
 from dataplane.protocol.messages import (
     Finished,
-    Generate,
+    Sampling,
     Started,
     Token,
     TokenLogprob,
     ToolCallDelta,
+    ToolUse,
     TopLogprob,
     encode_line,
 )
@@ -50,7 +51,14 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def _token(number: int, asked: Generate) -> Token:
+class _Asked(msgspec.Struct):
+    """What the answer depends on, of a message to a node; of a client's own body, which a bare hop forwards, nothing."""
+
+    sampling: Sampling = Sampling()
+    tools: ToolUse | None = None
+
+
+def _token(number: int, asked: _Asked) -> Token:
     """A token whose text, or whose piece of arguments, is the time."""
     text, token_ids = f"{time.monotonic_ns()} ", (number % 100,)
     top = asked.sampling.logprobs
@@ -98,7 +106,7 @@ class Upstream(asyncio.Protocol):
 
     async def _generate(self, body: bytes) -> None:
         assert self._transport is not None
-        asked = msgspec.json.decode(body, type=Generate)
+        asked = msgspec.json.decode(body, type=_Asked)
         write = self._transport.write
         write(HEAD + chunk(encode_line(Started(prompt_tokens=3))))
         for number in range(self._tokens):
