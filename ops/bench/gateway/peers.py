@@ -52,7 +52,7 @@ def chunk(data: bytes) -> bytes:
 
 
 class _Asked(msgspec.Struct):
-    """What the answer depends on, of a message to a node; of a client's own body, which a bare hop forwards, nothing."""
+    """What the answer depends on: of a message to a node, not of a client's own body, which a bare hop forwards."""
 
     sampling: Sampling = Sampling()
     tools: ToolUse | None = None
