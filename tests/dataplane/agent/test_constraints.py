@@ -47,7 +47,9 @@ def test_hostile_definitions_are_refused_and_the_next_is_checked(folder: str) ->
     async def scenario() -> None:
         checker = ConstraintChecker(settings(constraint_compile_max_s=0.5))
         for name, constraint in HOSTILE.items():
-            with pytest.raises(BadRequestError, match=r"takes longer|too much memory|too deep|too big|too large|fuel|precomputation"):
+            with pytest.raises(
+                BadRequestError, match=r"takes longer|too much memory|too deep|too big|too large|fuel|precomputation"
+            ):
                 await checker.check(constraint, folder)
             await checker.check(Constraint(kind="regex", definition=f"after {name}"), folder)
         with pytest.raises(BadRequestError) as refused:
