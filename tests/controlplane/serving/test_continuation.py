@@ -116,7 +116,7 @@ class Nodes(AgentClient):
 
 
 class Fleet(FleetCache):
-    """A fleet of two nodes that needs no servers; n1 is preferred."""
+    """A fleet of two nodes that needs no servers; n1 has less to do, by more than what either has cached."""
 
     def __init__(self) -> None:
         self.gone: set[str] = set()
@@ -132,7 +132,7 @@ class Fleet(FleetCache):
                 age_s=0.0,
                 kv_used_bytes=0,
                 kv_capacity_bytes=100,
-                remaining_tokens=rank,
+                remaining_tokens=1000 * rank,
             )
             for rank, node in enumerate(("n1", "n2"))
             if node not in self.gone

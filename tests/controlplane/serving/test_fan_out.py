@@ -6,6 +6,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from controlplane.errors import NodeError
 from controlplane.serving.agent_client import AgentClient
@@ -55,7 +56,7 @@ class Crowded(Fleet):
 
     def instances(self, model: str | None = None) -> Any:
         first, second = super().instances(model)
-        return (first, second) if self.sent == 0 else (second, first)
+        return replace(first, remaining_tokens=2000 * self.sent), second
 
     sent = 0
 
