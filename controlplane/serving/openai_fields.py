@@ -2,17 +2,17 @@
 are accepted with their default value, else refused with a message, so that no client assumes what was never applied.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 STOP_STRINGS_MAX = 4
 OBJECT_BYTES_MAX = 64 * 1024
 """Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
-FUNCTION_NAME = "^[a-zA-Z0-9_-]{1,64}$"
+TOKEN_ID_MAX = 2**31 - 1
 UNSUPPORTED = "unsupported_parameter"
 """Pydantic's type of these errors, and OpenAI's code for them."""
 INVALID = "invalid_value"
@@ -29,6 +29,25 @@ def _valid_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_valid_unicode)]
+FunctionName = Annotated[Text, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+TokenId = Annotated[StrictInt, Field(ge=0, le=TOKEN_ID_MAX)]
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class RequestBody(BaseModel):
+    """The body of a request for a model. A field that is null counts as absent, even an unknown one."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: Text = Field(min_length=1, max_length=200)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, given: Any) -> Any:
+        if isinstance(given, dict) and None in given.values():
+            return {name: value for name, value in given.items() if value is not None}
+        return given
 
 
 def json_text(value: Any) -> str:
@@ -56,6 +75,13 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
 JsonObject = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
+def effort_variables(effort: ReasoningEffort | None) -> JsonObject:
+    """The variables of chat templates that say how much the model shall think."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+
+
 def unsupported(message: str, *, field: str | None = None) -> PydanticCustomError:
     """The refusal of a value; its message is for the client's user. `field`: as in `fault`."""
     return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message} | ({"field": field} if field else {}))
@@ -66,25 +92,30 @@ def fault(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(INVALID, "{message}", {"message": message, "field": field})
 
 
-def _only(message: str, *neutral: Any) -> BeforeValidator:
-    """Accept null and the values that mean the default; refuse all others."""
-
-    def check(value: Any) -> None:
-        if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
-            raise unsupported(message)
-
-    return BeforeValidator(check)
-
-
 def only(message: str, *accepted: Any) -> BeforeValidator:
     """Accept null and these values, as they are; refuse all others."""
 
     def check(value: Any) -> Any:
-        if value is not None and not any(type(value) is type(each) and value == each for each in accepted):
+        if not _is_among(value, accepted):
             raise unsupported(message)
         return value
 
     return BeforeValidator(check)
+
+
+def neutral(message: str, *defaults: Any) -> BeforeValidator:
+    """Accept the values that mean the default, as null; refuse all others."""
+
+    def check(value: Any) -> None:
+        if not _is_among(value, defaults):
+            raise unsupported(message)
+
+    return BeforeValidator(check)
+
+
+def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether a value is null or one of these; True is not 1."""
+    return value is None or any(type(value) is type(each) and value == each for each in accepted)
 
 
 def _no(what: str) -> str:
@@ -92,38 +123,38 @@ def _no(what: str) -> str:
 
 
 _OLD_TOOLS = "the older functions are not supported; tools are"
-NoFunctions = Annotated[SkipJsonSchema[None], _only(_OLD_TOOLS, [])]
+NoFunctions = Annotated[SkipJsonSchema[None], neutral(_OLD_TOOLS, [])]
 
 
 class NeutralFields(BaseModel):
     """Fields of both endpoints. The OpenAPI document leaves them out: it lists what is supported."""
 
-    length_penalty: Annotated[SkipJsonSchema[None], _only("beam search is not supported yet", 1, 1.0)] = None
-    use_beam_search: Annotated[SkipJsonSchema[None], _only("beam search is not supported yet", False)] = None
-    stop_token_ids: Annotated[SkipJsonSchema[None], _only(_no("stop tokens"), [])] = None
+    length_penalty: Annotated[SkipJsonSchema[None], neutral("beam search is not supported yet", 1, 1.0)] = None
+    use_beam_search: Annotated[SkipJsonSchema[None], neutral("beam search is not supported yet", False)] = None
+    stop_token_ids: Annotated[SkipJsonSchema[None], neutral(_no("stop tokens"), [])] = None
     include_stop_str_in_output: Annotated[
-        SkipJsonSchema[None], _only("stop strings are never part of the answer", False)
+        SkipJsonSchema[None], neutral("stop strings are never part of the answer", False)
     ] = None
-    skip_special_tokens: Annotated[SkipJsonSchema[None], _only("special tokens are never shown", True)] = None
-    prompt_logprobs: Annotated[SkipJsonSchema[None], _only(_no("log probabilities of prompts"), 0)] = None
+    skip_special_tokens: Annotated[SkipJsonSchema[None], neutral("special tokens are never shown", True)] = None
+    prompt_logprobs: Annotated[SkipJsonSchema[None], neutral(_no("log probabilities of prompts"), 0)] = None
 
 
 class NeutralChatFields(BaseModel):
     """Fields of chat completions."""
 
     functions: NoFunctions = None
-    function_call: Annotated[SkipJsonSchema[None], _only(_OLD_TOOLS, "none", "auto")] = None
-    modalities: Annotated[SkipJsonSchema[None], _only("only text answers are supported yet", ["text"], [])] = None
-    audio: Annotated[SkipJsonSchema[None], _only("only text answers are supported yet")] = None
-    verbosity: Annotated[SkipJsonSchema[None], _only("verbosity cannot be set yet", "medium")] = None
-    web_search_options: Annotated[SkipJsonSchema[None], _only("web search is not supported")] = None
-    prediction: Annotated[SkipJsonSchema[None], _only("predicted outputs are not supported yet")] = None
+    function_call: Annotated[SkipJsonSchema[None], neutral(_OLD_TOOLS, "none", "auto")] = None
+    modalities: Annotated[SkipJsonSchema[None], neutral("only text answers are supported yet", ["text"], [])] = None
+    audio: Annotated[SkipJsonSchema[None], neutral("only text answers are supported yet")] = None
+    verbosity: Annotated[SkipJsonSchema[None], neutral("verbosity cannot be set yet", "medium")] = None
+    web_search_options: Annotated[SkipJsonSchema[None], neutral("web search is not supported")] = None
+    prediction: Annotated[SkipJsonSchema[None], neutral("predicted outputs are not supported yet")] = None
 
 
 class NeutralCompletionFields(BaseModel):
     """Fields of completions."""
 
-    suffix: Annotated[SkipJsonSchema[None], _only("a suffix is not supported yet", "")] = None
+    suffix: Annotated[SkipJsonSchema[None], neutral("a suffix is not supported yet", "")] = None
 
 
 def _few_stops(value: Any) -> Any:

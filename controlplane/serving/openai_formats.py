@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from controlplane.serving.openai_fields import FUNCTION_NAME, OBJECT_BYTES_MAX, JsonObject, Text, fault, json_text
+from controlplane.serving.openai_fields import OBJECT_BYTES_MAX, FunctionName, JsonObject, Text, fault, json_text
 from dataplane.protocol.messages import Constraint
 
 CHOICES_MAX = 1024
@@ -20,7 +20,7 @@ class JsonSchemaFormat(BaseModel):
     """A JSON schema and its name. Answers always match the schema, also without `strict`."""
 
     model_config = ConfigDict(extra="forbid")
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    name: FunctionName
     description: Text | None = None
     schema_: JsonObject = Field(alias="schema")
     strict: bool | None = None

@@ -6,26 +6,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from controlplane.serving.openai_fields import (
-    FUNCTION_NAME,
     TEXT_PARTS_ONLY,
+    FunctionName,
     JsonObject,
     NoFunctions,
     Text,
     fault,
     unsupported,
 )
+from controlplane.serving.tools import TOOLS_MAX, only_tools, tool_use
 from dataplane.protocol.messages import ChatMessage, Tool, ToolCall, ToolUse
 
-TOOLS_MAX = 128
 TOOL_CALLS_MAX = 128
-_FUNCTIONS_ONLY = "only tools of type 'function' are supported"
-
-
-def _functions_only(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise unsupported(f"{_FUNCTIONS_ONLY}, not '{kind[:40]}'")
-    return value
 
 
 class TextPart(BaseModel):
@@ -40,7 +32,7 @@ class CalledFunction(BaseModel):
     """The function of a tool call. `arguments`: JSON text, as the model wrote it."""
 
     model_config = ConfigDict(extra="ignore")
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    name: FunctionName
     arguments: Text
 
 
@@ -61,10 +53,7 @@ class Message(BaseModel):
     content: Annotated[Text | list[TextPart] | None, TEXT_PARTS_ONLY] = None
     name: Annotated[Text, Field(max_length=256)] | None = None
     tool_calls: (
-        Annotated[
-            list[Annotated[AssistantToolCall, BeforeValidator(_functions_only)]], Field(max_length=TOOL_CALLS_MAX)
-        ]
-        | None
+        Annotated[list[Annotated[AssistantToolCall, only_tools("function")]], Field(max_length=TOOL_CALLS_MAX)] | None
     ) = None
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
@@ -113,10 +102,14 @@ class Function(BaseModel):
     """A function that the model may call. `parameters`: the JSON schema of its arguments."""
 
     model_config = ConfigDict(extra="forbid")
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    name: FunctionName
     description: Annotated[Text, Field(max_length=16_384)] | None = None
     parameters: JsonObject | None = None
     strict: bool | None = Field(None, description="the arguments of every call match the schema")
+
+    def tool(self) -> Tool:
+        """The tool as nodes take it."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict))
 
 
 class FunctionTool(BaseModel):
@@ -128,7 +121,7 @@ class FunctionTool(BaseModel):
 
 
 Tools = Annotated[
-    list[Annotated[FunctionTool, BeforeValidator(_functions_only)]],
+    list[Annotated[FunctionTool, only_tools("function")]],
     Field(max_length=TOOLS_MAX, description=f"at most {TOOLS_MAX} functions, each with a name of its own"),
 ]
 
@@ -137,7 +130,7 @@ class NamedFunction(BaseModel):
     """The name of a function."""
 
     model_config = ConfigDict(extra="ignore")
-    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    name: FunctionName
 
 
 class NamedTool(BaseModel):
@@ -177,7 +170,7 @@ def _known_choice(value: Any) -> Any:
     if kind in ("function", "allowed_tools"):
         return value
     if isinstance(kind, str):
-        raise unsupported(f"{_FUNCTIONS_ONLY}, not '{kind[:40]}'")
+        raise unsupported(f"only tools of type 'function' are supported, not '{kind[:40]}'")
     raise ValueError("'none', 'auto', 'required', or an object that names a function")
 
 
@@ -190,41 +183,12 @@ ToolChoice = Annotated[
 ]
 
 
-def tool_use(tools: Sequence[FunctionTool], choice: Any, *, parallel: bool) -> ToolUse | None:
-    """The tools of a request as nodes take them; None: it has none.
-
-    Raises:
-        PydanticCustomError: two tools have one name, or the choice is not among them.
-    """
-    by_name = {tool.function.name: tool for tool in tools}
-    if len(by_name) < len(tools):
-        raise fault("tools", "every tool needs a name of its own")
+def chat_tools(tools: Sequence[FunctionTool], choice: Any, *, parallel: bool) -> ToolUse | None:
+    """The tools of a request as nodes take them; raises as `tool_use` does."""
     mode: Any = choice if isinstance(choice, str) else "auto"
-    allowed: Sequence[str] = list(by_name)
+    names: list[str | None] | None = None
     if isinstance(choice, NamedTool):
-        mode, allowed = "named", [choice.function.name]
+        mode, names = "named", [choice.function.name]
     elif isinstance(choice, AllowedToolChoice):
-        mode, allowed = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
-    for name in allowed:
-        if name not in by_name:
-            raise fault("tool_choice", f"there is no tool '{name}' in tools")
-    if not tools:
-        if mode == "required":
-            raise fault("tool_choice", "'required' needs tools")
-        return None
-    kept = by_name if mode == "named" else {name: by_name[name] for name in allowed}
-    return ToolUse(
-        tools=tuple(_tool(tool.function) for tool in kept.values()),
-        choice=mode,
-        name=allowed[0] if mode == "named" else None,
-        parallel=parallel,
-    )
-
-
-def _tool(function: Function) -> Tool:
-    return Tool(
-        name=function.name,
-        description=function.description,
-        parameters=function.parameters,
-        strict=bool(function.strict),
-    )
+        mode, names = choice.allowed_tools.mode, [tool.function.name for tool in choice.allowed_tools.tools]
+    return tool_use([tool.function.tool() for tool in tools], mode, names=names, parallel=parallel)

@@ -9,13 +9,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 from controlplane.errors import InvalidValueError, UnknownParameterError, UnsupportedParameterError
 from controlplane.serving.openai_fields import (
+    TOKEN_ID_MAX,
     UNSUPPORTED,
     JsonObject,
     NeutralChatFields,
     NeutralCompletionFields,
     NeutralFields,
+    ReasoningEffort,
+    RequestBody,
     Stop,
     Text,
+    TokenId,
+    effort_variables,
     fault,
     unsupported,
 )
@@ -32,9 +37,18 @@ from controlplane.serving.openai_formats import (
     regex_constraint,
     schema_constraint,
 )
-from controlplane.serving.openai_messages import Message, ToolChoice, Tools, check_conversation, tool_use
+from controlplane.serving.openai_messages import Message, ToolChoice, Tools, chat_tools, check_conversation
 from controlplane.serving.query import CHOICES_MAX, Query
-from dataplane.protocol.messages import Constraint, Generate, Sampling
+from dataplane.protocol.limits import (
+    LOGIT_BIAS_MAX,
+    LOGIT_BIAS_TOKENS_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    TEMPERATURE_MAX,
+)
+from dataplane.protocol.messages import Constraint, Generate, Sampling, ToolUse
 from dataplane.protocol.tiers import Tier
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -42,9 +56,6 @@ COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older endpoint
 N_MAX = 8
 BEST_OF_MAX = 20
 PROMPTS_MAX = 32
-LOGPROBS_MAX = 20
-LOGIT_BIAS_MAX = 1024
-_TOKEN_ID_MAX = 2**31 - 1
 
 _UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|item:\w+")
 _AS_GIVEN = (
@@ -81,26 +92,30 @@ def _token_ids(value: Any) -> Any:
     """Refuse biases whose keys are no token ids."""
     if isinstance(value, dict):
         for key in value:
-            if not (isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) <= _TOKEN_ID_MAX):
+            if not (isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) <= TOKEN_ID_MAX):
                 raise ValueError("keys are token ids: whole numbers as strings")
     return value
 
 
 LogitBias = Annotated[
-    dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=LOGIT_BIAS_MAX), BeforeValidator(_token_ids)
+    dict[str, Annotated[float, Field(ge=-LOGIT_BIAS_MAX, le=LOGIT_BIAS_MAX)]],
+    Field(max_length=LOGIT_BIAS_TOKENS_MAX),
+    BeforeValidator(_token_ids),
 ]
 
 
 class SamplingFields(BaseModel):
     """How tokens are chosen. Fields that only vLLM has are extensions."""
 
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=TEMPERATURE_MAX)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: StrictInt | None = Field(None, ge=-1, le=_TOKEN_ID_MAX, description="extension; 0 and -1: no limit")
+    top_k: StrictInt | None = Field(None, ge=-1, le=TOKEN_ID_MAX, description="extension; 0 and -1: no limit")
     min_p: float | None = Field(None, ge=0, le=1, description="extension: of the likeliest token's probability")
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, description="extension; 1: none")
+    frequency_penalty: float | None = Field(None, ge=-PENALTY_MAX, le=PENALTY_MAX)
+    presence_penalty: float | None = Field(None, ge=-PENALTY_MAX, le=PENALTY_MAX)
+    repetition_penalty: float | None = Field(
+        None, ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX, description="extension; 1: none"
+    )
     logit_bias: LogitBias | None = Field(None, description="by token id, -100 to 100")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop = None
@@ -146,11 +161,9 @@ class ConstraintFields(BaseModel):
         }
 
 
-class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, ABC):
-    """The fields of both endpoints. A field that is null counts as absent, even an unknown one."""
+class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, RequestBody, ABC):
+    """The fields of both endpoints."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: Text = Field(min_length=1, max_length=200)
     n: StrictInt | None = Field(None, ge=1, le=N_MAX, description="answers, each with a seed derived from `seed`")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -164,13 +177,6 @@ class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, ABC):
         max_length=512,
         description="extension: only requests with the same salt share cached prompts",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if isinstance(given, dict) and None in given.values():
-            return {name: value for name, value in given.items() if value is not None}
-        return given
 
     @model_validator(mode="after")
     def _fields_fit_together(self) -> "GenerationRequest":
@@ -236,7 +242,7 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: ReasoningEffort | None = Field(
         None, description="a variable of the chat template; none: also enable_thinking false"
     )
     chat_template_kwargs: JsonObject | None = Field(None, description="extension: variables of the chat template")
@@ -271,16 +277,11 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
         )
         return Query(prompts=(message,), n=n, best_of=n, prompt_cache_key=self.prompt_cache_key or "")
 
-    def _tools(self) -> Any:
-        return tool_use(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls is not False)
+    def _tools(self) -> ToolUse | None:
+        return chat_tools(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def _template(self) -> dict[str, Any]:
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            effort["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            effort["enable_thinking"] = False
-        return effort | (self.chat_template_kwargs or {})
+        return effort_variables(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
 
 def _few_prompts(value: Any) -> Any:
@@ -293,12 +294,12 @@ def _few_prompts(value: Any) -> Any:
         if len(value) > PROMPTS_MAX:
             raise ValueError(f"at most {PROMPTS_MAX} prompts, not {len(value)}")
         return value
-    if all(type(each) is int and 0 <= each <= _TOKEN_ID_MAX for each in value):
+    if all(type(each) is int and 0 <= each <= TOKEN_ID_MAX for each in value):
         return value
     raise ValueError("a string, token ids, or a list of either")
 
 
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=_TOKEN_ID_MAX)]], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS_MAX)]

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from controlplane.serving.openai_fields import Text
+from controlplane.serving.openai_fields import RequestBody, Text, TokenId
 from controlplane.serving.openai_requests import ServiceTier, tier_of
 from controlplane.serving.query import Query
 from dataplane.protocol.messages import ChatMessage, Generate, Sampling, Task
@@ -22,10 +22,9 @@ from dataplane.protocol.tiers import Tier
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 INPUTS_MAX = 2048
 """Texts of one request, as OpenAI limits them."""
-_TOKEN_ID_MAX = 2**31 - 1
 
 InputText = Annotated[Text, Field(min_length=1)]
-InputTokens = Annotated[list[Annotated[StrictInt, Field(ge=0, le=_TOKEN_ID_MAX)]], Field(min_length=1)]
+InputTokens = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[InputText], Field(min_length=1, max_length=INPUTS_MAX)]
 
 
@@ -54,21 +53,12 @@ Inputs = Annotated[
 OneOrMore = Annotated[Texts, BeforeValidator(_texts)]
 
 
-class PoolingRequest(BaseModel):
-    """The fields of all three. A field that is null counts as absent."""
+class PoolingRequest(RequestBody):
+    """The fields of all three."""
 
-    model_config = ConfigDict(extra="forbid")
     stream: ClassVar[bool] = False
-    model: Text = Field(min_length=1, max_length=200)
     user: str | None = Field(None, max_length=512)
     service_tier: ServiceTier | None = Field(None, description="extension")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if isinstance(given, dict) and None in given.values():
-            return {name: value for name, value in given.items() if value is not None}
-        return given
 
     def tier(self) -> Tier:
         return tier_of(self.service_tier)

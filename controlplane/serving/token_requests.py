@@ -2,15 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from controlplane.serving.openai_fields import JsonObject, Text, fault, unsupported
-from controlplane.serving.openai_messages import Message, Tools, check_conversation, tool_use
+from controlplane.serving.openai_fields import JsonObject, RequestBody, Text, TokenId, fault, unsupported
+from controlplane.serving.openai_messages import Message, Tools, chat_tools, check_conversation
+from dataplane.protocol.limits import QUESTION_TOKENS_MAX
 from dataplane.protocol.messages import Detokenize, Tokenize
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-TOKENS_MAX = 2**20
-_TOKEN_ID_MAX = 2**31 - 1
 
 
 def _only_false(value: Any) -> Any:
@@ -19,11 +18,9 @@ def _only_false(value: Any) -> Any:
     return value
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(RequestBody):
     """`POST /tokenize`: a plain `prompt`, or the `messages` of a conversation."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: Text = Field(min_length=1, max_length=200)
     prompt: Text | None = None
     messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
     add_special_tokens: bool | None = Field(
@@ -42,12 +39,12 @@ class TokenizeRequest(BaseModel):
         if self.prompt is not None and self.tools:
             raise fault("tools", "tools belong to messages")
         check_conversation(self.messages or [])
-        tool_use(self.tools or [], None, parallel=True)
+        chat_tools(self.tools or [], None, parallel=True)
         return self
 
     def question(self) -> Tokenize:
         """The question, for an instance that is still to be chosen."""
-        uses = tool_use(self.tools or [], None, parallel=True)
+        uses = chat_tools(self.tools or [], None, parallel=True)
         plain = self.prompt is not None
         return Tokenize(
             instance_id="",
@@ -62,12 +59,10 @@ class TokenizeRequest(BaseModel):
         )
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: Text = Field(min_length=1, max_length=200)
-    tokens: Annotated[list[Annotated[StrictInt, Field(ge=0, le=_TOKEN_ID_MAX)]], Field(max_length=TOKENS_MAX)]
+    tokens: Annotated[list[TokenId], Field(max_length=QUESTION_TOKENS_MAX)]
 
     def question(self) -> Detokenize:
         """The question, for an instance that is still to be chosen."""

@@ -1,19 +1,23 @@
 """The limits of sampling parameters, which a node checks before it tokenizes a request."""
 
 from dataplane.protocol.errors import BadRequestError
+from dataplane.protocol.limits import (
+    LOGIT_BIAS_MAX,
+    LOGIT_BIAS_TOKENS_MAX,
+    LOGPROBS_MAX,
+    PENALTY_MAX,
+    REPETITION_PENALTY_MAX,
+    REPETITION_PENALTY_MIN,
+    TEMPERATURE_MAX,
+)
 from dataplane.protocol.messages import Generate, Sampling
-
-TEMPERATURE_MAX = 2.0
-LOGPROBS_MAX = 20
-LOGIT_BIAS_MAX = 100.0
-LOGIT_BIAS_ENTRIES_MAX = 300
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, TEMPERATURE_MAX),
     "min_p": (0, 1),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
-    "repetition_penalty": (0.01, 100),
+    "frequency_penalty": (-PENALTY_MAX, PENALTY_MAX),
+    "presence_penalty": (-PENALTY_MAX, PENALTY_MAX),
+    "repetition_penalty": (REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
     "logprobs": (0, LOGPROBS_MAX),
 }
 """The least and the greatest value; None is none."""
@@ -62,9 +66,9 @@ def _check_lengths(sampling: Sampling) -> None:
 
 def _check_bias(sampling: Sampling) -> None:
     entries = len(sampling.logit_bias)
-    if entries > LOGIT_BIAS_ENTRIES_MAX:
+    if entries > LOGIT_BIAS_TOKENS_MAX:
         raise BadRequestError(
-            f"logit_bias holds {entries} tokens; {LOGIT_BIAS_ENTRIES_MAX} is the limit", param="logit_bias"
+            f"logit_bias holds {entries} tokens; {LOGIT_BIAS_TOKENS_MAX} is the limit", param="logit_bias"
         )
     for token, bias in sampling.logit_bias:
         if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:

@@ -1,35 +1,23 @@
 """`POST /v1/messages`: its body, validated, as the message that nodes take."""
 
-from collections import Counter
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from controlplane.errors import InvalidValueError
 from controlplane.serving.anthropic.blocks import Texts, TurnMessage, conversation
-from controlplane.serving.openai_fields import JsonObject, Text, only, unsupported
+from controlplane.serving.openai_fields import JsonObject, RequestBody, Text, fault, neutral, only
 from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import tier_of
 from controlplane.serving.query import Query
+from controlplane.serving.tools import TOOLS_MAX, Choice, only_tools, tool_use
 from dataplane.protocol.messages import Generate, Sampling, Tokenize, Tool, ToolUse
 from dataplane.protocol.tiers import Tier
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-MESSAGES_MAX, TOOLS_MAX, STOP_SEQUENCES_MAX = 2048, 128, 16
-_CHOICES: dict[str, Literal["auto", "none", "required", "named"]] = {
-    "auto": "auto",
-    "any": "required",
-    "tool": "named",
-    "none": "none",
-}
-
-
-def _own_tools_only(given: Any) -> Any:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(kind, str) and kind != "custom":
-        raise unsupported(f"tools of type '{kind[:40]}' are not supported: nothing runs on this side")
-    return given
+MESSAGES_MAX, STOP_SEQUENCES_MAX = 2048, 16
+_CHOICES: dict[str, Choice] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
 class CustomTool(BaseModel):
@@ -97,31 +85,22 @@ class AnthropicMetadata(BaseModel):
     user_id: Text | None = Field(None, max_length=512)
 
 
-class MessagesPrompt(BaseModel):
-    """What the prompt is made of. A field that is null counts as absent, even an unknown one."""
+class MessagesPrompt(RequestBody):
+    """What the prompt is made of."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: Text = Field(min_length=1, max_length=200)
     messages: list[TurnMessage] = Field(min_length=1, max_length=MESSAGES_MAX)
-    system: Texts = []
-    tools: list[Annotated[CustomTool, BeforeValidator(_own_tools_only)]] = Field([], max_length=TOOLS_MAX)
+    system: Texts = Field([])
+    tools: list[Annotated[CustomTool, only_tools("custom")]] = Field([], max_length=TOOLS_MAX)
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     cache_control: dict[str, Any] | None = Field(None, description="ignored: prefixes are cached by themselves")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if isinstance(given, dict) and None in given.values():
-            return {name: value for name, value in given.items() if value is not None}
-        return given
-
     def prompt_fields(self) -> dict[str, Any]:
         """The fields of `Generate` that the prompt is made of.
 
         Raises:
-            InvalidValueError: messages, tools or the choice of them do not fit together.
+            InvalidValueError: messages do not fit together.
         """
         if self.messages[-1].role == "assistant":
             raise InvalidValueError(
@@ -144,21 +123,19 @@ class MessagesPrompt(BaseModel):
         tools = () if uses is None else uses.tools
         return Tokenize(instance_id="", model=self.model, tools=tools, special_tokens=False, **fields)
 
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> "MessagesPrompt":
+        self._tool_use()
+        return self
+
     def _tool_use(self) -> ToolUse | None:
-        twice = [name for name, count in Counter(tool.name for tool in self.tools).items() if count > 1]
-        if twice:
-            raise InvalidValueError(f"tools: several have the name '{twice[0]}'", param="tools")
         choice = self.tool_choice or AnthropicToolChoice(type="auto")
-        if choice.name is not None and choice.name not in {tool.name for tool in self.tools}:
-            raise InvalidValueError(f"tool_choice: there is no tool '{choice.name}' in tools", param="tool_choice")
-        if not self.tools:
-            if choice.type == "any":
-                raise InvalidValueError("tool_choice: 'any' needs tools", param="tool_choice")
-            return None
-        return ToolUse(
-            tools=tuple(tool.tool() for tool in self.tools),
-            choice=_CHOICES[choice.type],
-            name=choice.name,
+        if choice.type == "any" and not self.tools:
+            raise fault("tool_choice", "'any' needs tools")
+        return tool_use(
+            [tool.tool() for tool in self.tools],
+            _CHOICES[choice.type],
+            names=None if choice.name is None else [choice.name],
             parallel=not choice.disable_parallel_tool_use,
         )
 
@@ -184,10 +161,10 @@ class MessagesRequest(MessagesPrompt):
     service_tier: Literal["auto", "standard_only", "default", "priority", "flex"] | None = Field(
         None, description="extension: the names of OpenAI's API too"
     )
-    container: Annotated[SkipJsonSchema[None], only("containers are not supported")] = None
-    mcp_servers: Annotated[SkipJsonSchema[None], only("MCP servers are not supported", [])] = None
-    context_management: Annotated[SkipJsonSchema[None], only("the context is never edited")] = None
-    inference_geo: Annotated[SkipJsonSchema[None], only("x-tidepool-region names the region")] = None
+    container: Annotated[SkipJsonSchema[None], neutral("containers are not supported")] = None
+    mcp_servers: Annotated[SkipJsonSchema[None], neutral("MCP servers are not supported", [])] = None
+    context_management: Annotated[SkipJsonSchema[None], neutral("the context is never edited")] = None
+    inference_geo: Annotated[SkipJsonSchema[None], neutral("x-tidepool-region names the region")] = None
     speed: Annotated[SkipJsonSchema[Literal["standard"] | None], only("service_tier is", "standard")] = None
 
     def tier(self) -> Tier:

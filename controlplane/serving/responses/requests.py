@@ -6,17 +6,28 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from controlplane.serving.openai_fields import FUNCTION_NAME, JsonObject, Text, fault, only, unsupported
+from controlplane.serving.openai_fields import (
+    FunctionName,
+    JsonObject,
+    ReasoningEffort,
+    RequestBody,
+    Text,
+    effort_variables,
+    fault,
+    neutral,
+    only,
+    unsupported,
+)
 from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import served_as, tier_of
 from controlplane.serving.query import Query
 from controlplane.serving.responses.items import Input, Item, conversation, written
-from controlplane.serving.responses.tools import ToolChoice, ToolChoiceField, Tools, tool_use
-from dataplane.protocol.messages import Constraint, Generate, Sampling
+from controlplane.serving.responses.tools import ToolChoice, ToolChoiceField, Tools
+from dataplane.protocol.limits import LOGPROBS_MAX, TEMPERATURE_MAX
+from dataplane.protocol.messages import Constraint, Generate, Sampling, ToolUse
 from dataplane.protocol.tiers import Tier
 
 RESPONSES = "/v1/responses"
-TOP_LOGPROBS_MAX = 20
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 Label = Annotated[Text, Field(max_length=512)]
@@ -28,7 +39,7 @@ class TextFormat(BaseModel):
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, serialize_by_alias=True)
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: Annotated[Text, Field(pattern=FUNCTION_NAME)] | None = None
+    name: FunctionName | None = None
     description: Text | None = None
     schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -64,15 +75,9 @@ class ReasoningConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid")
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Annotated[Literal["auto"] | None, only("reasoning is not summarized", "auto")] = None
     generate_summary: Annotated[Literal["auto"] | None, only("reasoning is not summarized", "auto")] = None
-
-    def template(self) -> dict[str, Any]:
-        """Variables of the chat template."""
-        if self.effort is None:
-            return {}
-        return {"reasoning_effort": self.effort} | ({"enable_thinking": False} if self.effort == "none" else {})
 
 
 class ResponseStreamOptions(BaseModel):
@@ -85,22 +90,20 @@ class ResponseStreamOptions(BaseModel):
 class RefusedFields(BaseModel):
     """Fields of OpenAI's that ask for what is not here. The OpenAPI document leaves them out."""
 
-    conversation: Annotated[SkipJsonSchema[None], only("conversations are not supported; previous_response_id is")] = (
-        None
-    )
-    prompt: Annotated[SkipJsonSchema[None], only("prompts by id are not supported")] = None
-    moderation: Annotated[SkipJsonSchema[None], only("moderation is not supported")] = None
-    context_management: Annotated[SkipJsonSchema[None], only("the context is never compacted")] = None
-    access_programs: Annotated[SkipJsonSchema[None], only("access programs are not supported")] = None
-    image: Annotated[SkipJsonSchema[None], only("only text is supported")] = None
-    prompt_cache_options: Annotated[SkipJsonSchema[None], only("how long prefixes are cached cannot be set")] = None
+    conversation: Annotated[
+        SkipJsonSchema[None], neutral("conversations are not supported; previous_response_id is")
+    ] = None
+    prompt: Annotated[SkipJsonSchema[None], neutral("prompts by id are not supported")] = None
+    moderation: Annotated[SkipJsonSchema[None], neutral("moderation is not supported")] = None
+    context_management: Annotated[SkipJsonSchema[None], neutral("the context is never compacted")] = None
+    access_programs: Annotated[SkipJsonSchema[None], neutral("access programs are not supported")] = None
+    image: Annotated[SkipJsonSchema[None], neutral("only text is supported")] = None
+    prompt_cache_options: Annotated[SkipJsonSchema[None], neutral("how long prefixes are cached cannot be set")] = None
 
 
-class ResponseRequest(RefusedFields):
-    """`POST /v1/responses`. A field that is null counts as absent, even an unknown one."""
+class ResponseRequest(RefusedFields, RequestBody):
+    """`POST /v1/responses`."""
 
-    model_config = ConfigDict(extra="forbid")
-    model: Text = Field(min_length=1, max_length=200)
     input: Input
     instructions: Text | None = None
     previous_response_id: Text | None = Field(None, max_length=128)
@@ -110,9 +113,9 @@ class ResponseRequest(RefusedFields):
     max_tool_calls: int | None = Field(None, ge=1, description="of hosted tools, of which there are none")
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=TEMPERATURE_MAX)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
+    top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS_MAX)
     max_output_tokens: int | None = Field(None, ge=1)
     include: list[Annotated[Text, only("there is nothing of this kind to include", *_INCLUDABLE)]] = []
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
@@ -129,13 +132,6 @@ class ResponseRequest(RefusedFields):
         SkipJsonSchema[Literal["in_memory"] | None], only("prefixes are kept as long as there is memory", "in_memory")
     ] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, given: Any) -> Any:
-        if isinstance(given, dict) and None in given.values():
-            return {name: value for name, value in given.items() if value is not None}
-        return given
-
     @model_validator(mode="after")
     def _background_is_retrieved(self) -> "ResponseRequest":
         if self.background and not self.store:
@@ -143,6 +139,14 @@ class ResponseRequest(RefusedFields):
         if self.background and self.stream:
             raise unsupported("a response in the background is not streamed", field="background")
         return self
+
+    @model_validator(mode="after")
+    def _tools_fit_together(self) -> "ResponseRequest":
+        self._tools()
+        return self
+
+    def _tools(self) -> ToolUse | None:
+        return self.tool_choice.among(self.tools or [], parallel=self.parallel_tool_calls)
 
     def tier(self) -> Tier:
         """The tier that `service_tier` asks for."""
@@ -157,7 +161,7 @@ class ResponseRequest(RefusedFields):
         the previous responses.
 
         Raises:
-            InvalidValueError: an item answers no call, or the tools do not fit together.
+            InvalidValueError: an item answers no call.
         """
         message = Generate(
             request_id="",
@@ -166,9 +170,9 @@ class ResponseRequest(RefusedFields):
             tier=tier,
             messages=conversation(self.instructions, [*earlier, *written(self.input, "")]),
             sampling=self.sampling(),
-            tools=tool_use(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls),
+            tools=self._tools(),
             constraint=self.text.format.constraint(),
-            template=self.reasoning.template(),
+            template=effort_variables(self.reasoning.effort),
         )
         return Query(prompts=(message,), prompt_cache_key=self.prompt_cache_key or "", options=self.head(tier))
 

@@ -27,8 +27,8 @@ from tests.event_loop import asynchronous
         ("logprobs", (None, 0, 20), (-1, 21), "0 to 20"),
         ("min_tokens", (0, 9), (-1, 10), "at (least 0|most max_tokens, 9)"),
         ("max_tokens", (None, 1), (0,), "at least 1"),
-        ("logit_bias", ((), ((1, -100.0), (2, 100.0)), ((1, 0.0),) * 300), (((7, 101.0),),), "token 7 must be -100"),
-        ("logit_bias", (), (((7, 0.0),) * 301,), "300 is the limit"),
+        ("logit_bias", ((), ((1, -100.0), (2, 100.0)), ((1, 0.0),) * 1024), (((7, 101.0),),), "token 7 must be -100"),
+        ("logit_bias", (), (((7, 0.0),) * 1025,), "1024 is the limit"),
         ("stop", (("a",) * 4,), (("a",) * 5,), "4 is the limit"),
     ],
 )

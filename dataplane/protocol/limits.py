@@ -1,0 +1,12 @@
+"""Limits of requests that gateways and nodes both check, so that neither refuses what the other lets through."""
+
+TEMPERATURE_MAX = 2.0
+PENALTY_MAX = 2.0
+"""Of `frequency_penalty` and `presence_penalty`; the least is its negative."""
+REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
+LOGPROBS_MAX = 20
+"""Likeliest tokens whose log probabilities are reported."""
+LOGIT_BIAS_MAX = 100.0
+LOGIT_BIAS_TOKENS_MAX = 1024
+QUESTION_TOKENS_MAX = 2**20
+"""Tokens of a text that is only tokenized or detokenized, which may be longer than the model's context."""
