@@ -12,6 +12,8 @@ from typing import Any, Self
 
 import msgspec
 
+from dataplane.agent.token_bytes import BYTE_OF_LETTER
+
 _PIECE_BYTES = 16_384
 """Counted at once, while other threads wait."""
 
@@ -123,15 +125,15 @@ def _has_all_bytes(model: _Model, *, byte_level: bool) -> bool:
     if not isinstance(model.vocab, dict):
         return False
     if byte_level:
-        return model.vocab.keys() >= set(_BYTE_LETTERS)
+        return model.vocab.keys() >= BYTE_OF_LETTER.keys()
     return model.byte_fallback and model.vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
 
 
 def _text_bytes(token: str, *, byte_level: bool) -> bytes:
     """The bytes of text that a token of the vocabulary stands for, or more."""
     if byte_level:
-        with contextlib.suppress(UnicodeEncodeError):  # an added token is written as it is
-            return token.translate(_FROM_LETTERS).encode("latin-1")
+        with contextlib.suppress(KeyError):  # an added token is written as it is
+            return bytes(map(BYTE_OF_LETTER.__getitem__, token))
     return token.encode()
 
 
@@ -151,15 +153,6 @@ def _costs(tokens: Iterable[bytes]) -> tuple[float, ...]:
     return tuple(costs)
 
 
-def _byte_letters() -> str:
-    """The letter that byte-level vocabularies write for each byte (GPT-2's `bytes_to_unicode`)."""
-    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = iter(range(256, 512))
-    return "".join(chr(byte if byte in plain else next(others)) for byte in range(256))
-
-
-_BYTE_LETTERS = _byte_letters()
-_FROM_LETTERS = {ord(letter): byte for byte, letter in enumerate(_BYTE_LETTERS)}
 _BLANK_BYTES = frozenset(
     byte for letter in map(chr, range(0x3001)) if letter.isspace() or letter == _BLANK for byte in letter.encode()
 )

@@ -14,6 +14,18 @@ _CACHED_TOKENS = 2**16
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def _letters() -> dict[str, int]:
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
+
+
+BYTE_OF_LETTER = _letters()
+"""The byte for each letter of byte-level vocabularies (GPT-2's): printable ones of Latin-1 stand for themselves, others
+are written from U+0100 on, in order.
+"""
+
+
 def token_bytes_reader(tokenizer: Any) -> Callable[[int], bytes]:
     """A function from a token id to its bytes, by a `tokenizers.Tokenizer`; none for ids without a token. Blanks that a
     decoder places are those between two tokens; special tokens have their names' bytes.
@@ -31,8 +43,8 @@ def _token_bytes(tokenizer: Any, kinds: frozenset[str], added: dict[int, str], t
     piece = tokenizer.id_to_token(token_id)
     if piece is None:
         return b""
-    if "ByteLevel" in kinds and all(char in _BYTES for char in piece):
-        return bytes(_BYTES[char] for char in piece)
+    if "ByteLevel" in kinds and all(char in BYTE_OF_LETTER for char in piece):
+        return bytes(BYTE_OF_LETTER[char] for char in piece)
     if "ByteFallback" in kinds and (byte := _FALLBACK.fullmatch(piece)):
         return bytes.fromhex(byte[1])
     once, twice = (str(tokenizer.decode([token_id] * count)) for count in (1, 2))
@@ -43,16 +55,3 @@ def _kinds(decoder: dict[str, Any]) -> frozenset[str]:
     """The types of a decoder and of those that it is a sequence of."""
     parts = (_kinds(part) for part in decoder.get("decoders", ()))
     return frozenset({decoder["type"]}).union(*parts)
-
-
-def _byte_characters() -> dict[str, int]:
-    """The characters by which byte-level vocabularies write bytes (GPT-2's): printable ones of Latin-1 themselves, and
-    the others from U+0100 on, in order.
-    """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): byte for byte in printable}
-    return characters | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()

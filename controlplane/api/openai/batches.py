@@ -131,9 +131,7 @@ def _batch(batch: Batch, counts: BatchCounts) -> dict[str, Any]:
         "request_counts": {"total": counts.total, "completed": counts.completed, "failed": counts.failed},
         "usage": {
             "input_tokens": counts.input_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": counts.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counts.input_tokens + counts.output_tokens,
         },
         "metadata": batch.labels,

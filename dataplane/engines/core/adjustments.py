@@ -46,11 +46,11 @@ class LogitAdjustments:
             return None
         return cls(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
 
-    def follow(self, tokens: Sequence[int], *, offset: int = 0) -> None:
-        """Count those of the sequence's tokens that were not counted yet. `offset`: how many precede `tokens`."""
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Count those of the sequence's tokens that were not counted yet."""
         if not self._frequency and not self._presence and self._repetition == 1:
             return
-        for token in tokens[self._followed - offset :]:
+        for token in tokens[self._followed :]:
             at = self._index(token)
             self._values[1, at] = self._repetition
             if self._followed >= self._prompt_tokens:

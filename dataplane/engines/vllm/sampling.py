@@ -96,23 +96,23 @@ class _Chooser:
         self._eos_ids = eos_ids
         tokens_max = prompt_tokens + request.max_tokens
         self._adjustments = LogitAdjustments.of(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
-        self._began = False
+        self._tokens: list[int] = []
         self._matcher = None if matcher_id is None else _MATCHERS[matcher_id]
 
     def __call__(self, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
         """`prompt` are the tokens that vLLM was given: of the prompt, and of the answer as far as made elsewhere."""
+        if not self._tokens:
+            self._tokens += prompt
+        self._tokens += output[len(self._tokens) - len(prompt) :]
         if self._adjustments is not None:
-            if not self._began:
-                self._adjustments.follow(prompt)
-                self._began = True
-            self._adjustments.follow(output, offset=len(prompt))
+            self._adjustments.follow(self._tokens)
         draw = draw_of(
             self._request,
-            position=len(prompt) + len(output),
+            position=len(self._tokens),
             prompt_tokens=self._prompt_tokens,
             eos_ids=self._eos_ids,
             adjustments=self._adjustments,
-            allowed=None if self._matcher is None else allowed_tokens(self._matcher, [*prompt, *output]),
+            allowed=None if self._matcher is None else allowed_tokens(self._matcher, self._tokens),
             must_end=self._matcher is not None and self._matcher.must_end,
         )
         (token,) = choose_tokens(logits.unsqueeze(0).clone(), [draw])

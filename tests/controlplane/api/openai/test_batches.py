@@ -48,9 +48,7 @@ def test_the_whole_object(gateway: Gateway) -> None:
     fields = gateway.http.get(f"/v1/batches/{batch.id}").json()
     assert fields["usage"] == {
         "input_tokens": 0,
-        "input_tokens_details": {"cached_tokens": 0},
         "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 0,
     }
     with gateway.world.database.transaction() as session:

@@ -41,7 +41,6 @@ def by_hand(logits: list[float], asked: EngineRequest, prompt: list[int], made: 
     repetition=st.sampled_from([0.5, 1.0, 1.3]),
     bias=BIAS,
     at_once=st.integers(0, 20),
-    as_vllm=st.booleans(),
 )
 @settings(max_examples=200)
 def test_the_logits_are_those_of_the_formulas_however_the_tokens_arrived(
@@ -52,7 +51,6 @@ def test_the_logits_are_those_of_the_formulas_however_the_tokens_arrived(
     repetition: float,
     bias: dict[int, float],
     at_once: int,
-    as_vllm: bool,
 ) -> None:
     asked = request(
         frequency_penalty=frequency,
@@ -66,13 +64,8 @@ def test_the_logits_are_those_of_the_formulas_however_the_tokens_arrived(
     if counted is None:
         assert (frequency, presence, repetition, bias) == (0, 0, 1, {})
         return
-    first = [*prompt, *made[:at_once]]
-    counted.follow(first)
-    for length in range(at_once + 1, len(made) + 1):
-        if as_vllm:
-            counted.follow(made[at_once:length], offset=len(first))
-        else:
-            counted.follow([*prompt, *made[:length]])
+    for length in range(min(at_once, len(made)), len(made) + 1):
+        counted.follow([*prompt, *made[:length]])
     adjust(logits, [(1, counted)])
     assert logits[1].tolist() == pytest.approx(by_hand(before[1].tolist(), asked, prompt, made), abs=1e-4)
     assert logits[[0, 2]].equal(before[[0, 2]]), "other rows stay"
