@@ -2,7 +2,7 @@
 are accepted with their default value, else refused with a message, so that no client assumes what was never applied.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, model_validator
@@ -13,9 +13,9 @@ STOP_STRINGS_MAX = 4
 OBJECT_BYTES_MAX = 64 * 1024
 """Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
 TOKEN_ID_MAX = 2**31 - 1
-UNSUPPORTED = "unsupported_parameter"
+UNSUPPORTED: Final = "unsupported_parameter"
 """Pydantic's type of these errors, and OpenAI's code for them."""
-INVALID = "invalid_value"
+INVALID: Final = "invalid_value"
 """Pydantic's type of errors that name their field themselves."""
 
 
@@ -84,12 +84,20 @@ def effort_variables(effort: ReasoningEffort | None) -> JsonObject:
 
 def unsupported(message: str, *, field: str | None = None) -> PydanticCustomError:
     """The refusal of a value; its message is for the client's user. `field`: as in `fault`."""
-    return PydanticCustomError(UNSUPPORTED, "{message}", {"message": message} | ({"field": field} if field else {}))
+    return _refusal(UNSUPPORTED, message, field)
 
 
 def fault(field: str, message: str) -> PydanticCustomError:
     """The refusal of a field that only a look at the whole request can judge."""
-    return PydanticCustomError(INVALID, "{message}", {"message": message, "field": field})
+    return _refusal(INVALID, message, field)
+
+
+def _refusal(
+    kind: Literal["unsupported_parameter", "invalid_value"], message: str, field: str | None
+) -> PydanticCustomError:
+    """What is quoted from the request may hold what UTF-8 cannot encode."""
+    shown = message.encode(errors="replace").decode()
+    return PydanticCustomError(kind, "{message}", {"message": shown} | ({"field": field} if field else {}))
 
 
 def only(message: str, *accepted: Any) -> BeforeValidator:

@@ -12,7 +12,7 @@ from dataplane.agent.parsing.tool_calls import ToolCallParser
 from dataplane.agent.tokenization import Tokenizer
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
-from dataplane.protocol.errors import ContextLengthError, DataplaneError
+from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
 from dataplane.protocol.messages import (
     Constraint,
     Failed,
@@ -158,7 +158,7 @@ class Answer:
                 return
             if output.error is not None:
                 self._measure.ended("error")
-                yield failed_event(DataplaneError(output.error))
+                yield failed_event((BadRequestError if output.invalid else DataplaneError)(output.error))
                 return
             for event in self._token_events(output):
                 yield event

@@ -12,6 +12,9 @@ _THREADS_MAX = 8
 _ALLOWED = b"\xc8"
 """What llguidance writes for a token that is allowed; it writes 0 for others."""
 
+_NO_MATCH = "doesn't satisfy the grammar"
+"""What llguidance says of tokens that a constraint does not allow."""
+
 
 class Matcher:
     """One answer under a constraint, as a mask for each of its next tokens.
@@ -29,6 +32,8 @@ class Matcher:
         self._mask = b""
         self._future: Future[None] | None = None
         self.error: str | None = None
+        self.too_complex = False
+        """Whether a limit is the `error`, so that no engine can make the answer."""
         self.must_end = False
         """Whether the mask allows nothing but the end of the answer."""
         self.may_end = False
@@ -50,15 +55,22 @@ class Matcher:
         """Follow an answer up to its end, and compute the mask of what may come next."""
         new = list(tokens[self._followed :])
         self._followed = len(tokens)
-        if self.error is None and not self._matcher.consume_tokens(new):
-            self.error = "the answer so far does not match its constraint"
-        mask = b"" if self.error else self._matcher.compute_logit_bias()
-        if not self.error and self._matcher.is_error():
-            self.error = f"its constraint is too complex: {first_line(self._matcher.get_error())}"
+        mask = b""
+        if self.error is None and self._matcher.consume_tokens(new):
+            mask = self._matcher.compute_logit_bias()
+        if self.error is None and self._matcher.is_error():
+            self._note_error(first_line(self._matcher.get_error()))
         self._mask = mask.ljust(self._size, b"\0")[: self._size] if self.error is None else bytes(self._size)
         ends = sum(self._mask[token] > 0 for token in self.eos_ids if token < self._size)
         self.may_end = ends > 0
         self.must_end = 0 < ends == self._mask.count(_ALLOWED)
+
+    def _note_error(self, reason: str) -> None:
+        self.too_complex = _NO_MATCH not in reason
+        what = (
+            "its constraint is too complex" if self.too_complex else "the answer so far does not match its constraint"
+        )
+        self.error = f"{what}: {reason}"
 
 
 def prepare(answers: Iterable[tuple[Matcher, Sequence[int]]]) -> None:

@@ -87,7 +87,8 @@ class EngineOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of one request. The last output has `finish_reason` or `error`. The end-of-sequence token itself is
     never in `token_ids`. With `kv` the request has left this engine to continue on another slot, which reads its KV
     here until `Engine.release`. `scores`: of `token_ids`, if asked for. `cached_tokens`: tokens of the prompt whose KV
-    was cached, in the output of the first token. `values`: the whole answer of a request with `pooling`.
+    was cached, in the output of the first token. `values`: the whole answer of a request with `pooling`. `invalid`: the
+    error is the request's own, and no engine could answer it.
     """
 
     request_id: str
@@ -97,6 +98,7 @@ class EngineOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     values: tuple[float, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    invalid: bool = False
     kv: KvHandle | None = None
 
 

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from itertools import product
 from typing import Any
 
+from dataplane.agent.templates.frames import is_encodable
 from dataplane.protocol.messages import ChatMessage, Tool, ToolCall
 
 CallText = Callable[[str, str], str]
@@ -97,12 +98,12 @@ def _message(
 
 
 def _arguments(call: ToolCall) -> Any:
-    """The arguments as an object; what a model wrote wrongly stays text."""
+    """The arguments as an object; what a model wrote wrongly, or no template can be given, stays text."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         return call.arguments
-    return arguments if isinstance(arguments, dict) else call.arguments
+    return arguments if isinstance(arguments, dict) and is_encodable(arguments) else call.arguments
 
 
 def _short_id(given: str) -> str:

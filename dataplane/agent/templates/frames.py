@@ -55,6 +55,15 @@ def encode_frame(frame: Command | Reply) -> bytes:
     return LENGTH.pack(len(body)) + body
 
 
+def is_encodable(value: Any) -> bool:
+    """Whether a frame can hold a value: integers have 64 bits, texts are UTF-8, nesting is bounded."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
+
+
 def decode_command(body: bytes) -> Command:
     """The command in a frame's body."""
     return _commands.decode(body)

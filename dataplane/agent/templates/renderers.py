@@ -23,6 +23,7 @@ from dataplane.agent.templates.frames import (
     Reply,
     decode_reply,
     encode_frame,
+    is_encodable,
 )
 from dataplane.protocol.errors import BadRequestError, DataplaneError, OverloadedError
 
@@ -86,13 +87,13 @@ class _Process:
             undo.pop_all()
         return started
 
-    async def call(self, command: Command) -> Reply:
-        """The reply to a command.
+    async def call(self, frame: bytes) -> Reply:
+        """The reply to a command, given as a frame.
 
         Raises:
             EOFError, ConnectionError: the process has ended.
         """
-        self._writer.write(encode_frame(command))
+        self._writer.write(frame)
         return await self._reply()
 
     async def _reply(self) -> Reply:
@@ -116,6 +117,10 @@ def _start_process(descriptor: int, limits: list[str]) -> subprocess.Popen[bytes
         env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
         process_group=0,
     )
+
+
+_FIELDS = {"messages": "messages", "tools": "tools", "xml_tools": "tools"}
+"""Fields of requests whose values a template gets under these names; others are in `chat_template_kwargs`."""
 
 
 class TemplateRenderers:
@@ -163,9 +168,10 @@ class TemplateRenderers:
         await asyncio.gather(*self._endings)
 
     async def _call(self, command: Command) -> Reply:
+        frame = _frame(command)
         busy = self._busy.setdefault(command.source, asyncio.Lock())
         async with self._turn(busy.acquire, busy.release), self._turn(self._free.acquire, self._free.release):
-            return await self._in_process(command)
+            return await self._in_process(frame)
 
     @contextlib.asynccontextmanager
     async def _turn(self, acquire: Callable[[], Awaitable[bool]], release: Callable[[], None]) -> AsyncIterator[None]:
@@ -180,11 +186,11 @@ class TemplateRenderers:
         finally:
             release()
 
-    async def _in_process(self, command: Command) -> Reply:
+    async def _in_process(self, frame: bytes) -> Reply:
         process = self._idle.pop() if self._idle else await self._start()
         try:
             async with asyncio.timeout(self._time_max_s):
-                reply = await process.call(command)
+                reply = await process.call(frame)
         except TimeoutError:
             self._end(process)
             log.warning("chat template took too long", time_max_s=self._time_max_s)
@@ -213,6 +219,24 @@ class TemplateRenderers:
         task = asyncio.get_running_loop().create_task(process.end())
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
+
+
+def _frame(command: Command) -> bytes:
+    """A command as a frame.
+
+    Raises:
+        BadRequestError: a variable holds what a frame cannot: a number beyond 64 bits, half of a surrogate pair.
+    """
+    try:
+        return encode_frame(command)
+    except (OverflowError, UnicodeEncodeError, RecursionError):
+        for name, value in command.variables.items() if isinstance(command, Render) else ():
+            if not is_encodable(value):
+                raise BadRequestError(
+                    "a chat template takes no integers beyond 64 bits, no half of a surrogate pair and no deep nesting",
+                    param=_FIELDS.get(name, f"chat_template_kwargs.{name}"),
+                ) from None
+        raise
 
 
 def _error(reply: Reply) -> DataplaneError:

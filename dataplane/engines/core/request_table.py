@@ -216,11 +216,11 @@ class RequestTable(Generic[KvT]):
         if kv is not None:
             self._kv.drop(kv)
 
-    def end_all(self, sequences: Iterable[TokenSequence[KvT]], error: str) -> None:
+    def end_all(self, sequences: Iterable[TokenSequence[KvT]], error: str, *, invalid: bool = False) -> None:
         for sequence in list(sequences):
             request_id = sequence.request.request_id
             self.forget(request_id)
-            self._ended[request_id] = EngineOutput(request_id=request_id, error=error)
+            self._ended[request_id] = EngineOutput(request_id=request_id, error=error, invalid=invalid)
 
     def take_ended(self) -> list[EngineOutput]:
         """Last outputs that no step made: errors, exports, and requests that were complete when added."""

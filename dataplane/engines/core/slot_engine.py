@@ -251,8 +251,10 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _without_unmatched(self, made: Made[KvT]) -> Made[KvT]:
         """End the requests of a step whose constraint allows no token; the others."""
         for sequence, _, _ in made:
-            if sequence.matcher is not None and sequence.matcher.error is not None:
-                self.requests.end_all([sequence], f"{sequence.model}: {sequence.matcher.error}")
+            matcher = sequence.matcher
+            if matcher is not None and matcher.error is not None:
+                error = f"{sequence.model}: {matcher.error}"
+                self.requests.end_all([sequence], error, invalid=matcher.too_complex)
         return [one for one in made if one[0].matcher is None or one[0].matcher.error is None]
 
     def _is_awaited(self, name: str) -> bool:

@@ -119,6 +119,16 @@ def test_a_continued_answer_is_token_for_token_the_same(slot: Callable[..., Torc
     assert "does not match its constraint" in broken.error
 
 
+def test_a_constraint_that_grows_beyond_the_limits_is_the_requests_fault(slot: Callable[..., TorchEngine]) -> None:
+    wide = {f"p{n}": {"type": "string", "pattern": "^(a|b|ab)*c{1,500}$"} for n in range(700)}
+    engine = slot()
+    engine.add(asked(0, schema_constraint({"type": "object", "properties": wide})))
+    [ended] = [output for _ in range(200) for output in engine.step() if output.error]
+    assert ended.error is not None
+    assert "too complex" in ended.error
+    assert ended.invalid
+
+
 def test_the_grammar_wins_over_ignored_ends_and_least_lengths(slot: Callable[..., TorchEngine], folder: Path) -> None:
     choice = Constraint(kind="choice", definition='["yes", "no"]')
     digits = Constraint(kind="regex", definition="[0-9]+")

@@ -348,6 +348,8 @@ ODD_BODIES = [
     b"{",
     b"\xff\xfe",
     b"[" * 60_000,
+    b'{"model": "tiny", "messages": [{"role": "user", "content": [{"type": "\\ud800"}]}]}',
+    b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "tool_choice": {"type": "\\ud800"}}',
     b'{"model": ' + b"1" * 5000 + b"}",
     rb'{"\ud800": 1}',
     rb'{"model": "\ud800", "messages": [{"role": "user", "content": "\ud800"}]}',

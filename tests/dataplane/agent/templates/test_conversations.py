@@ -127,6 +127,12 @@ def test_arguments_that_are_no_object_stay_as_the_model_wrote_them() -> None:
     assert json.dumps('{"city": ') in prompt_text(make_template(styles.CHATML), [*ASKED, broken])
 
 
+@pytest.mark.parametrize("arguments", ['{"city": 1' + "0" * 40 + "}", '{"city": "\\ud800"}'])
+def test_arguments_that_no_template_can_be_given_stay_text(arguments: str) -> None:
+    call = ChatMessage(role="assistant", tool_calls=(ToolCall(id="c", name="weather", arguments=arguments),))
+    assert json.dumps(arguments) in prompt_text(make_template(styles.CHATML), [*ASKED, call])
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt", "_x", "range", "a b"])
 def test_a_request_may_not_set_what_the_template_is_given(name: str) -> None:
     with pytest.raises(BadRequestError) as refused:

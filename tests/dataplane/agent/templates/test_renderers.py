@@ -74,6 +74,16 @@ async def test_a_template_at_fault(source: str, kind: type[DataplaneError], word
             assert await renderers.render("{{ x }}", {"x": "fine"}) == "fine"
 
 
+@pytest.mark.parametrize("value", [{"deep": [10**30]}, "\ud800"])
+@asynchronous
+async def test_a_variable_that_no_process_can_be_sent_is_named(value: object) -> None:
+    async with running() as renderers:
+        for name, param in {"x": "chat_template_kwargs.x", "xml_tools": "tools", "messages": "messages"}.items():
+            with pytest.raises(BadRequestError, match="64 bits") as refused:
+                await renderers.render("{{ x }}", {"y": 1, name: value})
+            assert refused.value.param == param
+
+
 @asynchronous
 async def test_a_template_without_end_is_ended_and_others_are_rendered_meanwhile() -> None:
     async with running(processes_max=2, time_max_s=2.0) as renderers:
