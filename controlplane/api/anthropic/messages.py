@@ -7,9 +7,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from controlplane.api.auth import Client, require_model
 from controlplane.api.openai.answering import Origin, answer
-from controlplane.api.state import StateDep
+from controlplane.api.openai.tokens import ask_node
 from controlplane.serving.anthropic.renderer import MessagesRenderer
 from controlplane.serving.anthropic.requests import COUNT_TOKENS, MESSAGES, MessagesPrompt, MessagesRequest
 from controlplane.serving.token_requests import TOKENIZE
@@ -65,12 +64,9 @@ async def create(body: MessagesRequest, request: Request, origin: Origin = None)
 
 
 @router.post(COUNT_TOKENS, summary="Count a message's tokens", responses=_COUNTS)
-async def count_tokens(body: MessagesPrompt, request: Request, state: StateDep, caller: Client) -> TokenCount:
+async def count_tokens(body: MessagesPrompt, request: Request) -> TokenCount:
     """The tokens of the prompt that a message with these fields would have, as the model's chat template writes it. It
     counts towards the tenant's requests per minute.
     """
-    model = await state.fleet.model(body.model)
-    require_model(caller, model.name)
-    async with state.limits.one_request(request, model.name):
-        told = await state.questions.ask(TOKENIZE, body.question(), Tokenized, origin=state.settings.region)
+    told = await ask_node(request, TOKENIZE, body.question(), Tokenized)
     return TokenCount(input_tokens=len(told.tokens))

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API: chat completions, batches, files and models."""
+"""The OpenAI-compatible API: chat completions, responses, embeddings, batches, files and models."""

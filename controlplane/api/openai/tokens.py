@@ -3,11 +3,12 @@
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from controlplane.api.auth import Client, require_model
+from controlplane.api.auth import require_model
 from controlplane.api.openai.openapi import ERRORS
-from controlplane.api.state import StateDep
+from controlplane.api.state import state_of
+from controlplane.serving.agent_client import Answered
 from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE, DetokenizeRequest, TokenizeRequest
-from dataplane.protocol.messages import Detokenized, Tokenized
+from dataplane.protocol.messages import Detokenize, Detokenized, Tokenize, Tokenized
 
 router = APIRouter(tags=["interactive"], responses=ERRORS)
 
@@ -28,14 +29,11 @@ class DetokenizeAnswer(BaseModel):
 
 
 @router.post(TOKENIZE, summary="Tokens of a text")
-async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, caller: Client) -> TokenizeAnswer:
+async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeAnswer:
     """The tokens of a prompt, or of a conversation as the model's chat template writes it. Any instance of the model
     answers; the request counts towards the tenant's requests per minute, and takes none of its tokens.
     """
-    model = await state.fleet.model(body.model)
-    require_model(caller, model.name)
-    async with state.limits.one_request(request, model.name):
-        answer = await state.questions.ask(TOKENIZE, body.question(), Tokenized, origin=state.settings.region)
+    answer = await ask_node(request, TOKENIZE, body.question(), Tokenized)
     return TokenizeAnswer(
         count=len(answer.tokens),
         max_model_len=answer.context_tokens,
@@ -45,10 +43,20 @@ async def tokenize(body: TokenizeRequest, request: Request, state: StateDep, cal
 
 
 @router.post(DETOKENIZE, summary="Text of tokens")
-async def detokenize(body: DetokenizeRequest, request: Request, state: StateDep, caller: Client) -> DetokenizeAnswer:
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeAnswer:
     """The text of tokens; limited as `/tokenize` is."""
-    model = await state.fleet.model(body.model)
-    require_model(caller, model.name)
-    async with state.limits.one_request(request, model.name):
-        answer = await state.questions.ask(DETOKENIZE, body.question(), Detokenized, origin=state.settings.region)
+    answer = await ask_node(request, DETOKENIZE, body.question(), Detokenized)
     return DetokenizeAnswer(prompt=answer.text)
+
+
+async def ask_node(request: Request, path: str, question: Tokenize | Detokenize, kind: type[Answered]) -> Answered:
+    """The answer of any instance of a model that the caller may use, as one request of its tenant.
+
+    Raises:
+        TidepoolError: the question is refused, or no instance answers it.
+    """
+    state = state_of(request)
+    model = await state.fleet.model(question.model)
+    require_model(request.state.caller, model.name)
+    async with state.limits.one_request(request, model.name):
+        return await state.questions.ask(path, question, kind, origin=state.settings.region)
