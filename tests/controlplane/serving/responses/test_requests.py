@@ -191,7 +191,7 @@ def test_what_means_nothing_here_is_accepted() -> None:
         ("metadata", {"metadata": {str(n): "v" for n in range(17)}}, "16"),
         ("frequency_penalty", {"frequency_penalty": 1}, "no such field"),
         ("instructions", {"instructions": "\ud800"}, "surrogate"),
-        ("tools.0", {"tools": [{"type": "\ud800"}]}, "not supported"),
+        ("tools.0", {"tools": [{"type": "\ud800"}]}, "not '?'"),
         ("input", {"input": [{"type": "\ud800"}]}, "items"),
     ],
 )
