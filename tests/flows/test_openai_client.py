@@ -151,7 +151,7 @@ class TestAnswers:
             assert answer.service_tier == served
 
     def test_models_are_listed_and_found(self, client: openai.OpenAI) -> None:
-        assert {model.id for model in client.models.list()} == {MODEL, ABSENT}
+        assert {model.id for model in client.models.list()} == {MODEL, ABSENT, *POOLED}
         assert client.models.retrieve(MODEL).object == "model"
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("no-such-model")
@@ -465,7 +465,7 @@ class TestBatches:
         with pytest.raises(openai.NotFoundError):
             _run(client, "file-none")
         with pytest.raises(openai.BadRequestError) as refused:
-            client.batches.create(input_file_id="file-none", endpoint="/v1/embeddings", completion_window="24h")
+            client.batches.create(input_file_id="file-none", endpoint="/v1/images", completion_window="24h")
         assert refused.value.param == "endpoint"
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("batch_none")

@@ -235,7 +235,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             self._hold,
             turn.kind,
             ran=made is not None,
-            made_tokens=bool(made),
+            made_tokens=bool(made) or self._log.tokens_total > tokens_before,  # an embedding is no token
             freeing=self._memory.freeing,
             batches=len(facts.batches),
         )

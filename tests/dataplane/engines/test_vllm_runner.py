@@ -45,10 +45,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 @pytest.fixture
 def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
-    vllm = ModuleType("vllm")
-    for name in ("EngineArgs", "LLMEngine", "SamplingParams"):
+    vllm, logprobs = ModuleType("vllm"), ModuleType("vllm.logprobs")
+    for name in ("EngineArgs", "LLMEngine", "PoolingParams", "PoolingRequestOutput", "SamplingParams"):
         setattr(vllm, name, object)
+    logprobs.Logprob = object
     monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.logprobs", logprobs)
     monkeypatch.delitem(sys.modules, "dataplane.engines.vllm.runner", raising=False)
     module = importlib.import_module("dataplane.engines.vllm.runner")
     monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again

@@ -29,7 +29,7 @@ def test_the_view_and_its_ages(world: World) -> None:
         "n2": ("us-west", "http://n2"),
     }
     models = {"tide": Model(name="tide", kv_bytes_per_token=3)}
-    sent = {"i3": (8, 5), "i2": (0, 0)}
+    sent = {"i3": (8, 5, 1), "i2": (0, 0, 0)}
     facts = {f.instance_id: f for f in instance_facts(view, models=models, sent=sent.__getitem__)}
     assert instance_facts(view, model="other") == ()
     assert {f.instance_id for f in instance_facts(view, model="tide")} == set(facts)
