@@ -348,13 +348,15 @@ class CompletionRequest(NeutralCompletionFields, GenerationRequest):
     def query(self, *, tier: Tier) -> Query:
         n, made = self.n or 1, self._made()
         hidden = made > n and self.logprobs is None
+        prompts = self._prompts()
         sampling = self.as_sampling(max_tokens=self.max_tokens, logprobs=0 if hidden else self.logprobs)
         return Query(
-            prompts=tuple(self.as_message(tier=tier, sampling=sampling, **prompt) for prompt in self._prompts()),
+            prompts=tuple(self.as_message(tier=tier, sampling=sampling, **prompt) for prompt in prompts),
             n=n,
             best_of=made,
             prompt_cache_key=self.prompt_cache_key or "",
             options=({"hide_logprobs": True} if hidden else {}) | ({"echo": True} if self.echo else {}),
+            input_field="" if len(prompts) == 1 and "prompt" in prompts[0] else "prompt",
         )
 
     def _made(self) -> int:

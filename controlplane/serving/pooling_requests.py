@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from controlplane.serving.openai_fields import RequestBody, Text, TokenId
+from controlplane.serving.openai_fields import RequestBody, Text, TokenId, fault
 from controlplane.serving.openai_requests import ServiceTier, tier_of
 from controlplane.serving.query import Query
 from dataplane.protocol.messages import ChatMessage, Generate, Sampling, Task
@@ -130,7 +130,7 @@ class ScoreRequest(PoolingRequest):
     @model_validator(mode="after")
     def _pairs_match(self) -> "ScoreRequest":
         if len(self.text_1) not in (1, len(self.text_2)):
-            raise ValueError(f"text_1 must be one text or as many as text_2 has, {len(self.text_2)}")
+            raise fault("text_1", f"one text or as many as text_2 has, {len(self.text_2)}")
         return self
 
     def query(self, *, tier: Tier, task: Task = "score") -> Query:

@@ -174,7 +174,12 @@ class ResponseRequest(RefusedFields, RequestBody):
             constraint=self.text.format.constraint(),
             template=effort_variables(self.reasoning.effort),
         )
-        return Query(prompts=(message,), prompt_cache_key=self.prompt_cache_key or "", options=self.head(tier))
+        return Query(
+            prompts=(message,),
+            prompt_cache_key=self.prompt_cache_key or "",
+            options=self.head(tier),
+            input_field="input",
+        )
 
     def sampling(self) -> Sampling:
         """How to choose tokens."""

@@ -127,6 +127,18 @@ def test_a_nodes_refusal_names_the_input(world: World) -> None:
             assert (caught.value.code, caught.value.param) == ("context_length_exceeded", param)
 
 
+def test_a_nodes_refusal_names_the_field_of_text_too(world: World) -> None:
+    with started(world, [FakeAgent(then="too long prompt")], "generate") as gateway:
+        for path, field, given, param in (
+            ("/v1/completions", "prompt", "a", "prompt"),
+            ("/v1/completions", "prompt", [5], "prompt"),
+            ("/v1/completions", "prompt", ["a", "b"], "prompt.0"),
+            ("/v1/responses", "input", "a", "input"),
+        ):
+            error = post(gateway, path, 400, **{field: given})
+            assert (error["code"], error["param"]) == ("context_length_exceeded", param), given
+
+
 def test_a_model_answers_with_what_it_is_for(gateway: Gateway, world: World) -> None:
     refused = gateway.chat(400).json()["error"]
     assert (refused["code"], refused["param"]) == ("model_not_supported", "model")
@@ -163,7 +175,8 @@ def test_scores_of_a_head_are_its_own(scoring: Gateway, agents: list[FakeAgent])
     assert [each["score"] for each in made["data"]] == [0.25, 0.75]
     assert {message.messages[0].content for message in asked(agents) if message.messages} == {"weather"}
     refused = post(scoring, "/v1/score", 400, text_1=["a", "b"], text_2=["c"])
-    assert "text_1 must be one text or as many" in refused["message"]
+    assert refused["param"] == "text_1"
+    assert "one text or as many as text_2 has" in refused["message"]
 
 
 @pytest.mark.parametrize("task", ["embed", "score"])
