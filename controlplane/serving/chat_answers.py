@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from controlplane.serving.answers import ChoiceAnswer
-from controlplane.serving.openai_answers import OpenAIRenderer
-from dataplane.protocol.messages import Token, TokenLogprob, ToolCallDelta, TopLogprob
+from controlplane.serving.openai_answers import OpenAIRenderer, token_logprob
+from dataplane.protocol.messages import Token, TokenLogprob, ToolCallDelta
 
 _ID_BYTES = 12
 
@@ -75,12 +75,7 @@ def tool_call_id(answer_id: str, choice: int, index: int) -> str:
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
     """The `logprobs` object of a choice, and of its chunks."""
-    content = [{**_logprob(each.token), "top_logprobs": list(map(_logprob, each.top))} for each in logprobs]
-    return {"content": content, "refusal": None}
-
-
-def _logprob(token: TopLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": token.utf8}
+    return {"content": list(map(token_logprob, logprobs)), "refusal": None}
 
 
 def _delta(

@@ -12,7 +12,7 @@ from controlplane.serving.answers import ChoiceAnswer, Renderer, sse
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.openai_requests import served_as
 from controlplane.serving.query import Query
-from dataplane.protocol.messages import Finished, StreamEvent, Token
+from dataplane.protocol.messages import Finished, StreamEvent, Token, TokenLogprob, TopLogprob
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -115,6 +115,15 @@ def openai_error(error: TidepoolError) -> dict[str, Any]:
     default = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _OPENAI_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def token_logprob(logprob: TokenLogprob) -> dict[str, Any]:
+    """The log probability of a token of the answer, as chat completions and responses have it."""
+    return {**_logprob(logprob.token), "top_logprobs": list(map(_logprob, logprob.top))}
+
+
+def _logprob(token: TopLogprob) -> dict[str, Any]:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.utf8)}
 
 
 def openai_usage(usage: TokenUsage) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from dataplane.protocol.limits import (
     REPETITION_PENALTY_MAX,
     REPETITION_PENALTY_MIN,
     TEMPERATURE_MAX,
+    is_reserved,
 )
 from dataplane.protocol.messages import Constraint, Generate, Sampling, ToolUse
 from dataplane.protocol.tiers import Tier
@@ -70,7 +71,6 @@ _AS_GIVEN = (
     "min_tokens",
 )
 """Fields of sampling whose names and values nodes share."""
-_RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 ServiceTier = Literal["auto", "default", "priority", "flex"]
 _TIERS: dict[str | None, Tier] = {"priority": Tier.IW_F, "flex": Tier.NIW}
 _SERVED_AS = {Tier.IW_F: "priority", Tier.IW_N: "default", Tier.NIW: "flex"}
@@ -254,7 +254,7 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise fault("top_logprobs", "top_logprobs needs logprobs: true")
         for name in self.chat_template_kwargs or {}:
-            if not name.isidentifier() or name in _RESERVED_VARIABLES:
+            if is_reserved(name):
                 raise fault("chat_template_kwargs", f"'{name[:40]}' is no variable that may be set")
         self._tools()
 

@@ -10,7 +10,6 @@ from enum import StrEnum
 from typing import Any
 
 import msgspec
-import uuid_utils
 from sqlalchemy import ARRAY, Index, LargeBinary, String, any_, func, literal, select, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -63,11 +62,6 @@ class StoredResponse:
         """What it adds to its conversation: its input and its output."""
         output: list[dict[str, Any]] = self.response["output"]
         return [*self.input, *output]
-
-
-def new_response_id() -> str:
-    """A response id; ids sort by creation."""
-    return f"resp_{uuid_utils.uuid7().hex}"
 
 
 def add_response(session: Session, stored: StoredResponse, *, tenant: str) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from dataplane.agent.parsing.families import TOOL_FAMILIES, ToolFamily
 from dataplane.agent.settings import AgentSettings
-from dataplane.agent.templates.chat_template import ChatTemplate, is_reserved
+from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.agent.templates.conversation import calls_as_text, plain_text, spellings, tool_schemas, tools_as_text
 from dataplane.agent.templates.renderers import BrokenTemplateError, TemplateRenderers
 from dataplane.agent.tokenization import Tokenizer
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, OverloadedError
+from dataplane.protocol.limits import is_reserved
 from dataplane.protocol.messages import ChatMessage, Generate, Tool
 
 _TAIL_CHARS = 64

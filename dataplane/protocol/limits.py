@@ -10,3 +10,14 @@ LOGIT_BIAS_MAX = 100.0
 LOGIT_BIAS_TOKENS_MAX = 1024
 QUESTION_TOKENS_MAX = 2**20
 """Tokens of a text that is only tokenized or detokenized, which may be longer than the model's context."""
+_RESERVED = frozenset({
+    "messages", "tools", "xml_tools", "documents", "add_generation_prompt", "continue_final_message",
+    "raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner", "lipsum",
+})  # fmt: skip
+
+
+def is_reserved(variable: str) -> bool:
+    """Whether a request may not set this variable of a chat template."""
+    return (
+        variable in _RESERVED or variable.startswith("_") or variable.endswith("_token") or not variable.isidentifier()
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controlplane.errors import TidepoolError
-from controlplane.serving.openai_answers import openai_error
+from controlplane.serving.openai_answers import openai_error, token_logprob
 from controlplane.serving.responses.items import Item, item_id
 from controlplane.serving.responses.output_items import (
     Body,
@@ -18,7 +18,7 @@ from controlplane.serving.responses.output_items import (
     ReasoningOutput,
     Status,
 )
-from dataplane.protocol.messages import Finished, StreamEvent, Token, TokenLogprob, ToolCallDelta, TopLogprob
+from dataplane.protocol.messages import Finished, StreamEvent, Token, ToolCallDelta
 
 _RATE_LIMITED = 429
 _BAD_REQUEST = range(400, 429)
@@ -92,7 +92,7 @@ class ResponseWriter:
         if token.reasoning or token.tool_calls:
             self._waiting = []
         elif token.logprobs:
-            self._waiting += [_logprob(each) for each in token.logprobs]
+            self._waiting += map(token_logprob, token.logprobs)
         if not token.text:
             return []
         told = self._open_as(MessageOutput)
@@ -178,14 +178,6 @@ def usage(end: Finished) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
         "total_tokens": end.prompt_tokens + end.completion_tokens,
     }
-
-
-def _logprob(of: TokenLogprob) -> dict[str, Any]:
-    return {**_top(of.token), "top_logprobs": [_top(each) for each in of.top]}
-
-
-def _top(one: TopLogprob) -> dict[str, Any]:
-    return {"token": one.text, "bytes": list(one.utf8), "logprob": one.logprob}
 
 
 def _failure_code(status: int) -> str:

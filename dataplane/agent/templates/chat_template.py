@@ -7,12 +7,6 @@ from typing import Any, Self
 
 from dataplane.protocol.errors import ModelLoadError
 
-RESERVED = frozenset({
-    "messages", "tools", "xml_tools", "documents", "add_generation_prompt", "continue_final_message",
-    "raise_exception", "strftime_now", "namespace", "dict", "range", "cycler", "joiner", "lipsum",
-})  # fmt: skip
-"""Names that a request's variables may not have; nor may they end in `_token`."""
-
 
 @dataclass(kw_only=True)
 class ChatTemplate:
@@ -59,11 +53,6 @@ class ChatTemplate:
     def reads_calls(self) -> bool:
         """Whether it writes the calls of earlier turns."""
         return "tool_calls" in self.tool_source
-
-
-def is_reserved(name: str) -> bool:
-    """Whether a request may not set this variable of a template."""
-    return name in RESERVED or name.startswith("_") or name.endswith("_token") or not name.isidentifier()
 
 
 def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from controlplane.store.responses import (
     conversation_before,
     delete_response,
     get_response,
-    new_response_id,
 )
 from controlplane.store.session import Database
 
@@ -36,7 +35,7 @@ def before(database: Database, name: str, *, tenant: str = "acme", **limits: int
 
 
 def test_what_is_stored_comes_back_word_for_word(database: Database) -> None:
-    given = stored(new_response_id(), text="nul \0, \U0001f30a")
+    given = stored("resp_0197", text="nul \0, \U0001f30a")
     with database.transaction() as session:
         add_response(session, given, tenant="acme")
     with database.transaction() as session:

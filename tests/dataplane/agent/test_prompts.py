@@ -47,7 +47,8 @@ class SteppedTokenizer(WordTokenizer):
 @asynchronous
 async def test_streams_of_the_node_go_on_while_long_prompts_are_tokenized() -> None:
     tokenizer = SteppedTokenizer()
-    async with running_node(settings(**LIMITS), load_tokenizer=lambda *_: tokenizer) as node:
+    uncached = settings(**LIMITS, prefix_cache=False)
+    async with running_node(uncached, load_tokenizer=lambda *_: tokenizer) as node:
         await node.hold(1, instance())
         long = [asyncio.create_task(read(node, generate(f"long{n}", prompt=LONG))) for n in range(4)]
         await node.until(lambda: tokenizer.running == 2)
