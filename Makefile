@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LOCK := ops/requirements.lock
 READY := $(VENV)/.ready
 # torch stands outside the lock: its CPU build needs nothing more, its CUDA build brings its own libraries.
-TORCH := $(shell sed -n 's/^torch = \["torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
+TORCH := $(shell sed -n 's/.*"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on --no-compile
 VLLM_VENV ?= .venv-vllm
 VLLM_LOCK := ops/requirements-vllm.lock

@@ -4,6 +4,8 @@ Whether a version was yanked, abandoned or has known holes is asked by `make aud
 """
 
 import re
+import subprocess
+import tomllib
 from pathlib import Path
 
 from packaging.markers import Marker
@@ -53,3 +55,11 @@ def test_the_lock_changes_nothing_about_the_index() -> None:
 def test_the_project_asks_for_no_address_or_exact_hash_of_its_own() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     assert " @ " not in "".join(re.findall(r'^ +"[^"]*",?$', project, flags=re.MULTILINE))
+
+
+def test_make_installs_the_torch_that_the_extra_names() -> None:
+    shown = subprocess.run(
+        ["make", "--eval", "show:;@echo $(TORCH)", "show"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert f"torch=={shown.stdout.split()[-1]}" in extras["torch"]
