@@ -1,12 +1,11 @@
 """Checks the constraint of each request before a worker compiles it, in a process that a hostile one may kill."""
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 
 import msgspec
 
+from dataplane.agent.child_process import ChildProcess
 from dataplane.agent.settings import AgentSettings
 from dataplane.constraints.checker import Question
 from dataplane.protocol.errors import BadRequestError, DataplaneError, OverloadedError
@@ -32,7 +31,7 @@ class ConstraintChecker:
         self._known: OrderedDict[tuple[str, Constraint], str | None] = OrderedDict()
         self._one_at_a_time = asyncio.Lock()
         self._waiting = 0
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
 
     async def check(self, constraint: Constraint, folder: str, *, param: str | None = None) -> None:
         """Refuse a constraint that a worker could not compile in time for the checkpoint in a folder.
@@ -57,13 +56,8 @@ class ConstraintChecker:
     async def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            process.kill()
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.communicate()
+        if process is not None:
+            await process.kill()
 
     async def _ask(self, key: tuple[str, Constraint]) -> None:
         """Have the answer to a question among the known ones."""
@@ -84,16 +78,14 @@ class ConstraintChecker:
         is_answered = False
         try:
             process = await self._started()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(msgspec.json.encode(Question(folder, constraint)) + b"\n")
+            process.writer.write(msgspec.json.encode(Question(folder, constraint)) + b"\n")
             async with asyncio.timeout(_START_MAX_S):
-                begun = await process.stdout.readline()
+                begun = await _line(process)
             if not begun:
                 raise DataplaneError("the process that checks constraints cannot be started")
             try:
                 async with asyncio.timeout(self._compile_max_s):
-                    line = await process.stdout.readline()
+                    line = await _line(process)
             except TimeoutError:
                 return f"the definition takes longer to compile than {self._compile_max_s:g} s"
             if not line:
@@ -105,9 +97,17 @@ class ConstraintChecker:
             if not is_answered:
                 await self.close()
 
-    async def _started(self) -> Process:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dataplane.constraints.checker", stdin=PIPE, stdout=PIPE
-            )
+    async def _started(self) -> ChildProcess:
+        if self._process is not None and self._process.process.poll() is not None:
+            await self.close()
+        if self._process is None:
+            self._process = await ChildProcess.start("dataplane.constraints.checker")
         return self._process
+
+
+async def _line(process: ChildProcess) -> bytes:
+    """Its next line; an empty one if it has ended."""
+    try:
+        return await process.reader.readline()
+    except ConnectionError:
+        return b""

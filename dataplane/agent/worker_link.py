@@ -1,14 +1,13 @@
 """The agent's end of one worker process: its start, commands, reports, and its end."""
 
 import asyncio
-import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Self
 
 import structlog
 
+from dataplane.agent.child_process import ChildProcess
 from dataplane.worker.frames import (
     FRAME_BYTES_MAX,
     LENGTH,
@@ -31,12 +30,10 @@ STOP_GRACE_S = 2.0
 class WorkerLink:
     """A running worker process and the socket to it."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, child: ChildProcess) -> None:
+        self._process = child.process
+        self._reader = child.reader
+        self._writer = child.writer
 
     @classmethod
     async def start(cls, configure: Configure, environment: Mapping[str, str]) -> Self:
@@ -45,19 +42,7 @@ class WorkerLink:
         Raises:
             OSError: the machine has no process, descriptor or memory for one.
         """
-        ours, theirs = socket.socketpair()
-        process = None
-        try:
-            with theirs:
-                process = _start_process(theirs.fileno(), environment)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            if process is not None:
-                process.kill()
-                process.wait()
-            raise
-        link = cls(process, reader, writer)
+        link = cls(await ChildProcess.start("dataplane.worker.main", environment=environment))
         link.send(configure)
         return link
 
@@ -108,14 +93,3 @@ class WorkerLink:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return await asyncio.to_thread(self._process.wait)
-
-
-def _start_process(descriptor: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A worker in its own process group: Ctrl-C reaches only the agent, which lets its streams end."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "dataplane.worker.main", str(descriptor)],
-        pass_fds=(descriptor,),
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        process_group=0,
-    )

@@ -10,6 +10,7 @@ the folder are read, from when on the time counts, and `{"error": ...}`, null if
 
 import json
 import resource
+import socket
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -42,20 +43,21 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Answer the questions on standard input, one after the other, until it ends."""
+    """Answer the questions on the socket whose descriptor is the argument, one after the other, until it closes."""
     thread = deep_threads(1, "check", stack_bytes=STACK_BYTES)
-    for line in sys.stdin.buffer:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for line in connection.makefile("rb"):
         question = msgspec.json.decode(line, type=Question)
         error = None
         try:
             tokens = _tokens(question.folder)
         except DataplaneError as refusal:
             tokens, error = None, refusal.message
-        _write(b"")
+        connection.sendall(b"\n")
         if tokens is not None:
             _limit_memory()
             error = thread.submit(refusal_of, question.constraint, tokens).result()
-        _write(json.dumps({"error": error and error[:ERROR_CHARS_MAX]}).encode())
+        connection.sendall(json.dumps({"error": error and error[:ERROR_CHARS_MAX]}).encode() + b"\n")
 
 
 def refusal_of(constraint: Constraint, tokens: TokenTable) -> str | None:
@@ -120,11 +122,6 @@ def _limit_memory() -> None:
     most = pages * resource.getpagesize() + MEMORY_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-
-
-def _write(line: bytes) -> None:
-    sys.stdout.buffer.write(line + b"\n")
-    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

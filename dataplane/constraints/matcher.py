@@ -42,16 +42,24 @@ class Matcher:
     def mask(self, tokens: Sequence[int]) -> bytes:
         """One byte for each token of the vocabulary, 0 if it may not follow `tokens`, a whole prompt and answer."""
         prepare([(self, tokens)])
-        if self._future is not None:
-            self._future.result()
-            self._future = None
+        self.wait()
         return self._mask
 
-    def _wants(self, tokens: Sequence[int]) -> bool:
+    def wants(self, tokens: Sequence[int]) -> bool:
         """Whether the mask after `tokens` is still to be computed."""
         return len(tokens) > self._followed or (not self._mask and self._future is None)
 
-    def _follow(self, tokens: Sequence[int]) -> None:
+    def follow_in(self, future: Future[None]) -> None:
+        """A call of `follow` is under way, for which `mask` waits."""
+        self._future = future
+
+    def wait(self) -> None:
+        """Wait for the call of `follow` that is under way, if one is."""
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+    def follow(self, tokens: Sequence[int]) -> None:
         """Follow an answer up to its end, and compute the mask of what may come next."""
         new = list(tokens[self._followed :])
         self._followed = len(tokens)
@@ -75,18 +83,17 @@ class Matcher:
 
 def prepare(answers: Iterable[tuple[Matcher, Sequence[int]]]) -> None:
     """Begin to compute the masks after prompts and answers, given as the sequences' tokens, concurrently."""
-    wanted = [(matcher, tokens) for matcher, tokens in answers if matcher._wants(tokens)]  # noqa: SLF001
+    wanted = [(matcher, tokens) for matcher, tokens in answers if matcher.wants(tokens)]
     if not wanted:
         return
     pool = _threads()
     groups = [wanted[first :: _thread_count()] for first in range(min(_thread_count(), len(wanted)))]
     for group in groups:
         for matcher, _ in group:
-            if matcher._future is not None:  # noqa: SLF001  (of a step that failed)
-                matcher._future.result()  # noqa: SLF001
+            matcher.wait()  # for that of a step that failed
         future = pool.submit(_follow_all, group)
         for matcher, _ in group:
-            matcher._future = future  # noqa: SLF001
+            matcher.follow_in(future)
 
 
 def allowed_from(mask: bytes, first: int) -> Iterator[int]:
@@ -100,7 +107,7 @@ def allowed_from(mask: bytes, first: int) -> Iterator[int]:
 
 def _follow_all(group: Sequence[tuple[Matcher, Sequence[int]]]) -> None:
     for matcher, tokens in group:
-        matcher._follow(tokens)  # noqa: SLF001
+        matcher.follow(tokens)
 
 
 def first_line(text: str) -> str:

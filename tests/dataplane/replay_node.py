@@ -5,7 +5,6 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import httpx2 as httpx
@@ -13,6 +12,7 @@ import msgspec
 import pytest
 import uvicorn
 
+from dataplane.agent.child_process import ChildProcess
 from dataplane.agent.http import make_app
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
@@ -87,9 +87,9 @@ def install_vllm(version: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 class OpenLink(WorkerLink):
     """A link to a worker whose reader and writer tests can use."""
 
-    def __init__(self, process: Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        super().__init__(process, reader, writer)
-        self.reader, self.writer = reader, writer
+    def __init__(self, child: ChildProcess) -> None:
+        super().__init__(child)
+        self.reader, self.writer = child.reader, child.writer
 
 
 class Node:

@@ -2,16 +2,13 @@
 
 import asyncio
 import contextlib
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import structlog
 
+from dataplane.agent.child_process import ChildProcess
 from dataplane.agent.templates.frames import (
     LENGTH,
     Command,
@@ -35,7 +32,6 @@ CHARS_MAX = 16 * 2**20
 """Of one rendered text."""
 START_MAX_S = 30.0
 """Until a new process has said that it is ready."""
-_KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "TMPDIR")
 
 
 class ChatTemplateError(DataplaneError):
@@ -53,38 +49,25 @@ class BrokenTemplateError(BadRequestError):
     """The template failed with the given variables, by which it may be at fault or they."""
 
 
-class _Process:
-    """One template process and the socket to it."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+class _Process(ChildProcess):
+    """One template process."""
 
     @classmethod
-    async def start(cls, time_max_s: float) -> Self:
-        """Start a process.
+    async def ready(cls, time_max_s: float) -> Self:
+        """A process that has said that it is ready.
 
         Raises:
             OSError: the machine has no process, descriptor or memory for one, or it does not come up.
             EOFError: it ended at once.
         """
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            limits = [str(limit) for limit in (2 * time_max_s, MEMORY_BYTES, CHARS_MAX)]
-            process = _start_process(theirs.fileno(), limits)
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-            reader, writer = await asyncio.open_connection(sock=ours, limit=CHARS_MAX)
-            undo.callback(writer.close)
-            started = cls(process, reader, writer)
-            theirs.close()
+        limits = [str(limit) for limit in (2 * time_max_s, MEMORY_BYTES, CHARS_MAX)]
+        started = await cls.start("dataplane.agent.templates.process", *limits, buffer_bytes=CHARS_MAX)
+        try:
             async with asyncio.timeout(START_MAX_S):
-                await started._reply()
-            undo.pop_all()
+                await started.reply()
+        except BaseException:
+            await asyncio.shield(started.kill())
+            raise
         return started
 
     async def call(self, frame: bytes) -> Reply:
@@ -93,30 +76,13 @@ class _Process:
         Raises:
             EOFError, ConnectionError: the process has ended.
         """
-        self._writer.write(frame)
-        return await self._reply()
+        self.writer.write(frame)
+        return await self.reply()
 
-    async def _reply(self) -> Reply:
-        (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-        return decode_reply(await self._reader.readexactly(length))
-
-    async def end(self) -> None:
-        self._process.kill()
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        await asyncio.to_thread(self._process.wait)
-
-
-def _start_process(descriptor: int, limits: list[str]) -> subprocess.Popen[bytes]:
-    """A template process, without the variables of the environment that hold the agent's secrets."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "dataplane.agent.templates.process", str(descriptor), *limits],
-        pass_fds=(descriptor,),
-        stdin=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ},
-        process_group=0,
-    )
+    async def reply(self) -> Reply:
+        """The next reply."""
+        (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+        return decode_reply(await self.reader.readexactly(length))
 
 
 _FIELDS = {"messages": "messages", "tools": "tools", "xml_tools": "tools"}
@@ -211,12 +177,12 @@ class TemplateRenderers:
 
     async def _start(self) -> _Process:
         try:
-            return await _Process.start(self._time_max_s)
+            return await _Process.ready(self._time_max_s)
         except (OSError, EOFError) as error:
             raise OverloadedError(f"no process can be started to render the conversation: {error}") from error
 
     def _end(self, process: _Process) -> None:
-        task = asyncio.get_running_loop().create_task(process.end())
+        task = asyncio.get_running_loop().create_task(process.kill())
         self._endings.add(task)
         task.add_done_callback(self._endings.discard)
 

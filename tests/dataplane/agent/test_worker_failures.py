@@ -50,21 +50,19 @@ async def stream_beside(node: Node, break_slot: Callable[[], None], broken: Call
     assert node.agent.workers[1].pid == pid, "its worker is the one it had"
 
 
-def test_a_worker_that_cannot_be_started_is_tried_again_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    start, tries = worker_link._start_process, list[float]()
+def test_a_worker_that_cannot_be_started_is_tried_again_and_reported() -> None:
+    tries: list[float] = []
     may_start = True
 
-    def refuse(*args: Any) -> Any:
+    async def start(configure: Configure, environment: Mapping[str, str]) -> OpenLink:
         if may_start:
-            return start(*args)
+            return await OpenLink.start(configure, environment)
         tries.append(asyncio.get_running_loop().time())
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(worker_link, "_start_process", refuse)
-
     async def scenario() -> None:
         nonlocal may_start
-        async with running_node(two_slots(load_retry_s=3600.0)) as node:
+        async with running_node(two_slots(load_retry_s=3600.0), start_worker=start) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
             may_start, pid = False, node.agent.workers[0].pid
             assert pid is not None
