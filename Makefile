@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients bench-independent check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -83,6 +83,9 @@ test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment 
 
 test-clients: $(READY) $(CLIENTS:%=.clients/%/.ready) ## run other people's clients against a stack (2.5 GB; CLIENTS="openai llm" for some)
 	CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n0 tests/clients $(ARGS)
+
+bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
+	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

@@ -50,6 +50,8 @@ class Settings(BaseSettings):
     """address that a gateway listens on; 0.0.0.0 for all interfaces"""
     port: int = Field(8080, ge=0, le=65535)
     """port that a gateway listens on; 0 for a free one"""
+    api_processes: int = Field(1, ge=1, le=64)
+    """processes of one gateway, which share its port; other limits of a gateway hold for each of them"""
     tls_cert_file: Path | None = None
     """certificate chain of a gateway, PEM; unset: plain HTTP"""
     tls_key_file: Path | None = None
@@ -155,17 +157,33 @@ class Settings(BaseSettings):
     """log records that a gateway buffers while Postgres is unavailable; older ones are dropped"""
 
     release_below_one: float = Field(0.6, gt=0, lt=1)
-    """utilization below which an endpoint receives one batch request per signal"""
+    """KV utilization up to which instances are filled with batch requests; an endpoint below it takes one at least"""
     release_below_two: float = Field(0.5, gt=0, lt=1)
-    """utilization below which an endpoint receives two batch requests per signal"""
+    """utilization below which an endpoint takes two batch requests at least"""
     release_signal_s: float = Field(1.0, gt=0)
-    """shortest interval between two capacity signals of an endpoint"""
+    """beside interactive requests, an endpoint below these takes one or two batch requests in each such interval"""
+    release_queue_share: float = Field(0.25, ge=0, le=4)
+    """batch requests that may wait at an instance, as a share of the sequences that it runs at once"""
+    release_tokens_guess: float = Field(2048, gt=0)
+    """tokens that a batch request is expected to take in KV memory until the first of its batch have ended"""
+    release_growth: float = Field(32.0, gt=0)
+    """batch requests a second by which those in flight at an endpoint grow, for each of its instances"""
+    release_growth_after_cut: float = Field(2.0, gt=0)
+    """the same while the last sign of trouble is recent"""
+    release_calm_s: float = Field(60.0, ge=0)
+    """how long a sign of trouble is recent"""
+    release_cut: float = Field(0.5, ge=0, lt=1)
+    """factor that cuts the batch requests in flight at an endpoint at a sign of trouble"""
+    release_hold_s: float = Field(2.0, ge=0)
+    """how long an endpoint receives no batch requests after a cut"""
+    release_late_share: float = Field(0.5, gt=0)
+    """an interactive request that would wait longer than this share of its TTFT objective is a sign of trouble"""
+    release_beside_share: float = Field(0.05, gt=0)
+    """share of an instance's time for prefills of batch requests beside interactive ones; above 1, there is no limit"""
     release_load_max: float = Field(1.0, gt=0)
-    """nodes whose busiest worker group has a higher load receive no batch requests"""
+    """a higher load of a node's busiest worker group is a sign of trouble"""
     release_rise_max: float = Field(0.1, gt=0, lt=1)
-    """endpoints whose utilization rose by more than this between two reports receive no batch requests"""
-    release_pause_max_s: float = Field(60.0, gt=0)
-    """longest pause of batch requests to an endpoint that was overloaded"""
+    """a faster rise of an endpoint's utilization by other requests between two reports is a sign of trouble"""
     release_turn_s: float = Field(30.0, gt=0)
     """interval for which one model of a shared GPU pool receives batch requests, in rotation"""
     niw_age_priority_s: float = Field(10 * 3600.0, gt=0)
@@ -176,7 +194,7 @@ class Settings(BaseSettings):
     """lease of a batch request that a dispatcher has claimed"""
     niw_attempts_max: int = Field(5, ge=1)
     """claims of a batch request in which a node may have run it, or a dispatcher died, before it fails"""
-    dispatcher_concurrency_max: int = Field(256, ge=1)
+    dispatcher_concurrency_max: int = Field(1500, ge=1)
     """batch requests that one dispatcher has in flight"""
 
     slo_iw_f_ttft_s: float = Field(1.0, gt=0, le=OBJECTIVE_TTFT_MAX_S)
@@ -234,6 +252,8 @@ class Settings(BaseSettings):
     """longest such delay; it doubles with each failure"""
     scale_every_s: float = Field(15.0, gt=0)
     """interval of the scaling loop"""
+    predict_every_s: float = Field(15.0, gt=0)
+    """interval of the loop that predicts when batches will end"""
     expire_every_s: float = Field(30.0, gt=0)
     """interval of the loop that expires leases, lost nodes and retained data"""
     pulse_every_s: float = Field(15.0, gt=0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import socket
 from collections.abc import AsyncGenerator
 
 import uvicorn
@@ -14,10 +15,13 @@ from controlplane.api.anthropic import messages
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.credentials import KeyCache
+from controlplane.api.direct import DirectRoutes, direct_routes
+from controlplane.api.garbage import collect_less_often
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
 from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
 from controlplane.api.openai.openapi import DocumentedApi
+from controlplane.api.process_group import GroupMember, shared_sockets
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
@@ -25,11 +29,14 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.tracing import Traces
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
 from controlplane.serving.offered_load import OfferedLoad
+from controlplane.serving.openai_requests import CHAT, COMPLETIONS
+from controlplane.serving.pooling_requests import EMBEDDINGS, RERANK, SCORE
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.stored_responses import StoredResponses
@@ -49,27 +56,45 @@ _DESCRIPTION = """Tidepool serves many LLMs on one fleet of GPUs over several re
 """
 
 
-def make_app(settings: Settings, *, agents: AgentClient | None = None) -> FastAPI:
-    """The app; it connects when it starts. `agents` replaces the client to nodes (tests)."""
+_DIRECT = direct_routes(
+    {
+        CHAT: chat.chat,
+        COMPLETIONS: chat.completions,
+        MESSAGES: messages.create,
+        EMBEDDINGS: pooling.embeddings,
+        SCORE: pooling.score,
+        RERANK: pooling.rerank,
+    }
+)
+
+
+def make_app(settings: Settings, *, agents: AgentClient | None = None, member: GroupMember | None = None) -> FastAPI:
+    """The app; it connects when it starts. `agents` replaces the client to nodes (tests). `member`: the process is one
+    of several that share a port.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         client = agents or AgentClient(settings)
-        state = _state_of_process(settings, client)
+        state = _state_of_process(settings, client, member)
         app.state.tidepool = state
-        async with (
-            state.requests.running(),
-            state.fleet.following(),
-            state.demand.flushing(),
-            state.usage.flushing(),
-            state.limits.running(),
-            state.keys.following(state.live),
-            state.background.running(),
-        ):
-            yield
-        await client.close()
-        state.live.close()
-        state.database.close()
+        telling = contextlib.nullcontext() if member is None else member.telling(lambda: health.own_metrics(state))
+        try:
+            async with (
+                state.requests.running(),
+                state.fleet.following(),
+                state.demand.flushing(),
+                state.usage.flushing(),
+                state.limits.running(),
+                state.keys.following(state.live),
+                state.background.running(),
+                telling,
+            ):
+                yield
+        finally:
+            await client.close()
+            state.live.close()
+            state.database.close()
 
     app = DocumentedApi(
         title="Tidepool",
@@ -106,7 +131,7 @@ def _routes() -> list[BaseRoute]:
     return api.routes
 
 
-def _state_of_process(settings: Settings, client: AgentClient) -> State:
+def _state_of_process(settings: Settings, client: AgentClient, member: GroupMember | None) -> State:
     """What the process holds; connections are made when they are first used."""
     database = Database(make_engine(settings))
     live = LiveStore(settings)
@@ -114,7 +139,7 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
     demand = DemandCounter(live, gateway=True)
     metrics = Metrics()
     sender = Sender(fleet, client, settings)
-    admission = AdmissionController(sender, settings)
+    admission = AdmissionController(sender, fleet, settings)
     metrics.watch_flex(lambda: admission.waiting)
     stored = StoredResponses(database, settings)
     return State(
@@ -135,11 +160,13 @@ def _state_of_process(settings: Settings, client: AgentClient) -> State:
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
         responses=stored,
         background=BackgroundResponses(stored, count_max=settings.background_responses_max),
+        member=member,
     )
 
 
 def _wrap(app: FastAPI, settings: Settings) -> None:
     """Put the wrappers around the app; the last is the outermost."""
+    app.add_middleware(DirectRoutes, routes=_DIRECT)
     app.add_middleware(RequestLimits, settings=settings)
     app.add_middleware(UploadGate)
     app.add_middleware(RequestRecords)
@@ -151,6 +178,10 @@ def _wrap(app: FastAPI, settings: Settings) -> None:
 
 class _Server(uvicorn.Server):
     """Answers 503 on `/readyz` from the first SIGTERM on, while open streams finish."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        collect_less_often()
 
     def handle_exit(self, sig: int, frame: object) -> None:
         state = getattr(self.config.app.state, "tidepool", None) if isinstance(self.config.app, FastAPI) else None
@@ -176,6 +207,11 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-def serve(settings: Settings) -> None:
-    """Run the API process until SIGTERM or SIGINT."""
-    _Server(server_config(make_app(settings), settings)).run()
+def serve(settings: Settings, member: GroupMember | None = None) -> None:
+    """Run the API process until SIGTERM or SIGINT. `member`: it is one of several that share the port.
+
+    Raises:
+        InvalidValueError: the system cannot share a port.
+    """
+    sockets = None if member is None else shared_sockets(settings.host, settings.port)
+    _Server(server_config(make_app(settings, member=member), settings)).run(sockets)

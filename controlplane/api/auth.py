@@ -29,13 +29,23 @@ MAY: dict[Role, frozenset[Role]] = {
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 
 
+def bearer_of(request: Request) -> str | None:
+    """The key in the header `Authorization`, if it is there."""
+    kind, _, secret = request.headers.get("authorization", "").partition(" ")
+    return secret.strip() or None if kind.lower() == "bearer" else None
+
+
 async def authenticate(request: Request, credentials: Credentials) -> Caller:
     """The caller of a request.
 
     Raises:
         AuthenticationError: the request has no key, or an invalid one.
     """
-    secret = request.headers.get("x-api-key") if credentials is None else credentials.credentials
+    return await _identified(request, None if credentials is None else credentials.credentials)
+
+
+async def _identified(request: Request, bearer: str | None) -> Caller:
+    secret = request.headers.get("x-api-key") if bearer is None else bearer
     if not secret:
         raise AuthenticationError(NO_KEY)
     caller = await state_of(request).keys.find(secret)
@@ -43,19 +53,29 @@ async def authenticate(request: Request, credentials: Credentials) -> Caller:
     return caller
 
 
+async def require(request: Request, bearer: str | None, role: Role, scope: KeyScope | None = None) -> Caller:
+    """The caller of a request, whose key has the rights of `role` and, for a part of `/v1`, that `scope`.
+
+    Raises:
+        AuthenticationError: the request has no key, or an invalid one.
+        PermissionDeniedError: the key is not for this.
+    """
+    caller = await _identified(request, bearer)
+    if caller.role not in MAY[role]:
+        raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
+    if scope is not None and caller.scopes is not None and scope not in caller.scopes:
+        names = ", ".join(sorted(caller.scopes))
+        raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
+    return caller
+
+
 def needs(role: Role, scope: KeyScope | None = None) -> Callable[[Request, Credentials], Awaitable[Caller]]:
-    """A dependency that requires a key with the rights of `role` and, for a part of `/v1`, with its `scope`. It is one
-    dependency, since nested ones cost time in every request.
+    """A dependency that requires what `require` does. It is one dependency, since nested ones cost time in every
+    request.
     """
 
     async def check(request: Request, credentials: Credentials) -> Caller:
-        caller = await authenticate(request, credentials)
-        if caller.role not in MAY[role]:
-            raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
-        if scope is not None and caller.scopes is not None and scope not in caller.scopes:
-            names = ", ".join(sorted(caller.scopes))
-            raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
-        return caller
+        return await require(request, None if credentials is None else credentials.credentials, role, scope)
 
     return check
 

@@ -1,7 +1,6 @@
 """Connections of clients: those that send or read too slowly are closed."""
 
 import asyncio
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,13 +8,10 @@ from typing import Any
 
 import h11
 import msgspec
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from controlplane.api.errors import RoutingError, problem
 from controlplane.settings import Settings
-
-_UNSENT_BYTES_MAX = 65_536
-"""What the kernel buffers for a client that does not read; the rest stays in the process, which can measure it."""
+from dataplane.protocol.connections import WritableConnection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,23 +22,18 @@ class Patience:
     reading_s: float
 
 
-class PatientConnection(H11Protocol):
+class PatientConnection(WritableConnection):
     """The connection of one client. A request's head must arrive within `header_s` of the connection's start or of its
-    own first byte. A client that leaves more than the transport's high-water mark (64 KiB) unread, and does not read
-    down to its low-water mark (16 KiB) within `reading_s`, is disconnected.
+    own first byte. A client that does not read is disconnected as `WritableConnection` says.
     """
 
     def __init__(self, *args: Any, patience: Patience, **options: Any) -> None:
-        super().__init__(*args, **options)
+        super().__init__(*args, reading_s=patience.reading_s, **options)
         self._patience = patience
         self._header_timer: asyncio.TimerHandle | None = None
-        self._reading_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        raw = transport.get_extra_info("socket")
-        if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6} and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
         self._watch_header()
 
     def data_received(self, data: bytes) -> None:
@@ -51,16 +42,7 @@ class PatientConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_timer = _stopped(self._header_timer)
-        self._reading_timer = _stopped(self._reading_timer)
         super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reading_timer = self.loop.call_later(self._patience.reading_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._reading_timer = _stopped(self._reading_timer)
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP with a problem as well, and close the connection."""

@@ -26,6 +26,7 @@ from controlplane.policies.readiness import (
     choose_health,
     choose_late_loops,
 )
+from controlplane.store.batch_ends import read_risk
 from controlplane.store.fleet import lost_nodes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
@@ -39,12 +40,13 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """What Postgres knows of the system's health: its own Unix time, the loops' runs, and lost nodes; or only the fault
-    of its schema.
+    of its schema. `risk`: batches that are predicted to miss their deadline, and by how many seconds at most.
     """
 
     now_s: float = 0.0
     loops: tuple[LoopFacts, ...] = ()
     lost: tuple[str, ...] = ()
+    risk: tuple[int, float] = (0, 0.0)
     schema_fault: str | None = None
 
 
@@ -100,10 +102,20 @@ async def readyz(health: HealthDep) -> JSONResponse:
 
 @router.get("/metrics", response_class=Response)
 async def metrics(state: StateDep, health: HealthDep) -> Response:
-    """Prometheus metrics."""
-    state.metrics.keep_instances({each.instance_id for each in state.fleet.instances()})
+    """Prometheus metrics: this process's, or those of all that share its port, each series with its `process`; and
+    those of the whole system.
+    """
     state.metrics.show_loops(health.stored.loops, late=health.verdict.late)
-    return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    state.metrics.show_risk(*health.stored.risk)
+    own = own_metrics(state)
+    told = own if state.member is None else await state.member.all_metrics(own)
+    return Response(told + state.metrics.render_system(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def own_metrics(state: State) -> bytes:
+    """The metrics of this process alone."""
+    state.metrics.keep_instances({each.instance_id for each in state.fleet.instances()})
+    return state.metrics.render()
 
 
 def _read_stored(state: State) -> Stored:
@@ -116,7 +128,8 @@ def _read_stored(state: State) -> Stored:
     with state.database.transaction() as session:
         now_s, loops = read_loop_runs(session)
         lost = lost_nodes(session, alive_s=state.settings.heartbeat_stale_s)
-    return Stored(now_s=now_s, loops=loops, lost=lost)
+        risk = read_risk(session)
+    return Stored(now_s=now_s, loops=loops, lost=lost, risk=risk)
 
 
 def _ping(state: State) -> bool:

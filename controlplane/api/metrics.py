@@ -1,6 +1,8 @@
 """Metrics of a gateway, with the names of Prometheus and OpenTelemetry conventions."""
 
 from collections.abc import Callable, Container
+from enum import StrEnum
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -11,12 +13,32 @@ from dataplane.protocol.messages import Finished
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
+_STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10, 60)
+
+
+class Stage(StrEnum):
+    """A stage of a request before its first token: its body arrives; its key is checked and its body is read; its
+    messages to nodes are made; its tenant's limits are charged, if it has any; it is admitted; a node has it.
+    """
+
+    RECEIVE = "receive"
+    CHECK = "check"
+    PREPARE = "prepare"
+    LIMITS = "limits"
+    ADMIT = "admit"
+    PLACE = "place"
+
+
+Family = TypeVar("Family", Counter, Histogram)
+
 
 class Metrics:
-    """One registry for a process."""
+    """The metrics of a process, and those of the whole system, which every process shows alike."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._system = CollectorRegistry()
+        self._series: dict[tuple[object, tuple[str, ...]], Counter | Histogram] = {}
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
@@ -41,6 +63,7 @@ class Metrics:
         self.duration_s = self._histogram(
             "gen_ai_server_request_duration_seconds", "From the request's arrival to its end.", _LONG_SECONDS
         )
+        self._measure_stages()
         self._limit_refusals = self._counter("limit_refusals", "Requests refused by a tenant's limit.", "limit")
         self._limit_refused_tokens = self._counter(
             "limit_refused_input_tokens",
@@ -48,25 +71,32 @@ class Metrics:
             "limit",
             "model",
         )
-        self.limits_local = Gauge(
-            "tidepool_limits_local", "1 while limits are counted in this process alone.", registry=self._registry
-        )
+        self.limits_local = self._gauge("limits_local", "1 while limits are counted in this process alone.")
         self.request_log_dropped = self._counter(
             "request_log_dropped", "Request records dropped because Postgres was unavailable or too slow."
         )
-        self.streams = Gauge("tidepool_streams", "Requests that are being answered.", registry=self._registry)
-        self._loop_success_s = Gauge(
-            "tidepool_loop_last_success_timestamp_seconds",
-            "Unix time of a loop's last success.",
-            ("loop",),
+        self.streams = self._gauge("streams", "Requests that are being answered.")
+        self._loop_success_s = self._gauge_of_system(
+            "loop_last_success_timestamp_seconds", "Unix time of a loop's last success.", "loop"
+        )
+        self._loop_late = self._gauge_of_system("loop_late", "1 while a loop has not succeeded for too long.", "loop")
+        self._flex_waiting = self._gauge("flex_waiting", "Flex requests that wait for spare capacity.")
+        self._batches_at_risk = self._gauge_of_system(
+            "batches_at_risk", "Batches in progress that are predicted to miss their deadline."
+        )
+        self._batch_late_s = self._gauge_of_system(
+            "batch_predicted_late_seconds", "The longest time by which a batch is predicted to miss its deadline."
+        )
+
+    def _measure_stages(self) -> None:
+        self._stage_s = Histogram(
+            "tidepool_request_stage_seconds",
+            "Stages of a request before its first token: receive, check, prepare, limits, admit, place.",
+            ("stage",),
+            buckets=_STAGE_SECONDS,
             registry=self._registry,
         )
-        self._loop_late = Gauge(
-            "tidepool_loop_late", "1 while a loop has not succeeded for too long.", ("loop",), registry=self._registry
-        )
-        self._flex_waiting = Gauge(
-            "tidepool_flex_waiting", "Flex requests that wait for spare capacity.", registry=self._registry
-        )
+        self._stages = {stage: self._stage_s.labels(stage.value) for stage in Stage}
 
     def _count_by_instance(self) -> None:
         by_instance = ("model", "instance")
@@ -75,6 +105,16 @@ class Metrics:
             "instance_cached_input_tokens", "Prompt tokens that an instance had cached.", *by_instance
         )
         self._counted: set[tuple[str, str]] = set()  # model and instance of every prompt
+
+    def series(self, family: Family, *labels: str) -> Family:
+        """The series of a family with these labels. It is kept, since the library's own way to find it takes a lock."""
+        found = self._series.get((family, labels))
+        if found is None:
+            found = self._series[family, labels] = family.labels(*labels)
+        return found  # type: ignore[return-value]
+
+    def note_stage(self, stage: Stage, seconds: float) -> None:
+        self._stages[stage].observe(seconds)
 
     def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
         self._limit_refusals.labels(limit.value).inc()
@@ -86,6 +126,11 @@ class Metrics:
             self._loop_late.labels(facts.loop).set(facts.loop in late)
             if facts.last_success_s is not None:
                 self._loop_success_s.labels(facts.loop).set(facts.last_success_s)
+
+    def show_risk(self, batches: int, late_s: float) -> None:
+        """Show how many batches are predicted to miss their deadline, and by how many seconds at most."""
+        self._batches_at_risk.set(batches)
+        self._batch_late_s.set(late_s)
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
@@ -105,11 +150,21 @@ class Metrics:
         self._flex_waiting.set_function(waiting)
 
     def render(self) -> bytes:
-        """The metrics in Prometheus's exposition format."""
+        """The process's metrics in Prometheus's exposition format."""
         return generate_latest(self._registry)
+
+    def render_system(self) -> bytes:
+        """The system's."""
+        return generate_latest(self._system)
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"tidepool_{name}", about, labels, registry=self._registry)
+
+    def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"tidepool_{name}", about, labels, registry=self._registry)
+
+    def _gauge_of_system(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(f"tidepool_{name}", about, labels, registry=self._system)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, ("model", "tier"), buckets=buckets, registry=self._registry)

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from controlplane.api.stages import StageClock
 from controlplane.api.state import state_of
 from controlplane.errors import ContextLengthError, TidepoolError
 from controlplane.serving.endpoints import ENDPOINTS
@@ -18,7 +19,9 @@ _CHARACTERS_MAX = 300
 
 
 class RequestRecords:
-    """Wraps the app: puts a record into `request.state.record`, which the endpoints fill, and logs it at the end."""
+    """Wraps the app: puts a record into `request.state.record`, which the endpoints fill, and logs it at the end. The
+    clock of the request's stages, `request.state.stages`, starts here.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -31,6 +34,7 @@ class RequestRecords:
         state = scope["state"]
         record = RequestRecord(request_id=state["request_id"], ended_at=datetime.now(UTC), endpoint=scope["path"])
         state["record"] = record
+        state["stages"] = StageClock(scope["app"].state.tidepool.metrics)
         try:
             await self._app(scope, receive, send)
         finally:
@@ -77,7 +81,7 @@ def note_failure(record: RequestRecord, error: TidepoolError) -> None:
     if error.status == CLIENT_GONE:
         note_gone(record)
         return
-    record.outcome, record.status = error.code, error.status
+    record.outcome, record.status = plain(error.code), error.status  # a node may have named the code
     if error.status != _BAD_REQUEST or error.code == ContextLengthError.code:
         record.error = plain(error.message)
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.api.credentials import KeyCache
 from controlplane.api.metrics import Metrics
+from controlplane.api.process_group import GroupMember
 from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.background_responses import BackgroundResponses
@@ -40,7 +41,9 @@ class BeatThreads:
 
 @dataclass(kw_only=True)
 class State:
-    """Everything that a request may need. `draining`: streams finish, and new requests are refused."""
+    """Everything that a request may need. `draining`: streams finish, and new requests are refused. `member`: the
+    process is one of several that share a port.
+    """
 
     settings: Settings
     database: Database
@@ -59,6 +62,7 @@ class State:
     requests: RequestLog
     responses: StoredResponses
     background: BackgroundResponses
+    member: GroupMember | None = None
     beats: BeatThreads = field(default_factory=BeatThreads)
     postgres_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
     redis_probes: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))

@@ -16,7 +16,7 @@ import uuid_utils
 from fastapi import Request
 
 from controlplane.api.credentials import Caller
-from controlplane.api.metrics import Metrics
+from controlplane.api.metrics import Metrics, Stage
 from controlplane.errors import InvalidValueError, RateLimitError, UnavailableError
 from controlplane.policies.limits import (
     Admission,
@@ -100,6 +100,7 @@ class LimitKeeper:
             )
             _refuse_too_large(charge)
             limits, admission, shared = await self._admit(charge)
+            request.state.stages.end(Stage.LIMITS)
             request.state.answer_headers = _headers(admission.usage, limits)
             if admission.refused is not None:
                 self.metrics.note_limit_refusal(

@@ -18,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.outcomes import Outcomes
-from controlplane.dispatcher.pauses import Pauses
+from controlplane.dispatcher.pauses import Alarm, Pauses
 from controlplane.dispatcher.release import Releaser
 from controlplane.dispatcher.steps import Stepper
 from controlplane.errors import TidepoolError
@@ -31,6 +31,7 @@ from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
+from controlplane.store.notifications import Wake, listen
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 
@@ -39,14 +40,16 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Seconds between runs of the loops: `release_s` while requests wait, up to `release_idle_s` while the queue is
-    empty. (The dispatcher that ingests a batch polls at once; others see it, and returned requests, this much later.)
-    `retry_s`: until a failed loop runs again, and until a returned request may be claimed again.
+    """Seconds between runs of the loops, which run when Postgres notifies of work for them, and when a request has
+    ended: `release_s` while requests wait, and `release_gap_s` and `batches_s` at least between two releases and two
+    looks for batches. Without notifications they run every `poll_s`. `retry_s`: until a failed loop runs again, and
+    until a returned request may be claimed again.
     """
 
     release_s: float = 0.25
-    release_idle_s: float = 2.0
+    release_gap_s: float = 0.05
     batches_s: float = 0.5
+    poll_s: float = 30.0
     retry_s: float = 1.0
 
 
@@ -61,19 +64,41 @@ class Dispatcher:
         """Validate, release, renew leases and finalize, each in its own loop."""
         settings, intervals, outcomes = self._settings, self._intervals, Outcomes()
         forever = functools.partial(run_forever, outcomes=outcomes, retry_s=intervals.retry_s)
-        async with self.parts() as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
-            pauses = Pauses(least_s=intervals.release_s, most_s=intervals.release_idle_s)
-            for step, what, taken in ((VALIDATE, "validate", pauses.wake), (FINALIZE, "finalize", None)):
-                due = functools.partial(_all_due, Stepper(step, database, blobs, settings), taken)
-                group.create_task(forever(due, _every(intervals.batches_s), what))
-            release = functools.partial(_release, releaser, pauses)
-            group.create_task(forever(release, pauses.rest, "release"))
+        release = Pauses(gap_s=intervals.release_gap_s, least_s=intervals.release_s, most_s=intervals.poll_s)
+        validate, finalize = (
+            Pauses(gap_s=intervals.batches_s, least_s=intervals.poll_s, most_s=intervals.poll_s) for _ in range(2)
+        )
+
+        def woken() -> None:
+            release.wake()
+            finalize.wake()
+
+        async with self.parts(woken) as (database, blobs, fleet, releaser), asyncio.TaskGroup() as group:
+
+            def queued() -> None:
+                releaser.forget_waiting()
+                release.wake()
+
+            alarms = {
+                Wake.VALIDATE: Alarm(validate.wake),
+                Wake.RELEASE: Alarm(queued),
+                Wake.FINALIZE: Alarm(finalize.wake),
+            }
+            for step, pauses, what in ((VALIDATE, validate, "validate"), (FINALIZE, finalize, "finalize")):
+                due = functools.partial(_all_due, Stepper(step, database, blobs, settings))
+                group.create_task(forever(due, pauses.rest, what))
+            group.create_task(forever(functools.partial(_release, releaser, release), release.rest, "release"))
+            group.create_task(listen(settings, lambda wake, delay_s: alarms[wake].ring_in(delay_s)))
             group.create_task(forever(releaser.renew, _every(settings.niw_lease_s / 3), "renew"))
             group.create_task(_noting(database, fleet, outcomes, settings.pulse_every_s))
 
     @contextlib.asynccontextmanager
-    async def parts(self) -> AsyncGenerator[tuple[Database, BlobStore, FleetCache, Releaser], None]:
-        """What the loops work with; on exit the releaser returns its requests to the queue."""
+    async def parts(
+        self, woken: Callable[[], None]
+    ) -> AsyncGenerator[tuple[Database, BlobStore, FleetCache, Releaser], None]:
+        """What the loops work with; on exit the releaser returns its requests to the queue. `woken` is called when it
+        may release more.
+        """
         settings = self._settings
         database = Database(make_engine(settings))
         live = LiveStore(settings)
@@ -81,7 +106,17 @@ class Dispatcher:
         fleet = FleetCache(database, live, settings)
         demand = DemandCounter(live, gateway=False)
         sender = Sender(fleet, agents, settings)
-        releaser = Releaser(database, live, fleet, sender, demand, settings, retry_s=self._intervals.retry_s)
+        releaser = Releaser(
+            database,
+            live,
+            fleet,
+            sender,
+            demand,
+            settings,
+            retry_s=self._intervals.retry_s,
+            poll_s=self._intervals.poll_s,
+            woken=woken,
+        )
         try:
             async with fleet.following(), demand.flushing():
                 try:
@@ -94,11 +129,10 @@ class Dispatcher:
             database.close()
 
 
-async def _all_due(steps: Stepper, taken: Callable[[], None] | None) -> None:
-    """Advance every batch that is due by a step; `taken` is called after each."""
+async def _all_due(steps: Stepper) -> None:
+    """Advance every batch that is due by a step."""
     while await anyio.to_thread.run_sync(steps.one) is not None:
-        if taken is not None:
-            taken()
+        pass
 
 
 async def _release(releaser: Releaser, pauses: Pauses) -> None:

@@ -2,20 +2,25 @@
 
 import asyncio
 import functools
+import math
+import secrets
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import anyio.to_thread
 import structlog
+from msgspec import structs
 from sqlalchemy.exc import SQLAlchemyError
 
+from controlplane.dispatcher.in_flight import Line, LinesInFlight
 from controlplane.dispatcher.results import ResultWriter
+from controlplane.dispatcher.waiting_groups import CLAIMS_MAX, WaitingGroups
 from controlplane.errors import CapacityError, NodeError, TidepoolError, UnknownModelError
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, ReleaseFacts
-from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from controlplane.policies.facts import Endpoint, ReleaseFacts, Window
+from controlplane.policies.release import ReleaseSettings, choose_releases, choose_windows, expected_tokens, has_room
 from controlplane.serving.answers import whole_answer
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.endpoints import ENDPOINTS, queued_query
@@ -27,19 +32,25 @@ from controlplane.serving.tracing import tracer
 from controlplane.settings import Settings
 from controlplane.store import queue
 from controlplane.store.batches import ATTEMPTS_EXHAUSTED
-from controlplane.store.demand import NIW
+from controlplane.store.demand import IW, NIW
 from controlplane.store.queue import Claim, Outcome
-from controlplane.store.redis.live import LiveStore
+from controlplane.store.redis.live import LiveStore, WindowTaken
 from controlplane.store.session import Database
 from dataplane.protocol.messages import STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_MAX_S = 60.0
+_RENEWED_AT_ONCE = 50
+_DEMAND_KEEP_S = 1.0
+_COUNTS_FRESH_S = 10.0
+"""How long the requests of a dispatcher that is gone count in flight."""
 _NOT_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
 
 
 class Releaser:
-    """Claims requests for endpoints that have capacity, and runs each until it has a result or waits again."""
+    """Claims requests for endpoints that have capacity, and runs each until it has a result or waits again. `woken` is
+    called when one has ended, so that there may be room again.
+    """
 
     def __init__(
         self,
@@ -51,21 +62,28 @@ class Releaser:
         settings: Settings,
         *,
         retry_s: float,
+        poll_s: float,
+        woken: Callable[[], None],
     ) -> None:
         self._retry_s = retry_s
-        self._database = database
+        self._woken = woken
         self._live = live
         self._fleet = fleet
         self._sender = sender
         self._demand = demand
         self._settings = settings
         self._policy = release_policy(settings)
+        self._database = database
+        self._waiting = WaitingGroups(database, poll_s=poll_s)
         self._writer = ResultWriter(database)
+        self._name = secrets.token_hex(8)
+        self._lines = LinesInFlight()
         self._running: dict[asyncio.Task[None], Claim] = {}
-        self._claiming: asyncio.Task[list[tuple[Endpoint, Claim]]] | None = None
+        self._claiming: asyncio.Task[list[tuple[Release, Claim]]] | None = None
         self._last_tenants: dict[str, str] = {}
-        self._backoffs: dict[Endpoint, Backoff] = {}
         self._refused: set[Endpoint] = set()
+        self._demanded: frozenset[Endpoint] = frozenset()
+        self._demand_read_s = -math.inf
 
     async def release(self) -> bool:
         """Gather what waits and the instances, decide, claim and start what was decided. Nothing is released while the
@@ -74,25 +92,41 @@ class Releaser:
         free = self._settings.dispatcher_concurrency_max - len(self._running)
         if free <= 0 or not self._fleet.is_fresh():
             return True
-        groups = await anyio.to_thread.run_sync(self._batch_groups)
+        reporting = self._fleet.reporting_nodes()
+        reported = (each for each in self._fleet.instances() if each.node_id in reporting)
+        instances = self._lines.tell_apart(reported, self._fleet.reported_at_s())
+        if not has_room(instances, self._policy):
+            return True
+        groups = await self._waiting.read()
         if not groups:
             return False
-        reporting = await anyio.to_thread.run_sync(self._reporting_nodes)
-        facts = ReleaseFacts(
-            groups=groups,
-            instances=tuple(instance for instance in self._fleet.instances() if instance.node_id in reporting),
-            last_tenants=self._last_tenants,
-        )
-        facts = replace(facts, backoffs=await self._back_off(facts))
-        releases = choose_releases(facts, time.time(), self._policy)
-        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._claim, releases, free))
+        facts = ReleaseFacts(groups=groups, instances=instances, last_tenants=self._last_tenants)
+        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._decide, facts, free))
         placed = await asyncio.shield(self._claiming)
         self._claiming = None
-        for endpoint, held in placed:
-            task = asyncio.create_task(self._run(held, endpoint))
+        tokens = {(group.batch, group.model): expected_tokens(group, self._policy) for group in groups}
+        for release, held in placed:
+            line = self._lines.begin(held, release, tokens[held.batch_number, held.model])
+            task = asyncio.create_task(self._run(line))
             self._running[task] = held
-            task.add_done_callback(self._running.pop)
+            task.add_done_callback(functools.partial(self._ended, line))
         return True
+
+    def forget_waiting(self) -> None:
+        """Read anew what waits: the queue has changed."""
+        self._waiting.forget()
+
+    def _ended(self, line: Line, task: "asyncio.Task[None]") -> None:
+        del self._running[task]
+        self._leave(line)
+        self._waiting.note_ended()
+        self._woken()
+
+    def _leave(self, line: Line) -> None:
+        """Count a line as no longer in flight."""
+        if line.ended_s is None:
+            self._lines.end(line)
+            self._woken()
 
     async def renew(self) -> None:
         """Renew the leases of what is running; cancel what another dispatcher holds."""
@@ -123,51 +157,92 @@ class Releaser:
         [placed] = await asyncio.gather(self._claiming, return_exceptions=True)
         return [] if isinstance(placed, BaseException) else [held for _, held in placed]
 
-    async def _back_off(self, facts: ReleaseFacts) -> dict[Endpoint, Backoff]:
-        """Update the backoffs; one after a refusal holds for all dispatchers."""
+    def _decide(self, facts: ReleaseFacts, free: int) -> list[tuple[Release, Claim]]:
+        """Step the windows of all endpoints of models that wait, and lease what has room and fits them."""
+        models = {group.model for group in facts.groups}
+        endpoints = {each.endpoint for each in facts.instances if each.endpoint.model in models}
+        own = self._lines.by_endpoint()
+        before = self._live.read_windows(endpoints)
+        in_flight = self._live.count_in_flight(
+            self._name, {endpoint: own.get(endpoint, 0) for endpoint in endpoints}, fresh_s=_COUNTS_FRESH_S
+        )
+        now_s = time.time()
+        facts = replace(facts, windows=before, in_flight=in_flight, interactive=self._interactive(now_s))
         refused, self._refused = frozenset(self._refused), set()
-        facts = replace(facts, backoffs=self._backoffs)
-        self._backoffs = dict(choose_backoff(facts, refused, time.time(), self._policy))
-        for endpoint in refused & self._backoffs.keys():
-            pause_s = max(self._backoffs[endpoint].pause_s, self._settings.release_signal_s)
-            await anyio.to_thread.run_sync(functools.partial(self._live.hold_signal, endpoint, for_s=pause_s))
-        return self._backoffs
+        after = choose_windows(facts, refused, now_s, self._policy)
+        releases = choose_releases(replace(facts, windows=after), now_s, self._policy)
+        granted = self._granted(_at_most(releases, min(free, CLAIMS_MAX)), before, after, own)
+        return self._claim(granted)
 
-    def _batch_groups(self) -> tuple[GroupFacts, ...]:
-        with self._database.statement() as session:
-            return queue.batch_groups(session)
+    def _interactive(self, now_s: float) -> frozenset[Endpoint]:
+        """The endpoints that were asked for interactive answers in this minute or the last one, read once a second."""
+        if now_s - self._demand_read_s > _DEMAND_KEEP_S:
+            minute_s = int(now_s) // 60 * 60
+            counts = [count for at_s in (minute_s - 60, minute_s) for count in self._live.read_demand(at_s) or ()]
+            self._demanded = frozenset(count.endpoint for count in counts if count.kind == IW)
+            self._demand_read_s = now_s
+        return self._demanded
 
-    def _reporting_nodes(self) -> frozenset[str]:
-        """Nodes with a recent heartbeat in Redis; the cached view may hold older ones after a restart of Redis."""
-        view = self._live.read_view()
-        oldest_s = view.read_s - self._settings.heartbeat_stale_s
-        return frozenset(name for name, node in view.nodes.items() if node.received_s >= oldest_s)
+    def _granted(
+        self,
+        releases: Sequence[Release],
+        before: Mapping[Endpoint, Window],
+        after: Mapping[Endpoint, Window],
+        own: Mapping[Endpoint, int],
+    ) -> list[Release]:
+        """Store the windows, and take from them what is still there: another dispatcher may have been faster."""
+        wanted: Counter[tuple[Endpoint, bool]] = Counter()
+        for release in releases:
+            wanted[release.endpoint, release.urgent] += release.count
+        taken = {
+            endpoint: WindowTaken(
+                before=before.get(endpoint),
+                after=window,
+                in_flight=own.get(endpoint, 0),
+                wanted=wanted[endpoint, False],
+                urgent=wanted[endpoint, True],
+            )
+            for endpoint, window in after.items()
+        }
+        left = self._live.take_windows(self._name, taken, fresh_s=_COUNTS_FRESH_S)
+        granted = []
+        for release in releases:
+            count = release.count if release.urgent else min(release.count, left.get(release.endpoint, 0))
+            if not release.urgent:
+                left[release.endpoint] = left.get(release.endpoint, 0) - count
+            if count:
+                granted.append(structs.replace(release, count=count))
+        return granted
 
-    def _claim(self, releases: Sequence[Release], free: int) -> list[tuple[Endpoint, Claim]]:
-        """Lease what was decided, `free` requests at most, for all endpoints and slots that may signal now."""
-        signals = functools.cache(functools.partial(self._live.take_signal, every_s=self._settings.release_signal_s))
-        granted = [r for r in releases if signals(r.endpoint) and (r.slot is None or signals(r.slot))]
+    def _claim(self, granted: Sequence[Release]) -> list[tuple[Release, Claim]]:
         wanted: Counter[tuple[int, str]] = Counter()
         for release in granted:
-            count = min(release.count, free - wanted.total())
-            wanted[release.batch, release.endpoint.model] += count
-        if not (wanted := +wanted):
+            wanted[release.batch, release.endpoint.model] += release.count
+        if not wanted:
             return []
         with self._database.statement() as session:
             claims = queue.claim(session, wanted, lease_s=self._settings.niw_lease_s)
+        self._waiting.note_claimed(wanted, claims)
         self._last_tenants |= {release.endpoint.model: release.tenant for release in granted}
         return _placed(granted, claims)
 
     def _renew(self, held: list[Claim]) -> set[tuple[int, int]]:
-        with self._database.transaction() as session:
-            return queue.renew(session, held, lease_s=self._settings.niw_lease_s)
+        """A few at a time: a statement that names many rows scans the queue for them, and locks those it has found."""
+        kept: set[tuple[int, int]] = set()
+        for first in range(0, len(held), _RENEWED_AT_ONCE):
+            with self._database.transaction() as session:
+                some = held[first : first + _RENEWED_AT_ONCE]
+                kept |= queue.renew(session, some, lease_s=self._settings.niw_lease_s)
+        return kept
 
-    async def _run(self, held: Claim, endpoint: Endpoint) -> None:
+    async def _run(self, line: Line) -> None:
         """Run one request: an answer or a final error is its result, after anything else it waits again."""
+        held = line.claim
         structlog.contextvars.bind_contextvars(request_id=_upstream_id(held))  # of this task alone
         try:
             with tracer.start_as_current_span("batch request"):
-                outcome = await self._outcome(held, endpoint)
+                outcome = await self._outcome(line)
+            self._leave(line)  # its instance has room again while the result is written
             if outcome is not None and not await self._writer.write(outcome):
                 log.info("a result of a claim that is no longer the newest was dropped", request=held.fence)
         except SQLAlchemyError as error:
@@ -176,16 +251,17 @@ class Releaser:
             log.exception("a defect in the dispatcher", request=held.fence)
             await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
 
-    async def _outcome(self, held: Claim, endpoint: Endpoint) -> Outcome | None:
+    async def _outcome(self, line: Line) -> Outcome | None:
         """The result of the request; None: it waits again."""
+        held = line.claim
         try:
-            return await self._answer(held, endpoint)
+            return await self._answer(line)
         except CapacityError as error:
             await self._give_back(held, error.message, tried=False, delay_s=self._retry_s)
             return None
         except TidepoolError as error:
             if error.code == "overloaded":
-                self._refused.add(endpoint)
+                self._refused.add(line.endpoint)
             tried = error.code not in _NOT_TRIED
             lost = isinstance(error, NodeError) and error.retryable
             last = held.attempts >= self._settings.niw_attempts_max
@@ -200,16 +276,18 @@ class Releaser:
                 claim=held, status_code=error.status, body=openai_error(error), upstream_id=_upstream_id(held)
             )
 
-    async def _answer(self, held: Claim, endpoint: Endpoint) -> Outcome:
+    async def _answer(self, line: Line) -> Outcome:
+        held = line.claim
         query = queued_query(held.endpoint, held.body)
         messages = query.choices(_upstream_id(held), fence=held.fence, epoch=held.epoch)
         model = await self._fleet.model(query.model)
-        region = endpoint.region
-        in_flight = InFlightQuery.of(
+        region = line.endpoint.region
+        line.query = in_flight = InFlightQuery.of(
             self._fleet, model, query, messages, tenant=held.tenant, origin=region, only_region=region
         )
+        in_flight.first.released_to = line.released_to
         if held.first:
-            self._demand.count(NIW, endpoint, in_flight.input_tokens)
+            self._demand.count(NIW, line.endpoint, in_flight.input_tokens)
         renderer = ENDPOINTS[held.endpoint].renderer(query, answer_id=_upstream_id(held))
         body = await whole_answer(send_query(self._sender, in_flight), in_flight, renderer)
         usage = in_flight.usage()
@@ -239,24 +317,43 @@ def release_policy(settings: Settings) -> ReleaseSettings:
         aged_s=settings.niw_age_priority_s,
         left_share=settings.niw_left_priority,
         stale_s=settings.heartbeat_stale_s,
+        queue_share=settings.release_queue_share,
+        tokens_guess=settings.release_tokens_guess,
+        growth=settings.release_growth,
+        growth_after_cut=settings.release_growth_after_cut,
+        calm_s=settings.release_calm_s,
+        cut=settings.release_cut,
+        hold_s=settings.release_hold_s,
+        late_share=settings.release_late_share,
+        beside_share=settings.release_beside_share,
+        signal_s=settings.release_signal_s,
+        iw_f_ttft_s=settings.slo_iw_f_ttft_s,
+        iw_n_ttft_s=settings.slo_iw_n_ttft_s,
         load_max=settings.release_load_max,
         rise_max=settings.release_rise_max,
-        pause_min_s=settings.release_signal_s,
-        pause_max_s=settings.release_pause_max_s,
         time_slice_s=settings.release_turn_s,
     )
 
 
-def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[Endpoint, Claim]]:
-    """The claims, each with the endpoint that it was made for."""
-    waiting: dict[tuple[int, str], list[Claim]] = {}
+def _at_most(releases: Sequence[Release], count_max: int) -> list[Release]:
+    """The releases, or their first requests."""
+    found = []
+    for release in releases:
+        if count := min(release.count, count_max):
+            found.append(structs.replace(release, count=count))
+            count_max -= count
+    return found
+
+
+def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[Release, Claim]]:
+    """The claims, each with the release that it was made for."""
+    waiting: dict[tuple[int, str], deque[Claim]] = {}
     for claim in claims:
-        waiting.setdefault((claim.batch_number, claim.model), []).append(claim)
+        waiting.setdefault((claim.batch_number, claim.model), deque()).append(claim)
     placed = []
     for release in releases:
-        group = waiting.get((release.batch, release.endpoint.model), [])
-        placed += [(release.endpoint, claim) for claim in group[: release.count]]
-        del group[: release.count]
+        group = waiting.get((release.batch, release.endpoint.model), deque())
+        placed += [(release, group.popleft()) for _ in range(min(release.count, len(group)))]
     return placed
 
 

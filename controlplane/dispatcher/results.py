@@ -11,7 +11,7 @@ from controlplane.store.queue import Outcome
 from controlplane.store.session import Database
 
 log = structlog.get_logger()
-_TOGETHER_MAX = 256
+_TOGETHER_MAX = 512
 _RETRY_S = 1.0
 
 

@@ -17,6 +17,7 @@ from controlplane.planner.expire import expire, sweep
 from controlplane.planner.forecast import forecast_one, series_to_forecast
 from controlplane.planner.measure import measure
 from controlplane.planner.plan import plan_hour
+from controlplane.planner.predict import predict
 from controlplane.planner.runs import note, noted
 from controlplane.planner.scale import scale
 from controlplane.policies.facts import Endpoint
@@ -85,6 +86,11 @@ def _make_celery(settings: Settings) -> Celery:
                 "task": "scale",
                 "schedule": schedule(settings.scale_every_s),
                 "options": {"expires": settings.scale_every_s},
+            },
+            "predict": {
+                "task": "predict",
+                "schedule": schedule(settings.predict_every_s),
+                "options": {"expires": settings.predict_every_s},
             },
             "expire": {
                 "task": "expire",
@@ -205,6 +211,15 @@ def run_scale() -> None:
         log.info("scaled", **changes)
     for unplaced in scaled.unplaced:
         log.warning("not placed", what=unplaced)
+
+
+@celery.task(name="predict")
+def run_predict() -> None:
+    """Every 15 seconds."""
+    with noted(parts().database, Loop.PREDICT):
+        predicted = predict(parts().database, parts().settings)
+    if predicted["at_risk"]:
+        log.warning("batches will miss their deadlines", **predicted)
 
 
 @celery.task(name="expire")

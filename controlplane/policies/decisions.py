@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from controlplane.policies.facts import Endpoint, SlotId
+from controlplane.policies.facts import Endpoint
 
 
 class Route(Struct, frozen=True, kw_only=True):
@@ -45,10 +45,13 @@ class Refuse:
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """Send `count` NIW requests of a batch of this tenant to an endpoint. `slot`: whose capacity it uses; None: any."""
+    """Send `count` NIW requests of a batch of this tenant to an instance of an endpoint; `urgent` ones whatever the
+    endpoint's window is.
+    """
 
     endpoint: Endpoint
+    instance_id: str
     batch: int
     tenant: str
     count: int
-    slot: SlotId | None = None
+    urgent: bool = False

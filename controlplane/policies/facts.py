@@ -111,7 +111,10 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     `prefill_wait_s`: seconds until its slot would begin a request that arrives now, at `prefill_token_s` a token;
     `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them. `slot`: of its node; instances of
     several models in one slot are multiplexed. `load`: of the node's busiest slot; above 1 it cannot keep up with its
-    decodes.
+    decodes. `batch_max`: sequences that run at once; None: its node does not report it.
+
+    A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
+    `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
     """
 
     instance_id: str
@@ -134,6 +137,9 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     prefill_token_s: float | None = None
     slot: int = 0
     load: float = 0.0
+    batch_max: int | None = None
+    deferred_requests: int = 0
+    deferred_tokens: float = 0.0
 
 
 class RoutingFacts(Struct, frozen=True, kw_only=True):
@@ -160,7 +166,9 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
 
 class GroupFacts(Struct, frozen=True, kw_only=True):
     """A batch-model group: the waiting requests of one model in one batch. They share its tenant, its age and its
-    deadline, `left_s` from now.
+    deadline, `left_s` from now. `waiting`: counted up to a limit. `tokens`: of prompt and completion together, the mean
+    of the group's completed requests; None: none has completed. `input_tokens`: of a prompt, the mean of the group's
+    estimates; None: not known.
     """
 
     batch: int
@@ -169,23 +177,33 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     age_s: float
     left_s: float
     waiting: int
+    tokens: float | None = None
+    input_tokens: float | None = None
 
 
-class Backoff(Struct, frozen=True, kw_only=True):
-    """How long an endpoint gets no deferred requests after an overload: `pause_s`, until `until_s`. `utilization`: its
-    utilization at the last release.
+class Window(Struct, frozen=True, kw_only=True):
+    """The most deferred requests in flight at an endpoint, of all dispatchers together. `stepped_s`: when it was last
+    looked at; `cut_s`: when it was last cut. `utilization`: of the endpoint by all other requests, at the last step.
+    `begun_s`: when requests last began beside interactive ones.
     """
 
-    pause_s: float = 0.0
-    until_s: float = 0.0
+    requests: float = 0.0
+    stepped_s: float = 0.0
+    cut_s: float = -3600.0
     utilization: float = 1.0
+    begun_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseFacts:
-    """What waits and all instances at one moment. `last_tenants`: the tenant released last, by model."""
+    """What waits and all instances at one moment. `last_tenants`: the tenant released last, by model. `in_flight`:
+    deferred requests at each endpoint, of all dispatchers. `interactive`: endpoints that were asked for interactive
+    answers in the last minute or two.
+    """
 
     groups: tuple[GroupFacts, ...]
     instances: tuple[InstanceFacts, ...]
     last_tenants: Mapping[str, str] = field(default_factory=dict)
-    backoffs: Mapping[Endpoint, Backoff] = field(default_factory=dict)
+    windows: Mapping[Endpoint, Window] = field(default_factory=dict)
+    in_flight: Mapping[Endpoint, int] = field(default_factory=dict)
+    interactive: frozenset[Endpoint] = frozenset()

@@ -22,6 +22,7 @@ class Loop(StrEnum):
     FORECAST = "forecast"
     PLAN = "plan"
     SCALE = "scale"
+    PREDICT = "predict"
     EXPIRE = "expire"
     SWEEP = "sweep"
 

@@ -1,32 +1,60 @@
-"""How many deferred requests (NIW) are released to which endpoint when it has capacity (SageServe 6.2), and whose.
+"""How many deferred requests (NIW) are released to which endpoint, and whose: as many as there is room for.
 
-Capacity first: releases follow fresh reports alone, and an endpoint that is overloaded gets none during a backoff that
-doubles. Models that share a slot share its capacity. Then order: urgent requests (old, or near their deadline) before
-others, tenants in rotation, and of a tenant the nearest deadline.
+An instance has room for one more request of `expected` KV bytes while
+
+    used + expected of what is deferred there  <  threshold x capacity           (and the request fits the capacity)
+    requests there                             <  (1 + queue_share) x batch_max
+
+The threshold is `below_one`; near its deadline a request counts as interactive, up to `urgent_utilization_max`.
+Reports are about a second old, so the caller itself counts what it has released, and what of that has ended.
+
+Room says what memory holds, not what interactive requests bear. So each endpoint has a window, the most deferred
+requests in flight there, one for all dispatchers (additive increase, multiplicative decrease):
+
+    window += growth x instances x seconds     while half of it is in use
+    window *= cut, and nothing for hold_s      at a sign of trouble: a refusal, a load above 1, utilization by others
+                                               that rises, or, beside interactive requests, a first token that
+                                               would be late
+
+It is at least the paper's signals (SageServe 6.2): one request below 60 % utilization, two below 50 %. An interactive
+request waits for the prefill that runs when it arrives. So beside interactive requests, batches have `beside_share` of
+the time for prefills, at most that of two signals at once, or the signals each second if these are more. An urgent
+request needs room but no window, so that a batch goes faster as its deadline comes near.
+
+Then order: urgent requests before others, tenants in rotation, and of a tenant the nearest deadline. Models that share
+a slot share its memory, and have it in time slices.
 """
 
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from controlplane.policies.decisions import Release
-from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts, SlotId
-from controlplane.policies.routing import is_usable, utilization_of
+from controlplane.policies.facts import Endpoint, GroupFacts, InstanceFacts, ReleaseFacts, SlotId, Window
+from controlplane.policies.routing import is_usable, predicted_wait_s
 from dataplane.protocol.tiers import Tier
+
+_ROUNDING = 1e-6
+_GUESS_SHARE = 0.25
+"""A request of unknown size is expected to take at most this share of an instance's KV memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseSettings:
-    """An endpoint whose utilization is below `below_one` takes one request a signal, below `below_two` two. Urgent
-    requests, older than `aged_s` or with less than `left_share` of their window left, count as interactive: they are
-    released up to `urgent_utilization_max`.
+    """The thresholds and the controller of the module's docstring.
 
-    Overload is a node's load above `load_max`, a refusal, or a rise of utilization by more than `rise_max` between two
-    releases to above `below_two`. It pauses an endpoint for `pause_min_s`, doubled each time up to `pause_max_s`, and
-    halved after each such period without overload. Models that share a slot receive NIW in time slices of
-    `time_slice_s`.
+    Requests are urgent that are older than `aged_s` or have less than `left_share` of their window left. An instance
+    that does not report how many sequences it runs at once is taken to run `batch_max`. Requests of a batch of which
+    none has ended are expected to take `tokens_guess` tokens of KV memory, or less on small instances.
+
+    A window grows by `growth` requests a second and instance, and by `growth_after_cut` for `calm_s` after a cut. A
+    first token would be late if an interactive request waited for over `late_share` of its objective. Utilization rises
+    if others take `rise_max` more between two steps, to above `below_two`. A window that has rested for `forget_s`
+    begins anew. `beside_share`: of an instance's time, for prefills of batches beside interactive requests;
+    or an endpoint's signals in each `signal_s`, if these are more.
     """
 
     below_one: float = 0.6
@@ -35,71 +63,189 @@ class ReleaseSettings:
     aged_s: float = 36_000.0
     left_share: float = 0.25
     stale_s: float = 5.0
+    batch_max: int = 32
+    queue_share: float = 0.25
+    tokens_guess: float = 2048.0
+    growth: float = 32.0
+    growth_after_cut: float = 2.0
+    calm_s: float = 60.0
+    cut: float = 0.5
+    hold_s: float = 2.0
+    forget_s: float = 10.0
+    beside_share: float = 0.05
+    signal_s: float = 1.0
+    late_share: float = 0.5
+    iw_f_ttft_s: float = 1.0
+    iw_n_ttft_s: float = 60.0
     load_max: float = 1.0
     rise_max: float = 0.1
-    pause_min_s: float = 1.0
-    pause_max_s: float = 60.0
     time_slice_s: float = 30.0
 
 
-def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings) -> tuple[Release, ...]:
-    """At most two requests an endpoint, a slot and a signal: first for models with urgent requests, then to the least
-    utilized endpoint. Endpoints that are stale, in backoff, or whose model has the time slice of none of its slots get
-    none.
+def choose_windows(
+    facts: ReleaseFacts, refused: frozenset[Endpoint], now_s: float, settings: ReleaseSettings
+) -> Mapping[Endpoint, Window]:
+    """The next windows, of the models that wait. `refused`: endpoints whose nodes have refused a deferred request since
+    the last step.
     """
     endpoints = _endpoints(facts.instances, settings)
-    load = {endpoint: utilization_of(instances) for endpoint, instances in endpoints.items()}
-    queues = _Queues(facts, settings)
-    scheduled = _scheduled_slots(endpoints, queues, now_s, settings)
-    taken: Counter[SlotId] = Counter()
-    releases: list[Release] = []
-    for endpoint in sorted(load, key=lambda e: (not queues.has_urgent(e.model), not scheduled[e], load[e], e)):
-        if facts.backoffs.get(endpoint, Backoff()).until_s > now_s:
+    waiting = {group.model for group in facts.groups}
+    beside = {slot for endpoint in facts.interactive for slot in map(_slot, endpoints.get(endpoint, ()))}
+    windows = {}
+    for endpoint, instances in endpoints.items():
+        if endpoint.model not in waiting:
             continue
-        normal = _capacity(load[endpoint], settings) if scheduled[endpoint] else 0
-        capacity = max(normal, int(load[endpoint] < settings.urgent_utilization_max))
-        slots = scheduled[endpoint] or set(map(_slot, endpoints[endpoint]))
-        for number in range(capacity):
-            slot = min(slots, key=lambda s: (taken[s], s))
-            group = queues.take(endpoint.model, urgent_only=number >= normal) if taken[slot] < capacity else None
-            if group is None:
-                break
-            taken[slot] += 1
-            releases.append(Release(endpoint=endpoint, batch=group.batch, tenant=group.tenant, count=1, slot=slot))
-    counts = Counter(releases)
-    return tuple(replace(release, count=count) for release, count in counts.items())
-
-
-def choose_backoff(
-    facts: ReleaseFacts, refused: frozenset[Endpoint], now_s: float, settings: ReleaseSettings
-) -> Mapping[Endpoint, Backoff]:
-    """The backoffs after this release. `refused`: endpoints whose nodes refused a deferred request since the last."""
-    endpoints = _endpoints(facts.instances, settings)
-    return {
-        endpoint: _backoff(
-            facts.backoffs.get(endpoint, Backoff()),
-            utilization=utilization_of(instances),
-            overload=endpoint in refused or any(i.load > settings.load_max for i in instances),
-            now_s=now_s,
-            settings=settings,
+        is_beside = not beside.isdisjoint(map(_slot, instances))
+        trouble = (
+            endpoint in refused
+            or any(instance.load > settings.load_max for instance in instances)
+            or (is_beside and any(_would_be_late(instance, settings) for instance in instances))
         )
-        for endpoint, instances in endpoints.items()
-    }
+        window = _step(facts, endpoint, instances, trouble, now_s, settings)
+        if is_beside and not _is_held(window, now_s, settings):
+            window = _beside_interactive(window, facts, endpoint, instances, now_s, settings)
+        windows[endpoint] = window
+    return windows
 
 
-def _backoff(
-    before: Backoff, *, utilization: float, overload: bool, now_s: float, settings: ReleaseSettings
-) -> Backoff:
-    rises = utilization - before.utilization > settings.rise_max and utilization > settings.below_two
-    if before.until_s > now_s:
-        return replace(before, utilization=utilization)
-    if overload or rises:
-        pause_s = min(max(2 * before.pause_s, settings.pause_min_s), settings.pause_max_s)
-        return Backoff(pause_s=pause_s, until_s=now_s + pause_s, utilization=utilization)
-    if before.pause_s and now_s >= before.until_s + before.pause_s:
-        pause_s = before.pause_s / 2 if before.pause_s > settings.pause_min_s else 0.0
-        return Backoff(pause_s=pause_s, until_s=now_s, utilization=utilization)
-    return replace(before, utilization=utilization)
+def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings) -> tuple[Release, ...]:
+    """What to release by the windows of `facts`: first to endpoints with urgent requests, then to the least utilized
+    one. Endpoints take turns, each with a request for each of its instances. One that is stale or held by its window
+    gets none, and one whose model has the time slice of none of its slots urgent requests alone.
+    """
+    endpoints = _endpoints(facts.instances, settings)
+    queues = {name: _Queue(groups, facts, settings) for name, groups in _by_model(facts.groups).items()}
+    rooms = _Rooms(endpoints, settings)
+    scheduled = _scheduled_slots(endpoints, queues.keys(), now_s, settings)
+    takers = [
+        _Taker(endpoint, queues[endpoint.model], rooms, scheduled[endpoint], facts, settings)
+        for endpoint in endpoints
+        if endpoint.model in queues and not _is_held(facts.windows.get(endpoint, Window()), now_s, settings)
+    ]
+    takers.sort(key=lambda t: (not t.queue.urgent, not t.scheduled, rooms.utilization(t.endpoint), t.endpoint))
+    releases: Counter[Release] = Counter()
+    while takers:
+        for taker in tuple(takers):
+            for _ in endpoints[taker.endpoint]:
+                release = taker.take()
+                if release is None:
+                    takers.remove(taker)
+                    break
+                releases[release] += 1
+    return tuple(replace(release, count=count) for release, count in releases.items())
+
+
+def has_room(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> bool:
+    """Whether any instance might take a request, be it urgent."""
+    return any(
+        room.takes(0, settings.urgent_utilization_max)
+        for rooms in _Rooms(_endpoints(instances, settings), settings).by_endpoint.values()
+        for room in rooms
+    )
+
+
+def expected_tokens(group: GroupFacts, settings: ReleaseSettings) -> float:
+    """KV tokens that a request of the group takes in the end."""
+    return settings.tokens_guess if group.tokens is None else group.tokens
+
+
+def _is_held(window: Window, now_s: float, settings: ReleaseSettings) -> bool:
+    return now_s < window.cut_s + settings.hold_s
+
+
+def _step(
+    facts: ReleaseFacts,
+    endpoint: Endpoint,
+    instances: list[InstanceFacts],
+    trouble: bool,
+    now_s: float,
+    settings: ReleaseSettings,
+) -> Window:
+    before = facts.windows.get(endpoint, Window())
+    elapsed_s = now_s - before.stepped_s
+    if elapsed_s > settings.forget_s:
+        before, elapsed_s = Window(), 0.0
+    others = _utilization_by_others(facts, endpoint, instances, settings)
+    utilization = _Rooms({endpoint: instances}, settings).utilization(endpoint)
+    now = replace(before, utilization=others, stepped_s=max(now_s, before.stepped_s))
+    if _is_held(before, now_s, settings):
+        return now
+    rises = others - before.utilization > settings.rise_max and utilization > settings.below_two
+    in_flight = facts.in_flight.get(endpoint, 0)
+    if trouble or rises:
+        return replace(now, requests=settings.cut * min(before.requests, in_flight), cut_s=now_s)
+    requests = before.requests
+    if 2 * in_flight >= requests:
+        growth = settings.growth_after_cut if now_s < before.cut_s + settings.calm_s else settings.growth
+        requests += growth * len(instances) * min(max(0.0, elapsed_s), 1.0)
+    most = sum(_batch_places(instance, settings) for instance in instances)
+    return replace(now, requests=float(max(min(requests, most), _signals(utilization, settings))))
+
+
+def _beside_interactive(
+    window: Window,
+    facts: ReleaseFacts,
+    endpoint: Endpoint,
+    instances: list[InstanceFacts],
+    now_s: float,
+    settings: ReleaseSettings,
+) -> Window:
+    """The window with as many more requests in flight as may begin now. What ends is not replaced before."""
+    in_flight = facts.in_flight.get(endpoint, 0)
+    tokens = _mean_input_tokens(facts, endpoint.model, settings)
+    prefills_s = [tokens * each.prefill_token_s for each in instances if each.prefill_token_s]
+    by_share = sum(settings.beside_share / prefill_s for prefill_s in prefills_s)
+    utilization = _Rooms({endpoint: instances}, settings).utilization(endpoint)
+    per_s = max(by_share, _signals(utilization, settings) / settings.signal_s)
+    saved_s = min(now_s - window.begun_s, 2 * settings.signal_s)
+    begin = int(per_s * saved_s + _ROUNDING)
+    if begin < 1:
+        return replace(window, requests=min(window.requests, float(in_flight)))
+    requests = min(max(window.requests, in_flight + 1.0), float(in_flight + begin))
+    return replace(window, requests=requests, begun_s=now_s - saved_s + begin / per_s)
+
+
+def _mean_input_tokens(facts: ReleaseFacts, model: str, settings: ReleaseSettings) -> float:
+    """Of the prompt of a request of the model, over its groups; at most all that it takes, where that is not known."""
+    sizes = [
+        expected_tokens(group, settings) if group.input_tokens is None else group.input_tokens
+        for group in facts.groups
+        if group.model == model
+    ]
+    return max(1.0, sum(sizes) / len(sizes)) if sizes else settings.tokens_guess
+
+
+def _mean_tokens(facts: ReleaseFacts, model: str, settings: ReleaseSettings) -> float:
+    """What a request of the model is expected to take, over its groups."""
+    sizes = [expected_tokens(group, settings) for group in facts.groups if group.model == model]
+    return sum(sizes) / len(sizes) if sizes else settings.tokens_guess
+
+
+def _would_be_late(instance: InstanceFacts, settings: ReleaseSettings) -> bool:
+    """Whether the first token of an interactive request would be late there."""
+    for tier, ttft_s in ((Tier.IW_F, settings.iw_f_ttft_s), (Tier.IW_N, settings.iw_n_ttft_s)):
+        wait_s = predicted_wait_s(instance, tier)
+        if wait_s is not None and wait_s > settings.late_share * ttft_s:
+            return True
+    return False
+
+
+def _signals(utilization: float, settings: ReleaseSettings) -> int:
+    """The paper's: two below 50 %, one below 60 %."""
+    return int(utilization < settings.below_one) + int(utilization < settings.below_two)
+
+
+def _utilization_by_others(
+    facts: ReleaseFacts, endpoint: Endpoint, instances: list[InstanceFacts], settings: ReleaseSettings
+) -> float:
+    """Utilization of an endpoint without the deferred requests of any dispatcher. Those of others are in the reports,
+    each with about what a request of this model takes.
+    """
+    elsewhere = facts.in_flight.get(endpoint, 0) - sum(instance.deferred_requests for instance in instances)
+    tokens = max(0, elsewhere) * _mean_tokens(facts, endpoint.model, settings)
+    used_bytes = sum(each.kv_used_bytes for each in instances) - tokens * instances[0].kv_bytes_per_token
+    capacity_bytes = sum(each.kv_capacity_bytes for each in instances)
+    return max(0.0, used_bytes / capacity_bytes) if capacity_bytes else 1.0
 
 
 def _endpoints(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> dict[Endpoint, list[InstanceFacts]]:
@@ -111,25 +257,35 @@ def _endpoints(instances: Iterable[InstanceFacts], settings: ReleaseSettings) ->
     return endpoints
 
 
+def _by_model(groups: Iterable[GroupFacts]) -> dict[str, list[GroupFacts]]:
+    """The groups with waiting requests by model, the nearest deadline first."""
+    found: dict[str, list[GroupFacts]] = {}
+    for group in sorted(groups, key=lambda group: (group.left_s, group.batch)):
+        if group.waiting:
+            found.setdefault(group.model, []).append(group)
+    return found
+
+
+def _batch_places(instance: InstanceFacts, settings: ReleaseSettings) -> int:
+    """How many requests an instance may have: those of a batch, and a queue so that none ends before the next comes."""
+    batch_max = settings.batch_max if instance.batch_max is None else instance.batch_max
+    return int((1 + settings.queue_share) * batch_max)
+
+
 def _slot(instance: InstanceFacts) -> SlotId:
     return SlotId(node_id=instance.node_id, number=instance.slot)
 
 
-def _capacity(utilization: float, settings: ReleaseSettings) -> int:
-    if utilization < settings.below_two:
-        return 2
-    return int(utilization < settings.below_one)
-
-
 def _scheduled_slots(
-    endpoints: Mapping[Endpoint, list[InstanceFacts]], queues: "_Queues", now_s: float, settings: ReleaseSettings
+    endpoints: Mapping[Endpoint, list[InstanceFacts]], models: Iterable[str], now_s: float, settings: ReleaseSettings
 ) -> dict[Endpoint, set[SlotId]]:
     """The slots of each endpoint whose time slice no other model has. Only models with waiting requests get time
     slices; whose it is depends on the time alone, so that all dispatchers agree.
     """
+    waiting = set(models)
     slots: dict[SlotId, set[str]] = {}
     for endpoint, instances in endpoints.items():
-        if any(queues.waiting(endpoint.model)):
+        if endpoint.model in waiting:
             for instance in instances:
                 slots.setdefault(_slot(instance), set()).add(endpoint.model)
     slice_number = int(now_s / settings.time_slice_s)
@@ -140,36 +296,163 @@ def _scheduled_slots(
     }
 
 
-class _Queues:
-    """What is left to release while one release is decided."""
+class _Room:
+    """What an instance has left while one release is decided."""
 
-    def __init__(self, facts: ReleaseFacts, settings: ReleaseSettings) -> None:
-        self._settings = settings
-        self._last_tenants = dict(facts.last_tenants)
-        self._groups: dict[str, list[GroupFacts]] = {}
-        for group in sorted(facts.groups, key=lambda group: (group.left_s, group.batch)):
-            self._groups.setdefault(group.model, []).append(group)
-        self._left = {(group.batch, group.model): group.waiting for group in facts.groups}
+    def __init__(self, instance: InstanceFacts, settings: ReleaseSettings) -> None:
+        self.instance = instance
+        self.slot = _slot(instance)
+        self.used_bytes = float(instance.kv_used_bytes)
+        self.places = _batch_places(instance, settings) - instance.requests - instance.deferred_requests
+        self.places -= instance.sent_requests
 
-    def waiting(self, model: str) -> list[GroupFacts]:
-        """The model's groups that still have waiting requests, the nearest deadline first."""
-        return [group for group in self._groups.get(model, ()) if self._left[group.batch, model]]
+    def takes(self, tokens: float, threshold: float) -> bool:
+        capacity_bytes = self.instance.kv_capacity_bytes
+        fits = self.used_bytes + tokens * self.instance.kv_bytes_per_token <= capacity_bytes
+        return self.places > 0 and fits and self.used_bytes < threshold * capacity_bytes
 
-    def has_urgent(self, model: str) -> bool:
-        return any(_is_urgent(group, self._settings) for group in self.waiting(model))
 
-    def take(self, model: str, *, urgent_only: bool) -> GroupFacts | None:
-        """The group to release the next request of: the urgent ones first, of the tenant next in rotation."""
-        waiting = self.waiting(model)
-        urgent = [group for group in waiting if _is_urgent(group, self._settings)]
-        groups = urgent if urgent or urgent_only else waiting
-        if not groups:
+class _Rooms:
+    """The room of all instances."""
+
+    def __init__(self, endpoints: Mapping[Endpoint, list[InstanceFacts]], settings: ReleaseSettings) -> None:
+        self.by_endpoint = {
+            endpoint: [_Room(instance, settings) for instance in instances] for endpoint, instances in endpoints.items()
+        }
+        self._slots: dict[SlotId, list[_Room]] = {}
+        for room in (room for rooms in self.by_endpoint.values() for room in rooms):
+            self._slots.setdefault(room.slot, []).append(room)
+        for room in (room for rooms in self.by_endpoint.values() for room in rooms):
+            self._use(room, room.instance.deferred_tokens + room.instance.sent_tokens)
+
+    def utilization(self, endpoint: Endpoint) -> float:
+        """Of KV memory, with all that its deferred requests will take. 1 without capacity."""
+        capacity_bytes = sum(room.instance.kv_capacity_bytes for room in self.by_endpoint[endpoint])
+        used_bytes = sum(room.used_bytes for room in self.by_endpoint[endpoint])
+        return used_bytes / capacity_bytes if capacity_bytes else 1.0
+
+    def take(self, endpoint: Endpoint, slots: set[SlotId] | None, group: GroupFacts, threshold: float,
+             settings: ReleaseSettings) -> str | None:  # fmt: skip
+        """Use the room of the instance with most places, in one of the `slots` (None: any); its id, if there is one."""
+        best: tuple[_Room, float] | None = None
+        for room in self.by_endpoint[endpoint]:
+            if (slots is None or room.slot in slots) and (best is None or room.places > best[0].places):
+                tokens = _tokens_on(room.instance, group, settings)
+                if room.takes(tokens, threshold):
+                    best = room, tokens
+        if best is None:
             return None
-        last = self._last_tenants.get(model, "")
-        chosen = min(groups, key=lambda group: (group.tenant <= last, group.tenant))
-        self._last_tenants[model] = chosen.tenant
-        self._left[chosen.batch, model] -= 1
-        return chosen
+        best[0].places -= 1
+        self._use(*best)
+        return best[0].instance.instance_id
+
+    def _use(self, room: _Room, tokens: float) -> None:
+        """Models that share the slot have so much less too."""
+        used_bytes = tokens * room.instance.kv_bytes_per_token
+        for each in self._slots[room.slot]:
+            if each is room or each.instance.endpoint.model != room.instance.endpoint.model:
+                each.used_bytes += used_bytes
+
+
+def _tokens_on(instance: InstanceFacts, group: GroupFacts, settings: ReleaseSettings) -> float:
+    """What a request takes there: no more than the memory holds, which is the limit of its context too."""
+    if not instance.kv_bytes_per_token:
+        return 0.0
+    share = _GUESS_SHARE if group.tokens is None else 1.0
+    return min(expected_tokens(group, settings), share * instance.kv_capacity_bytes / instance.kv_bytes_per_token)
+
+
+class _Rotation:
+    """Waiting requests of one model: of the tenant after the last one, the group with the nearest deadline."""
+
+    def __init__(self, groups: Iterable[GroupFacts]) -> None:
+        self._groups: dict[str, deque[GroupFacts]] = {}
+        for group in groups:
+            self._groups.setdefault(group.tenant, deque()).append(group)
+        self._tenants = sorted(self._groups)
+        self._left = {group.batch: group.waiting for groups in self._groups.values() for group in groups}
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def after(self, tenant: str, passed_over: set[int]) -> GroupFacts | None:
+        """The next group that is not among those `passed_over`."""
+        begin = bisect_right(self._tenants, tenant)
+        for name in (*self._tenants[begin:], *self._tenants[:begin]) if passed_over else self._next(begin):
+            for group in self._groups[name]:
+                if group.batch not in passed_over:
+                    return group
+        return None
+
+    def _next(self, begin: int) -> list[str]:
+        return [self._tenants[begin % len(self._tenants)]] if self._tenants else []
+
+    def take(self, group: GroupFacts) -> None:
+        self._left[group.batch] -= 1
+        if not self._left[group.batch]:
+            groups = self._groups[group.tenant]
+            groups.remove(group)
+            if not groups:
+                self._tenants.remove(group.tenant)
+
+
+class _Queue:
+    """The waiting requests of a model, the urgent ones apart."""
+
+    def __init__(self, groups: list[GroupFacts], facts: ReleaseFacts, settings: ReleaseSettings) -> None:
+        self.urgent = _Rotation(group for group in groups if _is_urgent(group, settings))
+        self.others = _Rotation(group for group in groups if not _is_urgent(group, settings))
+        self.last_tenant = facts.last_tenants.get(groups[0].model, "")
+
+
+class _Taker:
+    """An endpoint that takes one request after the other while one release is decided."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        queue: _Queue,
+        rooms: _Rooms,
+        scheduled: set[SlotId],
+        facts: ReleaseFacts,
+        settings: ReleaseSettings,
+    ) -> None:
+        self.endpoint = endpoint
+        self.queue = queue
+        self.scheduled = scheduled
+        self._rooms = rooms
+        self._settings = settings
+        self._window_left = facts.windows.get(endpoint, Window()).requests - facts.in_flight.get(endpoint, 0)
+        self._too_large: set[int] = set()
+
+    def take(self) -> Release | None:
+        """The release of one more request; None: there is no room for any that waits."""
+        settings = self._settings
+        return self._take(self.queue.urgent, None, settings.urgent_utilization_max, urgent=True) or (
+            self._take(self.queue.others, self.scheduled, settings.below_one, urgent=False)
+            if self._window_left >= 1
+            else None
+        )
+
+    def _take(
+        self, rotation: _Rotation, slots: set[SlotId] | None, threshold: float, *, urgent: bool
+    ) -> Release | None:
+        while (group := rotation.after(self.queue.last_tenant, self._too_large)) is not None:
+            instance_id = self._rooms.take(self.endpoint, slots, group, threshold, self._settings)
+            if instance_id is not None:
+                rotation.take(group)
+                self.queue.last_tenant = group.tenant
+                self._window_left -= 1
+                return Release(
+                    endpoint=self.endpoint,
+                    instance_id=instance_id,
+                    batch=group.batch,
+                    tenant=group.tenant,
+                    count=1,
+                    urgent=urgent,
+                )
+            self._too_large.add(group.batch)
+        return None
 
 
 def _is_urgent(group: GroupFacts, settings: ReleaseSettings) -> bool:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import InstanceFacts, RoutingFacts
-from dataplane.protocol.tiers import InstanceKind, Tier
+from dataplane.protocol.tiers import IW_F, InstanceKind, Tier
 
 _MIXED = InstanceKind.MIXED
-_IW_F = Tier.IW_F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
     has sent since. None: its node has not reported it. The prompt's own prefill, which load does not change, is
     excluded.
     """
-    wait_s = instance.prefill_urgent_wait_s if tier is _IW_F else instance.prefill_wait_s
+    wait_s = instance.prefill_urgent_wait_s if tier is IW_F else instance.prefill_wait_s
     if wait_s is None or instance.prefill_token_s is None:
         return None
     return wait_s + instance.sent_input_tokens * instance.prefill_token_s
@@ -75,14 +74,9 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
 def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[InstanceFacts]:
     """The instances that would begin in time or whose wait is unknown; all if there are none."""
     tier, ttft_s = facts.tier, facts.ttft_s
-    if ttft_s is None:
+    if ttft_s is None or len(instances) == 1:
         return instances
-    in_time = []
-    for instance in instances:
-        wait_s = predicted_wait_s(instance, tier)
-        if wait_s is None or wait_s <= ttft_s:
-            in_time.append(instance)
-    return in_time or instances
+    return [one for one in instances if (predicted_wait_s(one, tier) or 0.0) <= ttft_s] or instances
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
@@ -110,11 +104,7 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
         return NoRoute(reason=_why_none(facts, settings))
     by_region: dict[str, list[InstanceFacts]] = {}
     for instance in _in_time(candidates, facts):
-        region = instance.endpoint.region
-        if region in by_region:
-            by_region[region].append(instance)
-        else:
-            by_region[region] = [instance]
+        by_region.setdefault(instance.endpoint.region, []).append(instance)
     region, utilization = _choose_region(by_region, _order(by_region, facts, settings), settings.utilization_max)
     chosen = _shortest_queue(by_region[region], facts, settings)
     return Route(
@@ -168,20 +158,23 @@ def _shortest_queue(
     """The instance with the fewest remaining tokens, less what its cache is worth; of several the home instance, else
     the first by id.
     """
+    if len(instances) == 1:
+        return instances[0]
     home = home_instance(facts.home_key, instances) if facts.home_key else ""
     worth = _worth_of_hits(instances, facts, home, settings) if home or facts.cached_tokens else {}
-    chosen, fewest = None, 0.0
+    chosen, fewest = instances[0], math.inf
     for instance in instances:
-        name = instance.instance_id
-        tokens = instance.remaining_tokens + instance.sent_tokens - worth.get(name, 0.0)
-        if (
-            chosen is None
-            or tokens < fewest
-            or (tokens == fewest and chosen.instance_id != home and (name == home or name < chosen.instance_id))
-        ):
+        tokens: float = instance.remaining_tokens + instance.sent_tokens
+        if worth:
+            tokens -= worth.get(instance.instance_id, 0.0)
+        if tokens < fewest or (tokens == fewest and _precedes(instance.instance_id, chosen.instance_id, home)):
             chosen, fewest = instance, tokens
-    assert chosen is not None
     return chosen
+
+
+def _precedes(name: str, other: str, home: str) -> bool:
+    """Whether an instance goes before another one with as many tokens."""
+    return name == home or (other != home and name < other)
 
 
 def _worth_of_hits(

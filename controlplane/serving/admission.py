@@ -1,4 +1,8 @@
-"""Admission at a gateway: interactive requests are admitted or refused, flex requests queue for spare capacity."""
+"""Admission at a gateway: interactive requests are admitted or refused, flex requests queue for spare capacity.
+
+A flex request that is admitted is sent before the next one is looked at, and counts from then on. So as many are
+admitted at once as there is capacity for, and no more.
+"""
 
 import asyncio
 import time
@@ -6,9 +10,10 @@ from collections import deque
 
 from controlplane.errors import BusyError, NoSpareCapacityError
 from controlplane.policies.admission import AdmissionSettings, choose_admission
-from controlplane.policies.decisions import Admit, Refuse, Wait
+from controlplane.policies.decisions import Admit, Refuse
 from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.routing import RoutingSettings
+from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
@@ -18,8 +23,9 @@ from dataplane.protocol.tiers import Tier
 class AdmissionController:
     """Admits requests; one for each gateway. Flex requests queue by model, first in, first out."""
 
-    def __init__(self, sender: Sender, settings: Settings) -> None:
+    def __init__(self, sender: Sender, fleet: FleetCache, settings: Settings) -> None:
         self._sender = sender
+        self._fleet = fleet
         self._settings = settings
         self._policy = AdmissionSettings(
             routing=RoutingSettings(utilization_max=settings.route_utilization_max, stale_s=settings.heartbeat_stale_s),
@@ -27,66 +33,61 @@ class AdmissionController:
             iw_n_margin=settings.admission_iw_n_margin,
             flex_below=settings.release_below_one,
         )
-        self._queues: dict[str, deque[tuple[InFlightRequest, asyncio.Future[None]]]] = {}
-        self._admitting: dict[str, asyncio.Task[None]] = {}
+        self._queues: dict[str, deque[asyncio.Event]] = {}
 
     @property
     def waiting(self) -> int:
         """Flex requests in the queues."""
         return sum(map(len, self._queues.values()))
 
-    async def enter(self, request: InFlightRequest) -> RoutingFacts | None:
-        """Return when the request is admitted: with the facts by which it was, None if it had to wait.
+    async def enter(self, request: InFlightRequest) -> RoutingFacts:
+        """Return when the request is admitted, with the facts by which it was. The caller sends it before it waits for
+        anything else, so that the next one sees it counted.
 
         Raises:
             BusyError: no instance would begin an interactive request in time.
             NoSpareCapacityError: there was no spare capacity for a flex request for as long as it may wait.
         """
-        queue = self._queues.get(request.message.model) if request.message.tier == Tier.NIW else None
-        if not queue:
+        if request.message.tier != Tier.NIW or request.message.model not in self._queues:
             facts = self._sender.routing_facts(request)
-            decision = self._decide(facts)
+            decision = choose_admission(facts, time.time(), self._policy)
             if isinstance(decision, Refuse):
                 raise BusyError(decision.reason, retry_after_s=decision.retry_after_s)
             if isinstance(decision, Admit):
                 return facts
-        await self._wait(request)
-        return None
+        return await self._wait(request)
 
-    def _decide(self, facts: RoutingFacts) -> Admit | Refuse | Wait:
-        return choose_admission(facts, time.time(), self._policy)
-
-    async def _wait(self, request: InFlightRequest) -> None:
+    async def _wait(self, request: InFlightRequest) -> RoutingFacts:
+        """Wait for this request's turn, then for spare capacity. Whoever leaves the head of the queue, admitted or not,
+        gives the next one its turn.
+        """
         wait_s = self._settings.flex_wait_s
         if self.waiting >= self._settings.flex_waiting_max or wait_s == 0:
             raise _no_capacity(0)
-        model = request.message.model
-        queue = self._queues.setdefault(model, deque())
-        entry = (request, asyncio.get_running_loop().create_future())
-        queue.append(entry)
-        if model not in self._admitting:
-            self._admitting[model] = asyncio.create_task(self._admit_queued(model))
+        queue = self._queues.setdefault(request.message.model, deque())
+        turn = asyncio.Event()
+        queue.append(turn)
+        queue[0].set()
         try:
             async with asyncio.timeout(wait_s):
-                await entry[1]
+                await turn.wait()
+                return await self._spare_capacity(request)
         except TimeoutError:
             raise _no_capacity(wait_s) from None
         finally:
-            if entry in queue:
-                queue.remove(entry)
+            queue.remove(turn)
+            if queue:
+                queue[0].set()
+            else:
+                del self._queues[request.message.model]
 
-    async def _admit_queued(self, model: str) -> None:
-        """Admit the first of a queue whenever there is spare capacity, until the queue is empty."""
-        queue = self._queues[model]
-        try:
-            while queue:
-                await asyncio.sleep(self._settings.view_refresh_s)
-                if queue and isinstance(self._decide(self._sender.routing_facts(queue[0][0])), Admit):
-                    future = queue.popleft()[1]
-                    if not future.done():
-                        future.set_result(None)
-        finally:
-            del self._queues[model], self._admitting[model]
+    async def _spare_capacity(self, request: InFlightRequest) -> RoutingFacts:
+        """The facts by which the first of a queue is admitted. It looks again whenever something has changed."""
+        while True:
+            facts = self._sender.routing_facts(request)
+            if isinstance(choose_admission(facts, time.time(), self._policy), Admit):
+                return facts
+            await self._fleet.changed()
 
 
 def _no_capacity(waited_s: float) -> NoSpareCapacityError:

@@ -1,5 +1,6 @@
 """Answers, built from the events of a query by a renderer for each endpoint: whole, or as server-sent events."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,10 @@ import msgspec
 from controlplane.errors import NodeError, TidepoolError
 from controlplane.serving.fan_out import ChoiceStream, InFlightQuery, TokenUsage
 from controlplane.serving.query import Query
-from dataplane.protocol.messages import Finished, Pooled, StreamEvent, Token, TokenLogprob
+from dataplane.protocol.messages import Finished, Pooled, Token, TokenLogprob
+from dataplane.protocol.records import RecordedEvent
+
+_ID_BYTES = 12
 
 
 @dataclass
@@ -36,7 +40,7 @@ class ChoiceAnswer:
     values: Sequence[float] = ()
     end: Finished | None = None
 
-    def note(self, event: StreamEvent) -> None:
+    def note(self, event: RecordedEvent) -> None:
         if isinstance(event, Token):
             self.texts.append(event.text)
             self.thoughts.append(event.reasoning)
@@ -89,8 +93,14 @@ class Renderer(ABC):
         """What precedes the first events."""
 
     @abstractmethod
-    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+    def events(self, choice: int, events: list[RecordedEvent]) -> bytes:
         """The events of one choice that arrived together."""
+
+    def text_frame(self, choice: int) -> tuple[str, str] | None:
+        """What stands before and after the text of a choice, written as a JSON string, in an event that is nothing but
+        text; None: there is no such event. Nodes may write these events themselves.
+        """
+        return None
 
     @abstractmethod
     def end(self, usage: TokenUsage) -> bytes:
@@ -126,6 +136,12 @@ def _best(answers: list[ChoiceAnswer], query: Query) -> list[ChoiceAnswer]:
         of_prompt = answers[first : first + query.best_of]
         chosen += sorted(of_prompt, key=lambda answer: -answer.mean_logprob)[: query.n]
     return chosen
+
+
+def tool_call_id(answer_id: str, index: int, *, choice: int = 0, prefix: str = "call") -> str:
+    """The id of a tool call: the same whenever it is made of the same answer."""
+    digest = hashlib.blake2b(f"{answer_id}:{choice}:{index}".encode(), digest_size=_ID_BYTES)
+    return f"{prefix}_{digest.hexdigest()}"
 
 
 def sse(value: Any) -> bytes:

@@ -1,14 +1,11 @@
 """Answers of chat completions, as OpenAI's clients read them."""
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from controlplane.serving.answers import ChoiceAnswer
+from controlplane.serving.answers import ChoiceAnswer, tool_call_id
 from controlplane.serving.openai_answers import OpenAIRenderer, token_logprob
 from dataplane.protocol.messages import Token, TokenLogprob, ToolCallDelta
-
-_ID_BYTES = 12
 
 
 class ChatRenderer(OpenAIRenderer):
@@ -34,7 +31,7 @@ class ChatRenderer(OpenAIRenderer):
         if answer.tool_calls:
             message["tool_calls"] = [
                 {
-                    "id": tool_call_id(self.answer_id, index, number),
+                    "id": tool_call_id(self.answer_id, number, choice=index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": "".join(call.arguments)},
                 }
@@ -63,14 +60,8 @@ class ChatRenderer(OpenAIRenderer):
         if delta.name is None:
             return {"index": delta.index, "function": {"arguments": delta.arguments}}
         function = {"name": delta.name, "arguments": delta.arguments}
-        call_id = tool_call_id(self.answer_id, choice, delta.index)
+        call_id = tool_call_id(self.answer_id, delta.index, choice=choice)
         return {"index": delta.index, "id": call_id, "type": "function", "function": function}
-
-
-def tool_call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a tool call: the same whenever it is made of the same answer."""
-    digest = hashlib.blake2b(f"{answer_id}:{choice}:{index}".encode(), digest_size=_ID_BYTES)
-    return f"call_{digest.hexdigest()}"
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import AbstractAsyncContextManager
 
 from controlplane.errors import UnavailableError
@@ -22,13 +22,13 @@ class DemandCounter:
     def __init__(self, live: LiveStore, *, gateway: bool) -> None:
         self._live = live
         self._gateway = gateway
-        self._minutes: dict[int, Counter[tuple[str, Endpoint]]] = {}
+        self._minutes: defaultdict[int, Counter[tuple[str, Endpoint]]] = defaultdict(Counter)
         self._lock = threading.Lock()
 
     def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
         """Count a request that is offered now, once for all attempts at it."""
         with self._lock:
-            self._minutes.setdefault(_this_minute_s(), Counter())[kind, endpoint] += tokens
+            self._minutes[_this_minute_s()][kind, endpoint] += tokens
 
     def flush(self) -> None:
         """Add the counts to Redis.
@@ -37,9 +37,9 @@ class DemandCounter:
             UnavailableError: Redis is unavailable; the counts are kept.
         """
         with self._lock:
-            taken, self._minutes = self._minutes, {}
+            taken, self._minutes = self._minutes, defaultdict(Counter)
         if self._gateway:
-            taken.setdefault(_this_minute_s(), Counter())
+            taken[_this_minute_s()].update(())
         try:
             for minute_s in sorted(taken):
                 counts = {key: float(tokens) for key, tokens in taken[minute_s].items()}
@@ -52,7 +52,7 @@ class DemandCounter:
     def _keep(self, taken: dict[int, Counter[tuple[str, Endpoint]]]) -> None:
         with self._lock:
             for minute_s, counts in taken.items():
-                self._minutes.setdefault(minute_s, Counter()).update(counts)
+                self._minutes[minute_s].update(counts)
             while len(self._minutes) > _MINUTES_KEPT:
                 self._minutes.pop(min(self._minutes))
 

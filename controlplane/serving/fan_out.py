@@ -17,12 +17,13 @@ from controlplane.serving.in_flight import InFlightRequest, check_task
 from controlplane.serving.query import Query
 from controlplane.serving.send import Sender
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import Generate, Started, StreamEvent
+from dataplane.protocol.messages import Generate, Started
+from dataplane.protocol.records import RecordedEvent
 
 POOLED_AT_ONCE = 32
 """Prompts of one query to embed or to score that are sent at a time."""
 _PROMPT_FIELDS = frozenset({"messages", "prompt", "prompt_tokens"})
-ChoiceStream = AsyncGenerator[tuple[int, list[StreamEvent]], None]
+ChoiceStream = AsyncGenerator[tuple[int, list[RecordedEvent]], None]
 """The events of a query: the number of the choice, and those of its events that arrived together."""
 
 
@@ -171,7 +172,7 @@ class _FanOut:
         self._sender = sender
         self._query = query
         self._facts = facts
-        self._arrived: asyncio.Queue[tuple[int, list[StreamEvent]] | Exception | None] = asyncio.Queue(
+        self._arrived: asyncio.Queue[tuple[int, list[RecordedEvent]] | Exception | None] = asyncio.Queue(
             maxsize=len(query.choices)
         )
         self._begun = {id(leader): asyncio.Event() for leader in query.leaders}

@@ -6,6 +6,7 @@ without Redis reads its first view from Postgres.
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import math
 import time
@@ -63,6 +64,8 @@ class FleetCache:
         self._made_s = time.monotonic()
         self._facts: dict[str, dict[str, InstanceFacts]] = {}
         self._facts_of: tuple[FleetView, Catalog, float] = (EMPTY_VIEW, self._catalog, 0.0)
+        self._change = asyncio.Event()
+        self._reporting: frozenset[str] = frozenset()
         self._objectives = {
             Tier.IW_F: Objective(ttft_s=settings.slo_iw_f_ttft_s, tbt_s=settings.slo_iw_f_tbt_s),
             Tier.IW_N: Objective(ttft_s=settings.slo_iw_n_ttft_s, tbt_s=settings.slo_iw_n_tbt_s),
@@ -143,9 +146,15 @@ class FleetCache:
         view, catalog, aged_s = self._facts_of
         now_aged_s = self._aged_s()
         if view is not self._view:
-            self._sent.forget(self._reported_at_s())
+            self._sent.forget(self.reported_at_s())
         if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
             self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
+
+    def reporting_nodes(self) -> frozenset[str]:
+        """Nodes of which Redis had a recent heartbeat when it was last read; `instances` may hold older ones after a
+        restart of Redis.
+        """
+        return self._reporting
 
     @property
     def view(self) -> FleetView:
@@ -156,8 +165,7 @@ class FleetCache:
         """The salt of a tenant's cached prefixes. By the time to the first token nobody can learn what another tenant
         asked, nor whoever does not know the salt that was `given`.
         """
-        owner = "" if self._settings.prefix_cache_shared else tenant
-        return hashlib.sha256(f"{len(owner)}:{owner}{given}".encode()).hexdigest()[:32] if owner or given else ""
+        return _cache_salt("" if self._settings.prefix_cache_shared else tenant, given)
 
     def is_starting(self, model: str, within_s: float) -> bool:
         """Whether an instance of the model is on some node, or was within so many seconds: it may soon be ready, and a
@@ -179,6 +187,19 @@ class FleetCache:
         """Uncount a request that the instance refused."""
         self._sent.take_back(instance_id, sending)
         self._show_sent(instance_id)
+        self._note_change()
+
+    def note_ended(self, instance_id: str, sending: Sending) -> None:
+        """Uncount a request that has ended, unless the instance has reported since it was sent."""
+        self.note_refused(instance_id, sending)
+
+    async def changed(self) -> None:
+        """Wait until the view was read again, or a request that counted has ended or was refused."""
+        await self._change.wait()
+
+    def _note_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     def _show_sent(self, instance_id: str) -> None:
         """Update the facts of one instance."""
@@ -192,7 +213,7 @@ class FleetCache:
                     sent_requests=requests,
                 )
 
-    def _reported_at_s(self) -> dict[str, float]:
+    def reported_at_s(self) -> dict[str, float]:
         """When Redis received each instance's last report, on this process's monotonic clock."""
         return {
             report.instance_id: self._view_at - (self._view.read_s - node.received_s)
@@ -221,12 +242,15 @@ class FleetCache:
         """
         keep_s = self._settings.heartbeat_stale_s
         try:
-            view = _merged(self._view, self._live.read_view(), was_away=self._view_away, keep_s=keep_s)
+            read = self._live.read_view()
+            view = _merged(self._view, read, was_away=self._view_away, keep_s=keep_s)
         except UnavailableError:
             if not self._view.nodes:
                 with self._database.transaction() as session:
                     self._take_view(stored_view(session, heard_s=keep_s))
             raise
+        oldest_s = read.read_s - keep_s
+        self._reporting = frozenset(name for name, node in read.nodes.items() if node.received_s >= oldest_s)
         self._take_view(view)
 
     def _take_view(self, view: FleetView) -> None:
@@ -256,6 +280,7 @@ class FleetCache:
             ok = await self._refresh(read, what, quiet=down)
             if read == self.read_view:
                 self._view_away = not ok
+                self._note_change()
             if ok and down:
                 log.info("a source is available again", what=what)
             down = not ok
@@ -272,6 +297,11 @@ class FleetCache:
                 )
             return False
         return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _cache_salt(owner: str, given: str) -> str:
+    return hashlib.sha256(f"{len(owner)}:{owner}{given}".encode()).hexdigest()[:32] if owner or given else ""
 
 
 def _merged(before: FleetView, now: FleetView, *, was_away: bool, keep_s: float) -> FleetView:

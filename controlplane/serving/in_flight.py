@@ -1,6 +1,6 @@
 """A request in flight: what a node is asked for, where it may run, and how far its answer got."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -8,14 +8,16 @@ import msgspec
 from controlplane.errors import ContextLengthError, NodeError, WrongTaskError
 from controlplane.policies.decisions import Route
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.node_streams import PassOn
 from controlplane.serving.prompt_prefixes import PromptPrefix, prefix_of
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import Finished, Generate, Started, StreamEvent, Task, Token
+from dataplane.protocol.messages import Finished, Generate, Started, Task, Token
+from dataplane.protocol.records import RecordedEvent, TextRecord
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
 
-EventStream = AsyncGenerator[list[StreamEvent], None]
+EventStream = AsyncGenerator[list[RecordedEvent], None]
 """The events of a request; those that arrived together are one list."""
 
 
@@ -28,7 +30,9 @@ class InFlightRequest:
     deferred request was released to. `routes`: every instance that was tried, in order; the last one streams.
     `excluded`: instances that failed the request, and `failure`: how the last one did. `wait_until_s`: until when the
     request waits for an instance, by `time.monotonic`. `beside`: the instance that has computed its prompt just now for
-    another choice of the same query. `prefix`: its prompt, as instances may have cached it.
+    another choice of the same query. `released_to`: the instance that has room for it; it is taken if no other is known
+    to have cached the prompt. `prefix`: its prompt, as instances may have cached it. `text_frame`: as in
+    `Generate`. `pass_on`: takes its text past the stream, as soon as whoever reads the stream has set it.
     """
 
     message: Generate
@@ -38,6 +42,9 @@ class InFlightRequest:
     prefix: PromptPrefix
     only_region: str | None = None
     beside: str | None = None
+    released_to: str | None = None
+    text_frame: tuple[str, str] | None = None
+    pass_on: PassOn | None = None
     routes: list[Route] = field(default_factory=list)
     excluded: set[str] = field(default_factory=set)
     failure: NodeError | None = None
@@ -106,10 +113,12 @@ class InFlightRequest:
         """Whether the client has received a part of the answer."""
         return self.position != (0, 0)
 
-    def note(self, events: list[StreamEvent]) -> None:
+    def note(self, events: Sequence[RecordedEvent]) -> None:
         """Record the events that a node has just sent."""
         for event in events:
-            if isinstance(event, Token):
+            if isinstance(event, TextRecord):
+                self.note_text(event)
+            elif isinstance(event, Token):
                 self.token_ids += event.token_ids
                 self.sent_chars += len(event.text)
             elif isinstance(event, Started):
@@ -117,6 +126,11 @@ class InFlightRequest:
                 self.continuations += self.begun
             elif isinstance(event, Finished):
                 self.end = event
+
+    def note_text(self, text: TextRecord) -> None:
+        """Record text that the client has got."""
+        self.token_ids += text.token_ids
+        self.sent_chars += text.chars
 
 
 def estimated_input_tokens(message: Generate) -> int:

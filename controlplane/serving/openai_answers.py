@@ -3,6 +3,7 @@
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from controlplane.serving.answers import ChoiceAnswer, Renderer, sse
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.openai_requests import served_as
 from controlplane.serving.query import Query
-from dataplane.protocol.messages import Finished, StreamEvent, Token, TokenLogprob, TopLogprob
+from dataplane.protocol.messages import Finished, Token, TokenLogprob, TopLogprob
+from dataplane.protocol.records import RecordedEvent, TextRecord
 
 _OPENAI_TYPES = {
     401: "authentication_error",
@@ -47,8 +49,6 @@ class OpenAIRenderer(Renderer):
             "service_tier": served_as(query.tier),
             "system_fingerprint": None,
         }
-        self._text_frames: list[tuple[bytes, bytes]] = []
-        self._chunk_frame: tuple[bytes, bytes] = b"", b""
 
     @abstractmethod
     def choice(self, index: int, answer: ChoiceAnswer) -> dict[str, Any]:
@@ -70,18 +70,29 @@ class OpenAIRenderer(Renderer):
         choices = [self.choice(index, answer) for index, answer in enumerate(answers)]
         return {**self._head, "object": self.whole_kind, "choices": choices, "usage": openai_usage(usage)}
 
+    @cached_property
+    def _chunk_frame(self) -> tuple[bytes, bytes]:
+        return _frame({**self._head, "choices": [_PLACEHOLDER]})
+
+    @cached_property
+    def _text_frames(self) -> list[tuple[bytes, bytes]]:
+        choices = (self.text_choice(index, _PLACEHOLDER) for index in range(self._count))
+        return [_frame({**self._head, "choices": [choice]}) for choice in choices]
+
+    def text_frame(self, choice: int) -> tuple[str, str] | None:
+        before, after = self._text_frames[choice]
+        return before.decode(), after.decode()
+
     def begin(self) -> bytes:
-        self._chunk_frame = _frame({**self._head, "choices": [_PLACEHOLDER]})
-        self._text_frames = [
-            _frame({**self._head, "choices": [self.text_choice(index, _PLACEHOLDER)]}) for index in range(self._count)
-        ]
         return b""
 
-    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+    def events(self, choice: int, events: list[RecordedEvent]) -> bytes:
         before, after = self._text_frames[choice]
         pieces: list[bytes] = []
         for event in events:
-            if isinstance(event, Token):
+            if isinstance(event, TextRecord):
+                pieces.append(event.payload)
+            elif isinstance(event, Token):
                 if event.logprobs or event.reasoning or event.tool_calls:
                     pieces.append(self.chunk(self.rich_choice(choice, event)))
                 elif event.text:

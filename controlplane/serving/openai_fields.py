@@ -2,6 +2,7 @@
 are accepted with their default value, else refused with a message, so that no client assumes what was never applied.
 """
 
+from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -126,6 +127,49 @@ def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
     return value is None or any(type(value) is type(each) and value == each for each in accepted)
 
 
+def kind_of(value: Any) -> str | None:
+    """The `type` of an object that is read or is still to be; None: it has none."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def item_tag(value: Any) -> str | None:
+    """The tag of the model of an object with a `type`. Errors leave tags of this form out of the path to the field."""
+    kind = kind_of(value)
+    return None if kind is None else f"item:{kind}"
+
+
+def refuse_other_kinds(value: Any, kinds: Collection[str], refusal: str) -> None:
+    """Refuse an object whose type is not among `kinds`. `refusal`: the message, with {} for the type.
+
+    Raises:
+        PydanticCustomError: its type is another.
+    """
+    kind = kind_of(value)
+    if kind is not None and kind not in kinds:
+        raise unsupported(refusal.format(kind[:40]))
+
+
+def only_parts(*kinds: str, refusal: str = "only text is supported yet, not parts of type '{}'") -> BeforeValidator:
+    """Refuse lists with parts of other kinds, as `refuse_other_kinds` does."""
+
+    def check(value: Any) -> Any:
+        for part in value if isinstance(value, list) else ():
+            refuse_other_kinds(part, kinds, refusal)
+        return value
+
+    return BeforeValidator(check)
+
+
+def text_as(kind: str, schema: Any) -> BeforeValidator:
+    """A text is a list of one part of this kind. `schema`: the type that the OpenAPI document shows."""
+
+    def check(value: Any) -> Any:
+        return [{"type": kind, "text": value}] if isinstance(value, str) else value
+
+    return BeforeValidator(check, json_schema_input_type=schema)
+
+
 def _no(what: str) -> str:
     return f"{what} are not supported yet"
 
@@ -174,15 +218,3 @@ def _few_stops(value: Any) -> Any:
 
 
 Stop = Annotated[Text | Annotated[list[Text], Field(max_length=STOP_STRINGS_MAX)] | None, BeforeValidator(_few_stops)]
-
-
-def _text_parts_only(value: Any) -> Any:
-    parts = value if isinstance(value, list) else []
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported(f"only text is supported yet, not parts of type '{kind[:40]}'")
-    return value
-
-
-TEXT_PARTS_ONLY: BeforeValidator = BeforeValidator(_text_parts_only)

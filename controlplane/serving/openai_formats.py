@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from controlplane.serving.openai_fields import OBJECT_BYTES_MAX, FunctionName, JsonObject, Text, fault, json_text
+from controlplane.serving.openai_fields import (
+    OBJECT_BYTES_MAX,
+    FunctionName,
+    JsonObject,
+    Text,
+    fault,
+    item_tag,
+    json_text,
+)
 from dataplane.protocol.messages import Constraint
 
 CHOICES_MAX = 1024
@@ -49,18 +57,9 @@ class JsonSchemaResponse(BaseModel):
 
 
 def _known_format(value: Any) -> Any:
-    kind = _kind(value)
-    if f"item:{kind}" not in _FORMATS:
+    if item_tag(value) not in _FORMATS:
         raise ValueError("an object whose type is 'text', 'json_object' or 'json_schema'")
     return value
-
-
-def _kind(value: Any) -> str:
-    return str(value.get("type") if isinstance(value, dict) else getattr(value, "type", ""))
-
-
-def _format_tag(value: Any) -> str:
-    return f"item:{_kind(value)}"
 
 
 _FORMATS = ("item:text", "item:json_object", "item:json_schema")
@@ -68,7 +67,7 @@ ResponseFormat = Annotated[
     Annotated[TextFormat, Tag(_FORMATS[0])]
     | Annotated[JsonObjectFormat, Tag(_FORMATS[1])]
     | Annotated[JsonSchemaResponse, Tag(_FORMATS[2])],
-    Discriminator(_format_tag),
+    Discriminator(item_tag),
     BeforeValidator(_known_format),
 ]
 

@@ -6,13 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from controlplane.serving.openai_fields import (
-    TEXT_PARTS_ONLY,
     FunctionName,
     JsonObject,
     NoFunctions,
     Text,
     fault,
-    unsupported,
+    item_tag,
+    kind_of,
+    only_parts,
+    refuse_other_kinds,
 )
 from controlplane.serving.tools import TOOLS_MAX, only_tools, tool_use
 from dataplane.protocol.messages import ChatMessage, Tool, ToolCall, ToolUse
@@ -50,7 +52,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | list[TextPart] | None, TEXT_PARTS_ONLY] = None
+    content: Annotated[Text | list[TextPart] | None, only_parts("text")] = None
     name: Annotated[Text, Field(max_length=256)] | None = None
     tool_calls: (
         Annotated[list[Annotated[AssistantToolCall, only_tools("function")]], Field(max_length=TOOL_CALLS_MAX)] | None
@@ -158,20 +160,17 @@ class AllowedToolChoice(BaseModel):
 
 
 def _choice_tag(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", "word")
-    return f"item:{kind}"
+    return item_tag(value) or "item:word"
 
 
 def _known_choice(value: Any) -> Any:
     """Refuse what is no choice at all, in one message instead of one for each alternative."""
     if value is None or (isinstance(value, str) and value in ("none", "auto", "required")):
         return value
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("function", "allowed_tools"):
-        return value
-    if isinstance(kind, str):
-        raise unsupported(f"only tools of type 'function' are supported, not '{kind[:40]}'")
-    raise ValueError("'none', 'auto', 'required', or an object that names a function")
+    refuse_other_kinds(value, ("function", "allowed_tools"), "only tools of type 'function' are supported, not '{}'")
+    if kind_of(value) is None:
+        raise ValueError("'none', 'auto', 'required', or an object that names a function")
+    return value
 
 
 ToolChoice = Annotated[
@@ -185,6 +184,8 @@ ToolChoice = Annotated[
 
 def chat_tools(tools: Sequence[FunctionTool], choice: Any, *, parallel: bool) -> ToolUse | None:
     """The tools of a request as nodes take them; raises as `tool_use` does."""
+    if not tools and choice in (None, "none", "auto"):
+        return None
     mode: Any = choice if isinstance(choice, str) else "auto"
     names: list[str | None] | None = None
     if isinstance(choice, NamedTool):

@@ -59,16 +59,18 @@ BEST_OF_MAX = 20
 PROMPTS_MAX = 32
 
 _UNION_BRANCH = re.compile(r"str|int|function-\w+\[.*\]|list\[.*\]|constrained-\w+|nullable\[.*\]|item:\w+")
-_AS_GIVEN = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
+_AS_GIVEN = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "seed",
+        "ignore_eos",
+        "min_tokens",
+    }
 )
 """Fields of sampling whose names and values nodes share."""
 ServiceTier = Literal["auto", "default", "priority", "flex"]
@@ -132,7 +134,7 @@ class SamplingFields(BaseModel):
             "stop": tuple(stop for stop in stops if stop) or None,
             "logit_bias": tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()) or None,
         }
-        given |= {name: getattr(self, name) for name in _AS_GIVEN}
+        given |= {name: getattr(self, name) for name in self.model_fields_set & _AS_GIVEN}
         return Sampling(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -159,6 +161,9 @@ class ConstraintFields(BaseModel):
             "guided_grammar": grammar_constraint(self.guided_grammar),
             "structured_outputs": None if outputs is None else outputs.constraint("structured_outputs"),
         }
+
+
+_CONSTRAINTS = frozenset({*ConstraintFields.model_fields, "response_format"})
 
 
 class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, RequestBody, ABC):
@@ -195,7 +200,7 @@ class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, Request
         Raises:
             PydanticCustomError: several fields ask for something.
         """
-        return only_one(self.constraints())
+        return None if self.model_fields_set.isdisjoint(_CONSTRAINTS) else only_one(self.constraints())
 
     @abstractmethod
     def check(self) -> None:

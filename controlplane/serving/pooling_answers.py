@@ -12,7 +12,7 @@ from controlplane.errors import TidepoolError
 from controlplane.serving.answers import ChoiceAnswer, Renderer, sse
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.openai_answers import openai_error
-from dataplane.protocol.messages import StreamEvent
+from dataplane.protocol.records import RecordedEvent
 
 
 class PooledRenderer(Renderer):
@@ -21,7 +21,7 @@ class PooledRenderer(Renderer):
     def begin(self) -> bytes:
         return b""
 
-    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+    def events(self, choice: int, events: list[RecordedEvent]) -> bytes:
         return b""
 
     def end(self, usage: TokenUsage) -> bytes:

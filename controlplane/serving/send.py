@@ -6,10 +6,12 @@ depends on the seed and its position alone, so the client sees one answer, each 
 
 import asyncio
 import contextlib
-import secrets
+import random
 import time
+from collections.abc import Sequence
 
 import msgspec
+import uuid_utils
 
 from controlplane.errors import CapacityError, NodeError
 from controlplane.policies.decisions import NoRoute, Route
@@ -20,10 +22,11 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight import EventStream, InFlightRequest
-from controlplane.serving.prompt_prefixes import CachedPrefixes
+from controlplane.serving.prompt_prefixes import CachedPrefixes, SentPrompt
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from dataplane.protocol.messages import STALE_EPOCH, Generate, Sampling
+from dataplane.protocol.records import RecordedEvent, TextRecord
 from dataplane.protocol.tiers import Tier
 
 _RETRY_ROUTE_S = 0.25
@@ -62,15 +65,14 @@ class Sender:
             prompt = self._prefixes.begin(request.prefix, route)
             self._circuits.note_sent(route)
             request.routes.append(route)
-            before = request.position
+            attempt = _Attempt(request, prompt)
             try:
                 with attempting(request.message.request_id, route) as headers:
-                    generating = self._agents.generate(self._url(route), _attempt(request, route), headers)
+                    message = _message(request, route)
+                    generating = self._agents.generate(self._url(route), message, headers, attempt.pass_on)
                     async with contextlib.aclosing(generating) as stream:
                         async for events in stream:
-                            request.note(events)
-                            if not prompt.computed and request.position != before:
-                                prompt.note_computed()
+                            attempt.note(events)
                             yield events
             except NodeError as error:
                 prompt.note_failed()
@@ -79,10 +81,12 @@ class Sender:
                 self._require_another(request, error)
                 request.excluded.add(route.instance_id)
                 request.failure = error
-                if request.position != before:
+                if attempt.has_begun:
                     request.wait_until_s = time.monotonic() + self._settings.stream_continue_wait_s
             else:
                 self._circuits.note_end(route, None)
+                if request.message.tier == Tier.NIW:  # what waits for capacity need not wait for the next report
+                    self._fleet.note_ended(route.instance_id, sending)
                 if request.end is not None:
                     prompt.note_end(request.end)
                 return
@@ -119,12 +123,13 @@ class Sender:
             facts = None
 
     def _choose_route(self, request: InFlightRequest, facts: RoutingFacts) -> Route | NoRoute:
-        """The instance that has the prompt of another choice, if it takes requests, else any."""
-        if request.beside is not None:
-            there = tuple(i for i in facts.instances if i.instance_id == request.beside)
-            beside = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
-            if isinstance(beside, Route):
-                return beside
+        """The instance that has the prompt of another choice, or room for it, if it takes requests, else any."""
+        wanted = request.beside or (None if facts.cached_tokens else request.released_to)
+        if wanted is not None:
+            there = tuple(i for i in facts.instances if i.instance_id == wanted)
+            route = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
+            if isinstance(route, Route):
+                return route
         return choose_route(facts, time.time(), self._routing)
 
     def _is_worth_waiting(self, request: InFlightRequest) -> bool:
@@ -163,14 +168,45 @@ class Sender:
         return url
 
 
-def _attempt(request: InFlightRequest, route: Route) -> Generate:
+class _Attempt:
+    """What one instance sends of an answer, as it is recorded."""
+
+    def __init__(self, request: InFlightRequest, prompt: SentPrompt) -> None:
+        self._request = request
+        self._prompt = prompt
+        self._begun_at = request.position
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has sent a part of the answer."""
+        return self._request.position != self._begun_at
+
+    def note(self, events: Sequence[RecordedEvent]) -> None:
+        self._request.note(events)
+        self._note_computed()
+
+    def _note_computed(self) -> None:
+        if not self._prompt.computed and self.has_begun:
+            self._prompt.note_computed()
+
+    def pass_on(self, text: TextRecord) -> bool:
+        """Pass text on past the stream, if whoever reads it takes text so."""
+        if self._request.pass_on is None or not self._request.pass_on(text):
+            return False
+        self._request.note_text(text)
+        self._note_computed()
+        return True
+
+
+def _message(request: InFlightRequest, route: Route) -> Generate:
     return msgspec.structs.replace(
         request.message,
         # Clients may repeat their ids; a node takes each once.
-        request_id=f"{request.message.request_id}.{secrets.token_hex(8)}",
+        request_id=f"{request.message.request_id}.{uuid_utils.uuid4().hex[:16]}",
         instance_id=route.instance_id,
         generated=tuple(request.token_ids),
         sent_chars=request.sent_chars,
+        text_frame=request.text_frame,
     )
 
 
@@ -180,4 +216,4 @@ def _seeded(sampling: Sampling) -> Sampling:
     """
     if sampling.seed is not None:
         return sampling
-    return msgspec.structs.replace(sampling, seed=secrets.randbits(_SEED_BITS))
+    return msgspec.structs.replace(sampling, seed=random.getrandbits(_SEED_BITS))

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BeforeValidator
 
-from controlplane.serving.openai_fields import fault, unsupported
+from controlplane.serving.openai_fields import fault, refuse_other_kinds
 from dataplane.protocol.messages import Tool, ToolUse
 
 TOOLS_MAX = 128
@@ -17,9 +17,7 @@ def only_tools(kind: str) -> BeforeValidator:
     """Refuse tools, calls of tools and choices of tools that are of another type, by its name."""
 
     def check(value: Any) -> Any:
-        given = value.get("type") if isinstance(value, dict) else None
-        if isinstance(given, str) and given != kind:
-            raise unsupported(f"only tools of type '{kind}' are supported, not '{given[:40]}'")
+        refuse_other_kinds(value, [kind], f"only tools of type '{kind}' are supported, not '{{}}'")
         return value
 
     return BeforeValidator(check)

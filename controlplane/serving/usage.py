@@ -1,6 +1,8 @@
 """Counting usage: requests and tokens of a gateway's answers, in memory, and written to Postgres every few seconds."""
 
+import functools
 import threading
+import time
 import uuid
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -66,4 +68,10 @@ class UsageCounter:
 
 
 def _this_hour() -> datetime:
-    return datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    return _hour(int(time.time()) // 3600)
+
+
+@functools.lru_cache(maxsize=2)
+def _hour(number: int) -> datetime:
+    """The beginning of an hour since 1970."""
+    return datetime.fromtimestamp(number * 3600, UTC)

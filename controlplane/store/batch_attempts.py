@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.batches import BatchError, fail_batch
+from controlplane.store.notifications import Wake, notify
 
 _DELAY_MAX_S = 300
 
@@ -22,6 +23,10 @@ class Due(StrEnum):
 
     VALIDATION = "validation"
     END = "end"
+
+    @property
+    def wake(self) -> Wake:
+        return Wake.VALIDATE if self == Due.VALIDATION else Wake.FINALIZE
 
 
 def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | None:
@@ -37,7 +42,9 @@ def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | Non
     )
     if batch is not None:
         batch.attempts += 1
-        batch.not_before = _in_s(min(2**batch.attempts, _DELAY_MAX_S))
+        delay_s = min(2**batch.attempts, _DELAY_MAX_S)
+        batch.not_before = _in_s(delay_s)
+        notify(session, due.wake, delay_s=delay_s)
         session.flush()
     return batch
 

@@ -44,7 +44,8 @@ class File(Base):
 class Batch(Base):
     """An offline job. `total` is set by its validation; `completed`, `failed` and the tokens are its final counts,
     written with its output. `models`: those that its creator's key may use; null is all. `attempts`: attempts to
-    advance it from its state; the next one is allowed at `not_before`.
+    advance it from its state; the next one is allowed at `not_before`. While it is in progress, `predicted_end_at`,
+    `at_risk` and `end_reason` say when it will end, as far as is known, whether that is too late, and why.
     """
 
     __tablename__ = "batches"
@@ -80,6 +81,24 @@ class Batch(Base):
     finalizing_at: Mapped[datetime | None]
     cancelling_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
+    predicted_end_at: Mapped[datetime | None]
+    at_risk: Mapped[bool] = mapped_column(server_default=text("false"))
+    end_reason: Mapped[str | None]
+
+
+class BatchSpeed(Base):
+    """How fast batch requests of a model complete, from one look to the next (`policies.batch_ends.SpeedSample`).
+    `ended`: completed requests of batches whose rows are deleted; those of the others are in `batch_counts`.
+    """
+
+    __tablename__ = "batch_speeds"
+    model: Mapped[str] = mapped_column(primary_key=True)
+    ended: Mapped[int] = mapped_column(server_default=text("0"))
+    finished: Mapped[int] = mapped_column(server_default=text("0"))
+    at: Mapped[datetime | None]
+    busy: Mapped[bool] = mapped_column(server_default=text("false"))
+    per_s: Mapped[float | None]
+    measured_at: Mapped[datetime | None]
 
 
 class BatchModel(Base):
@@ -107,12 +126,14 @@ class BatchRequest(Base):
 
 
 class BatchCount(Base):
-    """Counts of a batch's ended requests and their tokens, in parts to be summed. Every statement that writes results
-    adds to its connection's part, so that dispatchers seldom wait for each other, and results are never counted.
+    """Counts of a batch's ended requests of one model and their tokens, in parts to be summed. Every statement that
+    writes results adds to its connection's part, so that dispatchers seldom wait for each other, and results are never
+    counted.
     """
 
     __tablename__ = "batch_counts"
     batch_number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    model: Mapped[str] = mapped_column(primary_key=True)
     part: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     completed: Mapped[int]
     failed: Mapped[int]

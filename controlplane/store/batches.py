@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import msgspec
 import uuid_utils
 from sqlalchemy import delete, func, insert, select, text
+from sqlalchemy.dialects.postgresql import insert as upsert
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, require_move
-from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
+from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, BatchSpeed
+from controlplane.store.notifications import Wake, notify
 from controlplane.store.rows import Page, copy_rows, page
 from controlplane.store.storable import storable
 
@@ -92,6 +94,7 @@ def add_batch(
     session.add(batch)
     session.flush()
     session.refresh(batch)
+    notify(session, Wake.VALIDATE)
     return batch
 
 
@@ -142,6 +145,8 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
         batch.cancelling_at = now
     if not BATCH[state]:
         batch.ended_at = now
+    else:
+        notify(session, Wake.FINALIZE, *([Wake.RELEASE] if state == BatchState.IN_PROGRESS else []))
     session.flush()
 
 
@@ -188,22 +193,24 @@ _END_ERRORS: Mapping[BatchRequestState, Mapping[str, str]] = {
     },
 }
 COUNT_WRITTEN = """
-    INSERT INTO batch_counts AS counts (batch_number, part, completed, failed, input_tokens, output_tokens)
-    SELECT batch_number, pg_backend_pid() % 16, count(*) FILTER (WHERE state = 'completed'),
+    INSERT INTO batch_counts AS counts (batch_number, model, part, completed, failed, input_tokens, output_tokens)
+    SELECT batch_number, model, pg_backend_pid() % 16, count(*) FILTER (WHERE state = 'completed'),
            count(*) FILTER (WHERE state <> 'completed'), sum(input_tokens), sum(output_tokens)
-    FROM written GROUP BY batch_number ORDER BY batch_number
-    ON CONFLICT (batch_number, part) DO UPDATE
+    FROM ended GROUP BY batch_number, model ORDER BY batch_number, model
+    ON CONFLICT (batch_number, model, part) DO UPDATE
     SET completed = counts.completed + excluded.completed, failed = counts.failed + excluded.failed,
         input_tokens = counts.input_tokens + excluded.input_tokens,
         output_tokens = counts.output_tokens + excluded.output_tokens
 """
-"""Counts the results in `written`. It locks rows in the order of their keys."""
+"""Counts the requests in `ended` by their results. It locks rows in the order of their keys."""
 
 _END = f"""
-    WITH ended AS (DELETE FROM queued_requests WHERE {{which}} RETURNING batch_number, line), written AS (
+    WITH ended AS (
+        DELETE FROM queued_requests WHERE {{which}}
+        RETURNING batch_number, line, model, CAST(:state AS text) AS state, 0 AS input_tokens, 0 AS output_tokens
+    ), written AS (
         INSERT INTO batch_results (batch_number, line, state, error, upstream_id)
-        SELECT batch_number, line, :state, CAST(:error AS jsonb), '' FROM ended
-        RETURNING batch_number, line, state, input_tokens, output_tokens
+        SELECT batch_number, line, state, CAST(:error AS jsonb), '' FROM ended RETURNING line
     ), counted AS ({COUNT_WRITTEN})
     SELECT line FROM written
 """  # noqa: S608 - of constants
@@ -214,13 +221,17 @@ def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: Ba
     which = """
         (batch_number, line) IN (SELECT * FROM unnest(CAST(:numbers AS bigint[]), CAST(:lines AS bigint[])))
     """
+    if not keys:
+        return 0
+    notify(session, Wake.FINALIZE)
     numbers, lines = [number for number, _ in keys], [line for _, line in keys]
-    return _end(session, which, {"numbers": numbers, "lines": lines}, state) if keys else 0
+    return _end(session, which, {"numbers": numbers, "lines": lines}, state)
 
 
 def end_batch_requests(session: Session, number: int, *, state: BatchRequestState) -> int:
     """End all open requests of a batch, after the transactions that are writing results of it."""
     session.execute(select(func.pg_advisory_xact_lock(-number)))
+    notify(session, Wake.FINALIZE)
     return _end(session, "batch_number = :number", {"number": number}, state)
 
 
@@ -280,6 +291,15 @@ def models_of(session: Session, batch: Batch) -> list[str]:
 
 
 def forget_requests(session: Session, batch: Batch) -> None:
-    """Delete the requests and results of a batch whose output files are written."""
+    """Delete the requests and results of a batch whose output files are written; its models' speeds keep its counts."""
+    completed = (
+        select(BatchCount.model, func.sum(BatchCount.completed))
+        .where(BatchCount.batch_number == batch.number)
+        .group_by(BatchCount.model)
+        .order_by(BatchCount.model)  # so that no two wait for each other
+    )
+    ended = upsert(BatchSpeed).from_select(["model", "ended"], completed)
+    added = {"ended": BatchSpeed.ended + ended.excluded.ended}
+    session.execute(ended.on_conflict_do_update(index_elements=["model"], set_=added))
     for table in (BatchRequest, BatchResult, BatchCount, BatchModel):
         session.execute(delete(table).where(table.batch_number == batch.number))

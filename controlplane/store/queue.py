@@ -8,27 +8,30 @@ rows that it locked (`ctid`), an ended claim is recognized by its epoch, not by 
 from a `MATERIALIZED` query of unknown length, so that they never scan the table.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import func, select, text, tuple_, update
+from sqlalchemy import extract, func, select, text, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import GroupFacts
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.batches import COUNT_WRITTEN, end_batch_requests, end_requests
+from controlplane.store.notifications import Wake, notify
 from controlplane.store.storable import storable
 
 _JSON = msgspec.json.Encoder()
-_COUNT_MAX = 16
+_COUNTED_EACH, _COUNTED_ALL = 16, 16_000
 GROUPS_MAX = 1000
 """A dispatcher claims a few hundred requests at once, of so many batch-model groups at most."""
 _LOST_DELAY_MAX_S = 60
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+class Claim(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request leased to one dispatcher. Writes for it name `epoch`, and are refused once there is a newer one.
     `body`: JSON as it was stored. `attempts` counts this claim too.
     """
@@ -71,47 +74,69 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
 
     @property
-    def state(self) -> BatchRequestState:
-        """The request's last state."""
-        good = self.status_code is not None and self.status_code < 400
-        return BatchRequestState.COMPLETED if good else BatchRequestState.FAILED
+    def content(self) -> dict[str, Any] | None:
+        """The response's body, or the error."""
+        return storable(self.error) if self.status_code is None else self.body
 
 
-def batch_groups(session: Session, *, groups_max: int = GROUPS_MAX) -> tuple[GroupFacts, ...]:
-    """What waits, by batch and model, the nearest deadline first; counted up to sixteen, more than a release takes. Of
-    more than `groups_max` groups, each model and tenant has its nearest deadlines among them, so that no tenant's
-    batches hide another's.
+_GROUPS = text(
+    """
+    SELECT open.number, open.tenant, open.model,
+           CAST(extract(epoch FROM now() - open.created_at) AS float8),
+           CAST(extract(epoch FROM open.deadline_at - now()) AS float8) AS left_s, first.waiting,
+           CAST(ended.tokens / nullif(ended.completed, 0) AS float8),
+           CAST(open.input_tokens AS float8) / open.requests
+    FROM (
+        SELECT batches.number, tenant, model, created_at, deadline_at, models.tokens AS input_tokens, models.requests,
+               row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS rank,
+               count(*) OVER () AS groups
+        FROM batches JOIN batch_models AS models ON models.batch_number = batches.number
+        WHERE state = 'in_progress' AND ended_at IS NULL AND deadline_at > now()
+        ORDER BY rank, deadline_at, batches.number
+    ) AS open
+    CROSS JOIN LATERAL (
+        SELECT count(*) AS waiting FROM (
+            SELECT 1 FROM queued_requests
+            WHERE batch_number = open.number AND queued_requests.model = open.model AND lease_until IS NULL
+              AND (not_before IS NULL OR not_before <= now())
+            LIMIT least(:waiting_max, greatest(:each, :all / least(open.groups, :groups_max)))
+        ) AS due
+    ) AS first
+    CROSS JOIN LATERAL (
+        SELECT sum(input_tokens + output_tokens) AS tokens, sum(completed) AS completed FROM batch_counts
+        WHERE batch_number = open.number AND batch_counts.model = open.model
+    ) AS ended
+    WHERE first.waiting > 0
+    LIMIT :groups_max
+    """  # the queue is read in the order of `open`, no further than the limit
+)
+
+
+def batch_groups(
+    session: Session, *, waiting_max: int = _COUNTED_EACH, groups_max: int = GROUPS_MAX
+) -> tuple[GroupFacts, ...]:
+    """What waits, by batch and model, the nearest deadline first. Of each group, up to `waiting_max` requests are
+    counted (sixteen where so many groups wait that this would count more than 16,000 in all). Of more than `groups_max`
+    groups, each model and tenant has its nearest deadlines among them, so that no tenant's batches hide another's.
     """
     rows = session.execute(
-        text(
-            """
-            SELECT open.number, open.tenant, open.model,
-                   CAST(extract(epoch FROM now() - open.created_at) AS float8),
-                   CAST(extract(epoch FROM open.deadline_at - now()) AS float8) AS left_s, first.waiting
-            FROM (
-                SELECT batches.number, tenant, model, created_at, deadline_at,
-                       row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS rank
-                FROM batches JOIN batch_models AS models ON models.batch_number = batches.number
-                WHERE state = 'in_progress' AND ended_at IS NULL AND deadline_at > now()
-                ORDER BY rank, deadline_at, batches.number
-            ) AS open
-            CROSS JOIN LATERAL (
-                SELECT count(*) AS waiting FROM (
-                    SELECT 1 FROM queued_requests
-                    WHERE batch_number = open.number AND queued_requests.model = open.model AND lease_until IS NULL
-                      AND (not_before IS NULL OR not_before <= now())
-                    LIMIT :most
-                ) AS due
-            ) AS first
-            WHERE first.waiting > 0
-            LIMIT :groups_max
-            """  # the queue is read in the order of `open`, no further than the limit
-        ),
-        {"most": _COUNT_MAX, "groups_max": groups_max},
+        _GROUPS,
+        {"waiting_max": waiting_max, "each": _COUNTED_EACH, "all": _COUNTED_ALL, "groups_max": groups_max},
     )
     return tuple(
-        GroupFacts(batch=batch, tenant=tenant, model=model, age_s=age, left_s=left, waiting=waiting)
-        for batch, tenant, model, age, left, waiting in sorted(rows, key=lambda row: (row.left_s, row.number))
+        GroupFacts(
+            batch=batch,
+            tenant=tenant,
+            model=model,
+            age_s=age,
+            left_s=left,
+            waiting=waiting,
+            tokens=tokens,
+            input_tokens=prompt,
+        )
+        for batch, tenant, model, age, left, waiting, tokens, prompt in sorted(
+            rows, key=lambda row: (row.left_s, row.number)
+        )
     )
 
 
@@ -191,28 +216,30 @@ _FINISH = text(
     f"""
     WITH given AS MATERIALIZED (
         SELECT CAST(:batches AS bigint[]) AS batches, CAST(:lines AS bigint[]) AS lines,
-               CAST(:epochs AS bigint[]) AS epochs, string_to_array(:states, chr(10)) AS states,
-               CAST(:codes AS bigint[]) AS codes, string_to_array(:bodies, chr(10), 'null') AS bodies,
-               string_to_array(:errors, chr(10), 'null') AS errors, string_to_array(:upstream, chr(10)) AS upstream,
+               CAST(:epochs AS bigint[]) AS epochs, CAST(:codes AS bigint[]) AS codes,
+               string_to_array(:contents, chr(10), 'null') AS contents, string_to_array(:upstream, chr(10)) AS upstream,
                CAST(:inputs AS bigint[]) AS inputs, CAST(:outputs AS bigint[]) AS outputs,
                (SELECT count(*) FROM (SELECT pg_advisory_xact_lock_shared(-number)
                                       FROM unnest(CAST(:numbers AS bigint[])) AS number) AS locks) AS shared
     ), done AS (
         SELECT done.* FROM given CROSS JOIN LATERAL unnest(
-            batches, lines, epochs, states, codes, bodies, errors, upstream, inputs, outputs
-        ) AS done(batch_number, line, epoch, state, status_code, body, error, upstream_id, input_tokens, output_tokens)
+            batches, lines, epochs, codes, contents, upstream, inputs, outputs
+        ) WITH ORDINALITY AS done(
+            batch_number, line, epoch, status_code, content, upstream_id, input_tokens, output_tokens, place
+        )
     ), ended AS (
         DELETE FROM queued_requests AS queued USING done
         WHERE queued.batch_number = done.batch_number AND queued.line = done.line AND queued.epoch = done.epoch
-        RETURNING done.*
+        RETURNING done.*, queued.model, CASE WHEN done.status_code < 400 THEN 'completed' ELSE 'failed' END AS state
     ), written AS (
         INSERT INTO batch_results
             (batch_number, line, state, status_code, body, error, upstream_id, input_tokens, output_tokens)
-        SELECT batch_number, line, state, status_code, CAST(body AS json), CAST(error AS jsonb),
-               coalesce(upstream_id, ''), input_tokens, output_tokens
-        FROM ended RETURNING batch_number, line, state, input_tokens, output_tokens
+        SELECT batch_number, line, state, status_code, CASE WHEN status_code IS NOT NULL THEN CAST(content AS json) END,
+               CASE WHEN status_code IS NULL THEN CAST(content AS jsonb) END, coalesce(upstream_id, ''), input_tokens,
+               output_tokens
+        FROM ended
     ), counted AS ({COUNT_WRITTEN})
-    SELECT batch_number, line FROM written
+    SELECT array_agg(place) FROM ended
     """  # noqa: S608 - of constants
 )
 
@@ -222,24 +249,23 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]
     nothing is written. The statement first takes the lock (`shared`) that excludes transactions that end whole batches,
     so that no two wait for each other's rows; the rows that they have ended are not there to delete.
     """
-    done = sorted(outcomes, key=lambda outcome: outcome.claim.key)
-    rows = session.execute(
+    done = sorted([(outcome.claim.key, outcome) for outcome in outcomes], key=itemgetter(0))
+    keys = [key for key, _ in done]
+    places = session.scalar(
         _FINISH,
         {
-            "numbers": _array(sorted({outcome.claim.batch_number for outcome in done})),
-            "batches": _array([outcome.claim.batch_number for outcome in done]),
-            "lines": _array([outcome.claim.line for outcome in done]),
-            "epochs": _array([outcome.claim.epoch for outcome in done]),
-            "states": "\n".join([outcome.state.value for outcome in done]),
-            "codes": _array([outcome.status_code for outcome in done]),
-            "bodies": _json_lines([outcome.body for outcome in done]),
-            "errors": _json_lines([storable(outcome.error) for outcome in done]),
-            "upstream": "\n".join([outcome.upstream_id for outcome in done]),
-            "inputs": _array([outcome.input_tokens for outcome in done]),
-            "outputs": _array([outcome.output_tokens for outcome in done]),
+            "numbers": _array(sorted({number for number, _ in keys})),
+            "batches": _array([number for number, _ in keys]),
+            "lines": _array([line for _, line in keys]),
+            "epochs": _array([outcome.claim.epoch for _, outcome in done]),
+            "codes": _array([outcome.status_code for _, outcome in done]),
+            "contents": _JSON.encode_lines([outcome.content for _, outcome in done]).decode().removesuffix("\n"),
+            "upstream": "\n".join([outcome.upstream_id for _, outcome in done]),
+            "inputs": _array([outcome.input_tokens for _, outcome in done]),
+            "outputs": _array([outcome.output_tokens for _, outcome in done]),
         },
     )
-    return {(number, line) for number, line in rows.all()}
+    return {keys[place - 1] for place in places or ()}
 
 
 def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:
@@ -258,6 +284,8 @@ def give_back(session: Session, held: Claim, *, delay_s: float, error: str, trie
         )
         .returning(QueuedRequest.line)
     )
+    if ours is not None:
+        notify(session, Wake.RELEASE, delay_s=delay_s)
     return ours is not None
 
 
@@ -275,17 +303,20 @@ def expire_leases(session: Session, *, attempts_max: int) -> int:
     again = [(number, line) for number, line, attempts, _ in rows if attempts < attempts_max]
     end_requests(session, poison, state=BatchRequestState.FAILED)
     if again:
-        delay_s = func.random() * func.least(func.power(2.0, QueuedRequest.attempts), _LOST_DELAY_MAX_S)
-        session.execute(
+        random_s = func.random() * func.least(func.power(2.0, QueuedRequest.attempts), _LOST_DELAY_MAX_S)
+        delays_s = session.scalars(
             update(QueuedRequest)
             .where(tuple_(QueuedRequest.batch_number, QueuedRequest.line).in_(again))
             .values(
                 epoch=QueuedRequest.epoch + 1,
                 lease_until=None,
-                not_before=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s),
+                not_before=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, random_s),
                 last_error="the lease ran out",
             )
+            .returning(extract("epoch", QueuedRequest.not_before - func.now()))
         )
+        for whole_s in sorted({math.ceil(delay_s) for delay_s in delays_s}):
+            notify(session, Wake.RELEASE, delay_s=whole_s)
     return len(rows)
 
 
@@ -307,8 +338,3 @@ def _claimed_as(held: Sequence[Claim]) -> Any:
 def _array(values: Sequence[int | None]) -> str:
     """Numbers as a Postgres array literal: many times faster than a list, which the driver inspects."""
     return "{" + msgspec.json.encode(values).decode()[1:-1] + "}"
-
-
-def _json_lines(values: Sequence[dict[str, Any] | None]) -> str:
-    """Values as lines of JSON, which has no bare line break: faster than an array, which escapes every quote."""
-    return _JSON.encode_lines(values).decode().removesuffix("\n")

@@ -23,8 +23,8 @@ def check_schema(database: Database) -> None:
         SQLAlchemyError: the database does not answer.
     """
     known = migrations.revisions()
-    with database.engine.connect() as connection:
-        found = MigrationContext.configure(connection).get_current_revision()
+    with database.transaction() as session:
+        found = MigrationContext.configure(session.connection()).get_current_revision()
     if (fault := too_old(found, known)) is not None:
         raise SchemaError(fault)
     if found not in known:

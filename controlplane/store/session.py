@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from controlplane.settings import Settings
@@ -18,7 +19,20 @@ def make_engine(settings: Settings) -> Engine:
     """A connection pool to Postgres. Connections are checked before use, so a restarted server heals by itself;
     a connection that is lost silently is noticed within about ten seconds.
     """
-    connect_args: dict[str, Any] = {
+    return create_engine(
+        settings.database_url.get_secret_value(),
+        pool_size=settings.database_pool_size,
+        max_overflow=0,
+        pool_timeout=settings.database_timeout_s,
+        pool_pre_ping=True,
+        hide_parameters=True,  # an error in the log must not hold prompts, answers or hashes of keys
+        connect_args=connect_args(settings),
+    )
+
+
+def connect_args(settings: Settings) -> dict[str, Any]:
+    """libpq's parameters of a connection."""
+    return {
         "connect_timeout": settings.database_timeout_s,
         "options": f"-c statement_timeout={settings.database_timeout_s * 1000} -c timezone=UTC",
         "application_name": "tidepool",
@@ -27,25 +41,17 @@ def make_engine(settings: Settings) -> Engine:
         "keepalives_count": 3,
         "tcp_user_timeout": _SILENT_SERVER_MS,
     }
-    return create_engine(
-        settings.database_url.get_secret_value(),
-        pool_size=settings.database_pool_size,
-        max_overflow=0,
-        pool_timeout=settings.database_timeout_s,
-        pool_pre_ping=True,
-        hide_parameters=True,  # an error in the log must not hold prompts, answers or hashes of keys
-        connect_args=connect_args,
-    )
 
 
 class Database:
-    """Hands out transactions."""
+    """Hands out transactions until it is closed; from then on they raise ResourceClosedError, a SQLAlchemyError."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._sessions = sessionmaker(engine, expire_on_commit=False)
         self._alone = sessionmaker(engine.execution_options(isolation_level="AUTOCOMMIT"), expire_on_commit=False)
         self._open = 0
+        self._closed = False
         self._changed = threading.Condition()
 
     @contextmanager
@@ -76,11 +82,14 @@ class Database:
 
     def _count(self, change: int) -> None:
         with self._changed:
+            if change > 0 and self._closed:
+                raise ResourceClosedError("the connections to Postgres are closed: this process ends")
             self._open += change
             self._changed.notify_all()
 
     def close(self) -> None:
         """Close every pooled connection. Threads whose callers were cancelled may still be at work: they end first."""
         with self._changed:
+            self._closed = True
             self._changed.wait_for(lambda: self._open == 0, timeout=_CLOSE_TIMEOUT_S)
         self.engine.dispose()

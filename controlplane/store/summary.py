@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import InstanceState, PlanState, shown_state
+from controlplane.store.batch_ends import read_risk
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.fleet import heard_of
 from controlplane.store.plans import Plan, newest_scheduled
@@ -31,6 +32,7 @@ def read_summary(session: Session, *, alive_s: float) -> dict[str, Any]:
         "instances": by_state,
         "instances_pooled": session.scalar(pooled) or 0,
         "batches": dict(session.execute(batches).all()),
+        "batches_at_risk": read_risk(session)[0],
         "requests_waiting": _requests(session, QueuedRequest.lease_until.is_(None)),
         "requests_running": _requests(session, QueuedRequest.lease_until.is_not(None)),
         "plan": session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),

@@ -28,6 +28,7 @@ from dataplane.protocol.messages import (
 )
 from dataplane.runtime.tracing import current_parent
 
+_NOTHING = Parsed()
 RETRYABLE_STATUSES = frozenset({409, 429, 500, 503})
 """Refusals for reasons other than the request itself: another instance may take it."""
 
@@ -114,8 +115,9 @@ def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, ta
 
 
 class Answer:
-    """One admitted request. `events` is its stream, once; `close` must be called at the end, however it ends.
-    `text` has the tokens that another instance made; `resumed` is what of them was not streamed yet.
+    """One admitted request. Its stream, once, is `begin` and then `feed` of each of its `outputs` until it has `ended`,
+    or `events`; `close` must be called at the end, however it ends. `text` has the tokens that another instance made;
+    `resumed` is what of them was not streamed yet.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class Answer:
         resumed: Parsed = Parsed(),  # noqa: B008  (frozen)
     ) -> None:
         self._inflight = inflight
+        self.outputs = inflight.outputs
+        self.ended = False
         self._text = text
         self._cancel = cancel
         self._measure = measure
@@ -142,51 +146,64 @@ class Answer:
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         """Started, then a Token for each output, then Finished or Failed."""
-        yield Started(prompt_tokens=len(self._inflight.request.prompt))
-        if self._resumed:
-            yield _token(self._resumed)
-        while True:
-            if self._text.stopped:
-                finished = self._finished("stop")
-                self.close()
-                yield finished
-                return
-            output = await self._inflight.outputs.get()
-            if isinstance(output, DataplaneError):
-                self._measure.ended("error")
-                yield failed_event(output)
-                return
-            if output.error is not None:
-                self._measure.ended("error")
-                yield failed_event((BadRequestError if output.invalid else DataplaneError)(output.error))
-                return
-            for event in self._token_events(output):
+        for event in self.begin():
+            yield event
+        while not self.ended:
+            for event in self.feed(await self.outputs.get()):
                 yield event
-            if output.finish_reason is not None and not self._text.stopped:
-                yield self._finished(output.finish_reason)
-                return
 
-    def _token_events(self, output: EngineOutput) -> list[Token]:
+    def begin(self) -> list[StreamEvent]:
+        """What precedes the first output."""
+        events: list[StreamEvent] = [Started(prompt_tokens=len(self._inflight.request.prompt))]
+        if self._resumed:
+            events.append(_token(self._resumed))
+        if self._text.stopped:
+            events.append(self._stopped())
+        return events
+
+    def feed(self, output: EngineOutput | DataplaneError) -> list[StreamEvent]:
+        """What follows from the next output."""
+        if isinstance(output, DataplaneError):
+            return [self._failed(output)]
+        if output.error is not None:
+            return [self._failed((BadRequestError if output.invalid else DataplaneError)(output.error))]
+        events = self._token_events(output)
+        if self._text.stopped:
+            events.append(self._stopped())
+        elif output.finish_reason is not None:
+            events.append(self._finished(output.finish_reason))
+        return events
+
+    def _failed(self, error: DataplaneError) -> Failed:
+        self.ended = True
+        self._measure.ended("error")
+        return failed_event(error)
+
+    def _stopped(self) -> Finished:
+        """The end before the engine's own."""
+        finished = self._finished("stop")
+        self.close()
+        return finished
+
+    def _token_events(self, output: EngineOutput) -> list[StreamEvent]:
         """The new text; tokens after a stop string do not count. Reasoning and calls that were held back until the end
         are an event without tokens, which a reader holds until `Finished`: another node, given all tokens, would make
         it again.
         """
         if self._cached_tokens is None:  # later prefills, after a worker was lost, are none of the client's
             self._cached_tokens = output.cached_tokens
-        new, token_ids = Parsed(), []
-        for token_id in output.token_ids:
-            new += self._text.feed(token_id)
-            token_ids.append(token_id)
-            if self._text.stopped:
-                break
-        held_back = Parsed() if output.finish_reason is None else self._text.finish()
-        if not (held_back.reasoning or held_back.tool_calls):
-            new, held_back = new + held_back, Parsed()
-        self._completion_tokens += len(token_ids)
-        self._measure.made(len(token_ids))
+        new, count = self._text.feed_all(output.token_ids)
+        token_ids = output.token_ids[:count]
+        held_back = _NOTHING if output.finish_reason is None else self._text.finish()
+        if held_back and not (held_back.reasoning or held_back.tool_calls):
+            new, held_back = new + held_back, _NOTHING
+        self._completion_tokens += count
+        self._measure.made(count)
         logprobs = self._logprobs(token_ids, output.scores) if output.scores else ()
-        events = [_token(new, tuple(token_ids), logprobs)] if new or token_ids else []
-        return [*events, _token(held_back)] if held_back else events
+        events: list[StreamEvent] = [_token(new, token_ids, logprobs)] if new or token_ids else []
+        if held_back:
+            events.append(_token(held_back))
+        return events
 
     def _logprobs(self, token_ids: Sequence[int], scores: Sequence[TokenScore]) -> tuple[TokenLogprob, ...]:
         return tuple(
@@ -203,6 +220,7 @@ class Answer:
         return TopLogprob(token_id=token_id, text=text, utf8=tuple(utf8), logprob=logprob)
 
     def _finished(self, reason: FinishReason) -> Finished:
+        self.ended = True
         reason = self._text.finish_reason(reason)
         self._measure.ended(reason)
         return Finished(

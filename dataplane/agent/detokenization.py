@@ -32,12 +32,20 @@ class IncrementalDetokenizer:
         self._start = 0
         self._read = 0
         self._held = ""
+        self._settled = False
+        """Whether nothing is undecoded, and the last token is one behind which others have their pieces."""
         self.stopped = False
 
     def feed(self, token_id: int) -> str:
         """Add a token; the text that is certain with it."""
         if self.stopped:
             return ""
+        piece = self._tokenizer.piece(token_id)
+        if piece is not None and self._settled:
+            self._token_ids.append(token_id)
+            self._start, self._read = self._read, len(self._token_ids)
+            return self._release(piece) if self._stop else piece
+        self._settled = False
         marker = self._shown.get(token_id)
         if marker is not None:
             return self._mark(token_id, marker)
@@ -47,6 +55,7 @@ class IncrementalDetokenizer:
         if incomplete or len(after) <= len(before):
             return ""
         self._start, self._read = self._read, len(self._token_ids)
+        self._settled = piece is not None
         return self._release(after[len(before) :])
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -57,8 +66,9 @@ class IncrementalDetokenizer:
         """The text that was held back, when no token follows."""
         if self.stopped:
             return ""
-        before, after = self._decode_window()
+        before, after = ("", "") if self._settled else self._decode_window()
         self._start = self._read = len(self._token_ids)
+        self._settled = False
         return self._release(after[len(before) :], last=True)
 
     def _mark(self, token_id: int, marker: str) -> str:

@@ -7,7 +7,8 @@ status.
 
 import hmac
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -18,14 +19,17 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn import Config
 
+from dataplane.agent.answer_streams import AnswerStream, Encode, encoder, parts
 from dataplane.agent.answers import Answer, failed_event
 from dataplane.agent.metrics import agent_registry
 from dataplane.agent.node import Agent
 from dataplane.agent.pooled_answers import PooledAnswer
 from dataplane.agent.state import node_state
+from dataplane.protocol.connections import WritableConnection, body_writer
 from dataplane.protocol.errors import BadRequestError, DataplaneError
-from dataplane.protocol.messages import Detokenize, Generate, Tokenize, encode_line
+from dataplane.protocol.messages import Detokenize, Generate, Tokenize
 from dataplane.runtime.tracing import admitting
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -54,20 +58,22 @@ class BodyTooLargeError(DataplaneError):
 class AnswerResponse(StreamingResponse):
     """The stream of an answer. Its end, by a disconnected client too, ends the request in the worker."""
 
-    def __init__(self, answer: Answer | PooledAnswer) -> None:
-        super().__init__(_lines(answer), media_type="application/x-ndjson")
+    def __init__(self, answer: Answer | PooledAnswer, media_type: str, encode: Encode) -> None:
+        super().__init__(parts(answer, encode), media_type=media_type)
         self._answer = answer
+        self._encode = encode
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, body = self._answer, body_writer(scope)
         try:
-            await super().__call__(scope, receive, send)
+            if body is None or isinstance(answer, PooledAnswer):
+                await super().__call__(scope, receive, send)
+            else:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await AnswerStream(answer, self._encode, body).run()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._answer.close()
-
-
-async def _lines(answer: Answer | PooledAnswer) -> AsyncIterator[bytes]:
-    async for event in answer.events():
-        yield encode_line(event)
+            answer.close()
 
 
 class AgentApi:
@@ -79,12 +85,13 @@ class AgentApi:
         self._authorization = f"Bearer {agent.settings.inbound_key}".encode()
 
     async def generate(self, request: Request) -> Response:
-        """POST a Generate; the answer is a stream of events, one JSON object a line."""
+        """POST a Generate; the answer is a stream of events, one JSON object a line, or of records."""
         self._authorize(request)
         generate = await self._read(request, _generate_decoder)
         structlog.contextvars.bind_contextvars(request_id=generate.request_id)  # this request's task has them alone
         with admitting(request.headers, generate):
-            return AnswerResponse(await self._agent.admit(generate))
+            media_type, encode = encoder(generate, request.headers.get("accept", ""))
+            return AnswerResponse(await self._agent.admit(generate), media_type, encode)
 
     async def tokenize(self, request: Request) -> Response:
         """POST a Tokenize; the answer is a Tokenized."""
@@ -149,3 +156,19 @@ def make_app(agent: Agent) -> Starlette:
         Route("/metrics", api.metrics, methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={DataplaneError: _refuse})
+
+
+def server_config(agent: Agent) -> Config:
+    """The configuration of an agent's server."""
+    settings = agent.settings
+    return Config(
+        make_app(agent),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http=partial(WritableConnection, reading_s=settings.unread_time_max_s),  # type: ignore[arg-type]
+        ssl_certfile=settings.tls_cert_file,
+        ssl_keyfile=settings.tls_key_file,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+    )

@@ -1,10 +1,14 @@
 """Latencies and token counts of requests: histograms and counters by model, under vLLM's names."""
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Literal
 
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 _FIRST_TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
@@ -14,23 +18,64 @@ EndReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """How a request ended. abort: its client disconnected."""
 
 
+class ModelTokens:
+    """The tokens of one model's answers, and the times between them by bucket. Of one thread, so that no lock is taken
+    for a token.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.gaps = [0] * (len(_TOKEN_BUCKETS_S) + 1)
+        self.gaps_s = 0.0
+
+    def add(self, tokens: int, gap_s: float | None) -> None:
+        """Count tokens, each of them `gap_s` after the one before it; None for an answer's first ones."""
+        self.count += tokens
+        if gap_s is not None:
+            self.gaps[bisect_left(_TOKEN_BUCKETS_S, gap_s)] += tokens
+            self.gaps_s += tokens * gap_s
+
+
+class TokenMeasures(Collector):
+    """The metrics of single tokens."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, ModelTokens] = {}
+
+    def of(self, model: str) -> ModelTokens:
+        return self._models.setdefault(model, ModelTokens())
+
+    def collect(self) -> Iterator[Metric]:
+        count = CounterMetricFamily("vllm:generation_tokens", "Tokens streamed", labels=["model_name"])
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "From a token to the next", labels=["model_name"]
+        )
+        bounds = [*map(str, _TOKEN_BUCKETS_S), "+Inf"]
+        for model, tokens in self._models.items():
+            count.add_metric([model], tokens.count)
+            buckets = list(zip(bounds, accumulate(tokens.gaps), strict=True))
+            gaps.add_metric([model], buckets=buckets, sum_value=tokens.gaps_s)
+        yield count
+        yield gaps
+
+
 class RequestMeasures:
     """The metrics of a node's requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         model = ["model_name"]
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens admitted", model, registry=registry)
-        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens streamed", model, registry=registry)
+        self.tokens = TokenMeasures()
+        registry.register(self.tokens)
         self.success = Counter(
             "vllm:request_success", "Requests ended, by how", [*model, "finished_reason"], registry=registry
         )
         histograms = (
             ("time_to_first_token", "From admission to the first token", _FIRST_TOKEN_BUCKETS_S),
-            ("inter_token_latency", "From a token to the next", _TOKEN_BUCKETS_S),
             ("request_time_per_output_token", "Mean time of a request's tokens after the first", _TOKEN_BUCKETS_S),
             ("e2e_request_latency", "From admission to the last token", _REQUEST_BUCKETS_S),
         )
-        self.first_token, self.inter_token, self.per_token, self.whole = (
+        self.first_token, self.per_token, self.whole = (
             Histogram(f"vllm:{name}_seconds", about, model, buckets=buckets, registry=registry)
             for name, about, buckets in histograms
         )
@@ -46,6 +91,7 @@ class RequestMeasure:
         self._arrived_s = clock()
         self._first_s = self._last_s = self._arrived_s
         self._tokens = 0
+        self._all_tokens = measures.tokens.of(model)
         self._ended = False
         self._span = trace.get_current_span()
         measures.prompt_tokens.labels(model).inc(prompt_tokens)
@@ -59,12 +105,11 @@ class RequestMeasure:
             self._first_s = now_s
             self._span.add_event("prefilled")
             self._measures.first_token.labels(self._model).observe(now_s - self._arrived_s)
+            self._all_tokens.add(tokens, None)
         else:
-            for _ in range(tokens):
-                self._measures.inter_token.labels(self._model).observe((now_s - self._last_s) / tokens)
+            self._all_tokens.add(tokens, (now_s - self._last_s) / tokens)
         self._last_s = now_s
         self._tokens += tokens
-        self._measures.generation_tokens.labels(self._model).inc(tokens)
 
     def ended(self, reason: EndReason) -> None:
         """Record the end. Only the first one counts."""

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import structlog
 import uvicorn
+import uvloop
 
 from dataplane.agent.heartbeats import ControlLink
-from dataplane.agent.http import make_app
+from dataplane.agent.http import server_config
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings
 
@@ -35,7 +36,7 @@ def run_agent(settings: AgentSettings) -> None:
     """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM first waits for
     successors of its instances on other nodes, as far as these have capacity.
     """
-    asyncio.run(_serve_agent(settings))
+    uvloop.run(_serve_agent(settings))
 
 
 async def _serve_agent(settings: AgentSettings) -> None:
@@ -47,18 +48,7 @@ async def _serve_agent(settings: AgentSettings) -> None:
     scheme = "https" if settings.tls_cert_file else "http"
     url = settings.advertise_url or f"{scheme}://{settings.host}:{listener.getsockname()[1]}"
     agent = Agent(settings, boot_id=uuid.uuid4().hex)
-    server = AgentServer(
-        uvicorn.Config(
-            make_app(agent),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            ssl_certfile=settings.tls_cert_file,
-            ssl_keyfile=settings.tls_key_file,
-            timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
-        )
-    )
+    server = AgentServer(server_config(agent))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     workers = asyncio.create_task(agent.run())  # first, since the node joins with the host memory that it found
     linked = asyncio.create_task(ControlLink(agent, url).run())

@@ -152,6 +152,8 @@ class AgentSettings(BaseSettings):
     """requests in flight on one worker"""
     unread_bytes_max: int = Field(16 * 2**20, ge=2**16)
     """commands that a worker has not read, in bytes, from which on it gets no new requests"""
+    unread_time_max_s: float = Field(60.0, gt=0)
+    """how long a reader may leave much of a stream unread before its request is cancelled"""
     body_bytes_max: int = Field(8 * 2**20, ge=1024)
     """size of a request's body"""
     stop_strings_max: int = Field(16, ge=1)

@@ -17,6 +17,7 @@ from zlib import crc32
 from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.agent.token_bounds import TokenBound
 from dataplane.agent.token_bytes import token_bytes_reader
+from dataplane.agent.token_pieces import token_piece_reader
 from dataplane.engines.replay.vocabulary import WORDS
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError, ModelLoadError
 from dataplane.protocol.messages import EngineKind
@@ -52,6 +53,11 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens; special tokens are left out."""
+
+    def piece(self, token_id: int) -> str | None:
+        """What a token adds to the text that `decode` makes of another token with a piece; None for tokens whose text
+        depends on their neighbours: parts of characters, and special tokens. It costs less than `decode`.
+        """
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, with special tokens."""
@@ -98,6 +104,7 @@ class CheckpointTokenizer:
         self._vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bound = TokenBound.of_file(path)
         self._token_bytes = token_bytes_reader(self._tokenizer)
+        self.piece = token_piece_reader(self._tokenizer)
 
     def encode_text(
         self, prompt: str, *, tokens_max: int, special: bool = True, param: str = "prompt"
@@ -162,6 +169,9 @@ class WordTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return " ".join(WORDS[token_id % len(WORDS)] for token_id in token_ids)
+
+    def piece(self, token_id: int) -> str | None:
+        return f" {WORDS[token_id % len(WORDS)]}"
 
     def whole_text(self, token_ids: Sequence[int]) -> str:
         return self.decode(token_ids)

@@ -40,6 +40,7 @@ class WorkerGroup:
         self._desired: dict[str, DesiredInstance] = {}
         self._on_change = on_change
         self.workers = tuple(WorkerSupervisor(index, node, self) for index in indices)
+        self._batch_max = settings.batch_max
         losses_max, clock = settings.worker_losses_max, time.monotonic
         self.dispatcher = Dispatcher(self.workers, settings.turns.prefill, losses_max=losses_max, clock=clock)
         self._in_flight_max = settings.queue_max * len(self.workers)
@@ -233,6 +234,7 @@ class WorkerGroup:
             prefill_urgent_wait_s=urgent_wait_s,
             prefill_token_s=token_s,
             context_tokens=min(instance.model.context_tokens, *fits) if fits else None,
+            batch_max=self._batch_max * sum(worker.kind != "prefill" for worker, _ in stats),
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -10,18 +11,32 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, KvHandle
 from dataplane.protocol.errors import DataplaneError
 from dataplane.scheduling.prefill import PrefillRequest
 
+JOINED_TOKENS_MAX = 256
+"""Tokens of outputs that are joined into one: the most for which text is made at a time."""
+
 
 class Outputs:
-    """The outputs of one request, in order, for one reader. A queue for many readers costs more time than a token."""
+    """The outputs of one request, in order, for one reader, which either waits for each of them or listens."""
 
-    __slots__ = ("_reader", "_unread")
+    __slots__ = ("_listener", "_reader", "_unread")
 
     def __init__(self) -> None:
         self._unread: deque[EngineOutput | DataplaneError] = deque()
         self._reader: asyncio.Future[None] | None = None
+        self._listener: Callable[[], None] | None = None
 
     def put(self, output: EngineOutput | DataplaneError) -> None:
-        self._unread.append(output)
+        unread = self._unread
+        if self._listener is not None:
+            if not unread:
+                unread.append(output)
+                self._listener()
+            elif (joined := _joined(unread[-1], output)) is not None:
+                unread[-1] = joined
+            else:
+                unread.append(output)
+            return
+        unread.append(output)
         reader, self._reader = self._reader, None
         if reader is not None and not reader.done():
             reader.set_result(None)
@@ -34,11 +49,37 @@ class Outputs:
             await self._reader
         return self._unread.popleft()
 
+    def listen(self, listener: Callable[[], None]) -> None:
+        """From now on, call `listener` at an output that finds none unread. Outputs of tokens alone are joined
+        until they are popped, so that what a slow reader leaves is little more than token ids.
+        """
+        self._listener = listener
+
+    def pop(self) -> EngineOutput | DataplaneError | None:
+        """The next one that is unread; None: there is none."""
+        return self._unread.popleft() if self._unread else None
+
     def take(self) -> list[EngineOutput | DataplaneError]:
         """All that are unread."""
         taken = list(self._unread)
         self._unread.clear()
         return taken
+
+
+def _joined(last: EngineOutput | DataplaneError, output: EngineOutput | DataplaneError) -> EngineOutput | None:
+    """Both outputs as one; None where more than tokens would be lost, or it would be too long."""
+    if isinstance(last, DataplaneError) or isinstance(output, DataplaneError):
+        return None
+    ended = last.finish_reason is not None or last.error is not None or output.error is not None
+    if ended or last.scores or output.scores or len(last.token_ids) + len(output.token_ids) > JOINED_TOKENS_MAX:
+        return None
+    return EngineOutput(
+        request_id=last.request_id,
+        token_ids=last.token_ids + output.token_ids,
+        cached_tokens=last.cached_tokens,
+        values=output.values,
+        finish_reason=output.finish_reason,
+    )
 
 
 class InflightRequest(Struct, eq=False, kw_only=True, weakref=True):

@@ -279,6 +279,9 @@ class KvCache:
         pool = self._pools.get(shape)
         return len(pool.idle) if pool else 0
 
+    def moving_blocks(self, shape: KvShape) -> int:
+        return sum(len(blocks) for moving, blocks in self._moves if moving == shape)
+
     def clearable_slabs(self, *, other_than: KvShape | None = None) -> list[int]:
         """The slabs without held blocks, of all shapes or all but one. They are free as soon as their idle blocks are
         freed and the transfers that use them have ended.
@@ -297,9 +300,7 @@ class KvCache:
 
     def usage(self) -> dict[KvShape, ShapeUsage]:
         """The memory of each shape ever used."""
-        moving = dict.fromkeys(self._pools, 0)
-        for shape, blocks in self._moves:
-            moving[shape] += len(blocks)
+        moving = {shape: self.moving_blocks(shape) for shape in self._pools}
         return {
             shape: ShapeUsage(
                 used_bytes=(len(pool.held) + moving[shape]) * shape.block_bytes,

@@ -9,7 +9,7 @@ of other shapes are evicted only with a whole slab, in which nothing is held.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, merge
 from operator import attrgetter
@@ -143,15 +143,21 @@ class PrefixCache:
         """The idle blocks in some slabs."""
         return [entry for slab in slabs for entry in self._slabs.get(slab, {}).values()]
 
-    def forget(self, owned: Callable[[CachedBlock], bool]) -> None:
-        """Evict all blocks for which `owned` is true."""
-        for entry in [entry for entry in self._entries.values() if owned(entry)]:
+    def forget(self, owner: str) -> None:
+        """Evict all blocks of a model."""
+        for entry in [entry for entry in self._entries.values() if entry.owner == owner]:
             self.evict(entry)
 
     def allocatable_blocks(self, shape: KvShape) -> int:
         """How many blocks of a shape could be allocated if all idle blocks were evicted, free ones not counted."""
         others = len(self._clearable(shape))
         return self._cache.idle_blocks(shape) + others * self._cache.blocks_per_slab(shape)
+
+    def leaving_blocks(self, shape: KvShape) -> int:
+        """How many more blocks of a shape can be allocated once the transfers of freed blocks have ended."""
+        others = self._cache.clearable_slabs(other_than=shape)
+        emptying = sum(slab not in self._slabs for slab in others)
+        return self._cache.moving_blocks(shape) + emptying * self._cache.blocks_per_slab(shape)
 
     def check(self, references: Iterable[tuple[KvShape, int]]) -> None:
         """Assert that the held blocks are those in `references`, one for each user, of which only cached ones have

@@ -4,7 +4,7 @@ Everything here is a frozen `msgspec.Struct`: decoding validates, and an error n
 Units are in the names: `_s` seconds, `_bytes` bytes, `_tokens` tokens.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -117,6 +117,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     only requests with the same salt share cached prefixes. `pooling`: answer with one `Pooled` event instead of tokens,
     for models whose task is not "generate". `dimensions`: to how many numbers an embedding is cut. `prompt_name`: which
     of the checkpoint's own prompts precedes the text to embed; None: its default one, if it has one.
+
+    `text_frame`: what stands before and after the text of new tokens, written as a JSON string, where the sender reads
+    records (`dataplane.protocol.records`): tokens that are nothing but text arrive so. None: they arrive as `Token`s.
     """
 
     request_id: str
@@ -140,12 +143,17 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pooling: bool = False
     dimensions: int | None = None
     prompt_name: str | None = None
+    text_frame: tuple[str, str] | None = None
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""A number of tokens that a node reports. Who adds them up can rely on the bounds."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """First line of a stream: the request was tokenized and admitted."""
 
-    prompt_tokens: int
+    prompt_tokens: Count
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -198,10 +206,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_d
     """
 
     finish_reason: FinishReason
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-    reasoning_tokens: int = 0
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0
+    reasoning_tokens: Count = 0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -367,7 +375,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     A spot instance is `draining` while requests from before its donation run, then `spot`. KV capacity is the KV in use
     by the instance and its share of what is free, equal to that of other ready instances of its model; for a pooled
     instance, both are those of the whole slot. `context_tokens`: the limit for prompt and answer together; None: it is
-    not loaded, or its node has an older version.
+    not loaded, or its node has an older version. `batch_max`: sequences that run at once, on all its workers; None: its
+    node has an older version.
     """
 
     instance_id: str
@@ -386,6 +395,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urgent_wait_s: float | None = None
     prefill_token_s: float | None = None
     context_tokens: int | None = None
+    batch_max: int | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,6 +426,9 @@ def decode_lines(lines: bytes) -> list[StreamEvent]:
     """The events of whole stream lines.
 
     Raises:
-        msgspec.ValidationError: a line is no event of this protocol.
+        msgspec.DecodeError: a line is no event of this protocol.
     """
-    return _event_decoder.decode_lines(lines)
+    try:
+        return _event_decoder.decode_lines(lines)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -16,6 +16,10 @@ class Tier(StrEnum):
     NIW = "NIW"
 
 
+IW_F, IW_N, NIW = Tier
+"""Names of their own: looking up a member of an enumeration takes longer than most of what is done with it."""
+
+
 class InstanceKind(StrEnum):
     """Which requests an instance is for: both kinds, or interactive or deferred ones only (siloed, SageServe 4)."""
 
@@ -25,7 +29,10 @@ class InstanceKind(StrEnum):
 
     def serves(self, tier: Tier) -> bool:
         """Whether requests of the tier may be sent to such an instance."""
-        return self == InstanceKind.MIXED or (self == InstanceKind.NIW) == (tier == Tier.NIW)
+        return self == _MIXED or (self == _NIW) == (tier == NIW)
+
+
+_MIXED, _, _NIW = InstanceKind
 
 
 class Objective(Struct, frozen=True, kw_only=True):

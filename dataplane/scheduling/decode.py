@@ -87,18 +87,18 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
     exceeds `quota_max_s`; a quota is at least one step. If tokens then last less long than the round, alpha shows it.
     """
     assert batches
-    assert len({batch.model for batch in batches}) == len(batches)
     n = [batch.tbt_s / batch.step_s for batch in batches]
     shares = [1 / n_k for n_k in n]
+    share = sum(shares)
     switches = [
         Switch(time_s=batch.switch_s, hidden_share=shares[index - 1] if batch.prefetched and len(batches) > 1 else 0.0)
         for index, batch in enumerate(batches)
         if batch.switch_s
     ]
     lasting_max_s = min(n) * settings.quota_max_s
-    alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + sum(shares), settings.alpha_min)
+    alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + share, settings.alpha_min)
     floor_s = max([n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True)])
-    lasting_s = min(max(least_lasting_s(switches, alpha - sum(shares)), floor_s), lasting_max_s)
+    lasting_s = min(max(least_lasting_s(switches, alpha - share), floor_s), lasting_max_s)
     quotas_s = [max(lasting_s * share, batch.step_s) for share, batch in zip(shares, batches, strict=True)]
     round_s = exposed_s(switches, lasting_s) + sum(quotas_s)
     shortest_s = min([n_k * quota_s for n_k, quota_s in zip(n, quotas_s, strict=True)])
@@ -126,7 +126,7 @@ def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
     The left side is decreasing, convex and piecewise linear: Newton's steps from 0 go from piece to piece.
     """
     lasting_s = 0.0
-    while True:
+    while switches:
         exposed = [switch for switch in switches if switch.time_s > lasting_s * switch.hidden_share]
         share = spare + sum([switch.hidden_share for switch in exposed])
         total_s = sum([switch.time_s for switch in exposed])
@@ -135,6 +135,7 @@ def least_lasting_s(switches: Sequence[Switch], spare: float) -> float:
         if share <= 0:
             return math.inf
         lasting_s = total_s / share
+    return lasting_s
 
 
 class RoundState(Struct, frozen=True, kw_only=True):

@@ -32,6 +32,6 @@ def choose_decode_slot(model: str, slots: Iterable[DecodeSlot], *, batch_max: in
         return models, each.running_model != model, sum(each.requests.values()), each.slot
 
     able = list(slots)
-    idle = [each for each in able if not each.requests]
-    decoding = idle or [each for each in able if 0 < each.requests.get(model, 0) < batch_max]
-    return min(decoding or able, key=cost).slot
+    best = [each for each in able if not each.requests]
+    best = best or [each for each in able if 0 < each.requests.get(model, 0) < batch_max] or able
+    return best[0].slot if len(best) == 1 else min(best, key=cost).slot

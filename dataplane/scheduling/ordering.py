@@ -7,7 +7,7 @@ counts as an IW-N request that arrived at that moment.
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from dataplane.protocol.tiers import Tier
+from dataplane.protocol.tiers import IW_N, NIW, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES, TIER_RANKS
 
 Order = Literal["fcfs", "edf", "pf", "dpa"]
@@ -44,10 +44,10 @@ class OrderSettings:
 def order_key(request: Waiting, now_s: float, settings: OrderSettings) -> OrderKey:
     """The sort key. Requests of equal keys keep their order."""
     tier, arrived_s, ttft_s = request.tier, request.arrived_s, request.ttft_s
-    if tier == Tier.NIW:
+    if tier == NIW:
         if now_s - arrived_s < settings.niw_aged_s:
             return 1, 0, arrived_s
-        tier, arrived_s, ttft_s = Tier.IW_N, arrived_s + settings.niw_aged_s, TIER_OBJECTIVES[Tier.IW_N].ttft_s
+        tier, arrived_s, ttft_s = IW_N, arrived_s + settings.niw_aged_s, TIER_OBJECTIVES[IW_N].ttft_s
     deadline_s = arrived_s + ttft_s
     match settings.order:
         case "fcfs":

@@ -12,7 +12,7 @@ from operator import itemgetter
 from msgspec import Struct
 from msgspec.structs import replace
 
-from dataplane.protocol.tiers import Tier
+from dataplane.protocol.tiers import NIW, Tier
 from dataplane.scheduling.ordering import OrderKey, OrderSettings, order_key
 
 
@@ -41,7 +41,7 @@ class PrefillRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def in_background(self) -> bool:
-        return self.tier == Tier.NIW
+        return self.tier == NIW
 
 
 class PrefillGroup(Struct, frozen=True, kw_only=True):
@@ -90,12 +90,13 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
 
     def remove(self, request_id: str) -> "PrefillQueue":
         """The queue without the request, and without groups that are empty then. Unknown ids are ignored."""
-        for index, group in enumerate(self.groups):
-            for place, request in enumerate(group.waiting):
+        groups = self.groups
+        for index, group in enumerate(groups):
+            for request in group.waiting:
                 if request.request_id == request_id:
-                    waiting = group.waiting[:place] + group.waiting[place + 1 :]
+                    waiting = tuple([other for other in group.waiting if other is not request])
                     rest = (replace(group, waiting=waiting),) if waiting else ()
-                    return PrefillQueue(groups=self.groups[:index] + rest + self.groups[index + 1 :])
+                    return PrefillQueue(groups=groups[:index] + rest + groups[index + 1 :])
         return self
 
     def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
@@ -180,9 +181,12 @@ def choose_group(
     """
     if not groups:
         return None
-    keyed = sorted([(group.key(now_s, settings), group) for group in groups], key=itemgetter(0))
-    ordered = [group for _, group in keyed]
-    peers = [group for key, group in keyed if key[0] == keyed[0][0][0]]
+    if len(groups) == 1:
+        ordered = peers = groups
+    else:
+        keyed = sorted([(group.key(now_s, settings), group) for group in groups], key=itemgetter(0))
+        ordered = [group for _, group in keyed]
+        peers = [group for key, group in keyed if key[0] == keyed[0][0][0]]
     front = ordered[0]
     begun = next((group for group in peers if group.group_id == state.serving), None)
     at_hand = next((group for group in peers if group.model == running_model), None)
@@ -195,7 +199,7 @@ def choose_group(
         chosen, reason = front, "first in order"
     return GroupChoice(
         group=chosen,
-        following=tuple(group for group in ordered if group is not chosen),
+        following=tuple([group for group in ordered if group is not chosen]),
         state=GroupState(serving=chosen.group_id, overtaken=overtaken),
         reason=reason,
     )

@@ -115,27 +115,44 @@ class SlotState(Struct, frozen=True, kw_only=True):
         return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)))
 
 
+_NOTHING = SlotState()
+
+
 def choose_turn(
     facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
 ) -> tuple[Turn | None, SlotState]:
     """What to run in the next step, None if nothing can. Called before every step."""
-    if not facts.batches and not facts.prefills.groups:
-        return None, SlotState()
-    last = state.turn
-    round_ = state.round
-    if last and last.kind == "prefill":
-        round_ = let_in(facts.batches, round_, last.model, now_s, settings.decode)
-    decode, round_ = choose_decode_turn(facts.batches, round_, now_s, settings.decode)
-    groups = facts.prefills.groups
+    batches, groups, last = facts.batches, facts.prefills.groups, state.turn
+    if not batches and not groups:
+        return None, _NOTHING
+    decode, round_, prefill = None, _NOTHING.round, None
+    if batches:
+        round_ = state.round
+        if last and last.kind == "prefill":
+            round_ = let_in(batches, round_, last.model, now_s, settings.decode)
+        decode, round_ = choose_decode_turn(batches, round_, now_s, settings.decode)
     if facts.unready:
         groups = tuple([group for group in groups if group.model not in facts.unready])
-    prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill) if groups else None
-    state = _settled(state, round_, settings, prefill=prefill is not None, decode=decode is not None)
-    if prefill and (decode is None or _prefill_first(facts, state, prefill, now_s, settings)):
-        return _prefill_turn(facts, state, prefill, decode, now_s, settings)
-    if decode:
-        return _decode_turn(facts, state, prefill, decode, now_s)
-    return None, SlotState()
+    if groups:
+        prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
+    over_s, owed = settle_shares(
+        state.over_s,
+        state.owed,
+        prefill_spent_s=state.prefill_spent_s,
+        decode_spent_s=state.decode_spent_s,
+        prefill=prefill is not None,
+        decode=decode is not None,
+        settings=settings,
+    )
+    if prefill and (decode is None or _prefill_first(facts, state, owed, prefill, now_s, settings)):
+        turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state
+    elif decode:
+        turn, served = _decode_turn(last, prefill, decode, now_s), state.groups
+        if not _goes_on(last, "decode", decode.model):
+            round_ = round_.later(facts.switch_s.get(decode.model, 0.0))
+    else:
+        return None, _NOTHING
+    return turn, SlotState(round=round_, groups=served, turn=turn, over_s=over_s, owed=owed)
 
 
 def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freeing: bool, batches: int) -> int:
@@ -150,20 +167,6 @@ def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freein
     if not ran:
         return max(0, held - 1)
     return 0 if made_tokens else held  # the step may only have loaded weights
-
-
-def _settled(state: SlotState, round_: RoundState, settings: TurnSettings, *, prefill: bool, decode: bool) -> SlotState:
-    """The state in this round with updated shares; `prefill`, `decode`: which kinds wait."""
-    over_s, owed = settle_shares(
-        state.over_s,
-        state.owed,
-        prefill_spent_s=state.prefill_spent_s,
-        decode_spent_s=state.decode_spent_s,
-        prefill=prefill,
-        decode=decode,
-        settings=settings,
-    )
-    return SlotState(round=round_, groups=state.groups, turn=state.turn, over_s=over_s, owed=owed)
 
 
 def settle_shares(
@@ -194,11 +197,16 @@ def settle_shares(
 
 
 def _prefill_first(
-    facts: SlotFacts, state: SlotState, choice: GroupChoice, now_s: float, settings: TurnSettings
+    facts: SlotFacts,
+    state: SlotState,
+    owed: Kind | None,
+    choice: GroupChoice,
+    now_s: float,
+    settings: TurnSettings,
 ) -> bool:
     """Rules 1 and 2, if both kinds wait."""
-    if state.owed:
-        return state.owed == "prefill"
+    if owed:
+        return owed == "prefill"
     model, last = choice.group.model, state.turn
     switch_s = facts.switch_s.get(model, 0.0)
     begun = last is not None and last.kind == "prefill" and state.groups.serving == choice.group.group_id
@@ -213,44 +221,39 @@ def _prefill_first(
 
 
 def _prefill_turn(
-    facts: SlotFacts,
-    state: SlotState,
+    last: Turn | None,
+    round_: RoundState,
     choice: GroupChoice,
     decode: DecodeTurn | None,
     now_s: float,
     settings: TurnSettings,
-) -> tuple[Turn, SlotState]:
+) -> Turn:
     model = choice.group.model
-    after = [group.model for group in choice.following] + ([decode.model] if decode else [])
-    goes_on = _going_on(state.turn, "prefill", model)
-    turn = Turn(
+    after = [group.model for group in choice.following]
+    if decode:
+        after.append(decode.model)
+    return Turn(
         kind="prefill",
         model=model,
-        group=tuple(request.request_id for request in choice.group.in_order(now_s, settings.prefill)),
-        started_s=goes_on.started_s if goes_on else now_s,
-        next_model=next((other for other in after if other != model), None),
-        alpha=state.round.alpha,
+        group=tuple([request.request_id for request in choice.group.in_order(now_s, settings.prefill)]),
+        started_s=last.started_s if last and _goes_on(last, "prefill", model) else now_s,
+        next_model=next((other for other in after if other != model), None) if after else None,
+        alpha=round_.alpha,
         reason=choice.reason,
     )
-    return turn, replace(state, turn=turn, groups=choice.state)
 
 
-def _decode_turn(
-    facts: SlotFacts, state: SlotState, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float
-) -> tuple[Turn, SlotState]:
+def _decode_turn(last: Turn | None, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float) -> Turn:
     waiting = prefill.group.model if prefill and prefill.group.model != decode.model else None
-    goes_on = _going_on(state.turn, "decode", decode.model)
-    turn = Turn(
+    return Turn(
         kind="decode",
         model=decode.model,
-        started_s=goes_on.started_s if goes_on else now_s,
+        started_s=last.started_s if last and _goes_on(last, "decode", decode.model) else now_s,
         next_model=waiting or decode.next_model,
         alpha=decode.alpha,
         reason=decode.reason,
     )
-    switch_s = 0.0 if goes_on else facts.switch_s.get(decode.model, 0.0)
-    return turn, replace(state, turn=turn, round=state.round.later(switch_s))
 
 
-def _going_on(last: Turn | None, kind: Kind, model: str) -> Turn | None:
-    return last if last and (last.kind, last.model) == (kind, model) else None
+def _goes_on(last: Turn | None, kind: Kind, model: str) -> bool:
+    return last is not None and last.kind == kind and last.model == model

@@ -54,11 +54,22 @@ def work_folder(kept: Path | None = None) -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
-def cpu_s(pid: int) -> float:
-    """CPU seconds that a process, its threads and its children have used so far, ended children included."""
+def cpu_s(pid: int, *, but: str | None = None) -> float:
+    """CPU seconds that a process, its threads and its children have used so far, ended children included. `but`: no
+    children that run now whose command names it.
+    """
     children = [child for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
-    ticks = sum(_ticks(pid)) + sum(sum(_ticks(child)[:2]) for child in children)
+    counted = [child for child in children if but is None or but not in _command(child)]
+    ticks = sum(_ticks(pid)) + sum(sum(_ticks(child)[:2]) for child in counted)
     return ticks / _TICKS_PER_S
+
+
+def _command(pid: str) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _ticks(pid: str | int) -> list[int]:

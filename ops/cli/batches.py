@@ -69,6 +69,7 @@ def list_batches(context: typer.Context, as_json: AsJson = False) -> None:
         "status": "status",
         "done": lambda row: f"{_done(row)} of {row['request_counts']['total']}",
         "failed": lambda row: row["request_counts"]["failed"],
+        "ends": lambda row: _end_text(row) or "",
         "created": lambda row: time_text(row["created_at"]),
     }
     print_pages(context, "/v1/batches", "Batches", columns, as_json=as_json, as_client=True)
@@ -179,6 +180,8 @@ def show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
             ("status", batch["status"]),
             ("requests", f"{counts['total']}: {counts['completed']} completed, {counts['failed']} failed"),
             ("created", time_text(batch["created_at"])),
+            ("predicted end", _end_text(batch)),
+            ("because", (batch.get("tidepool") or {}).get("reason")),
             ("results", _file_text(batch, "output_file_id", "")),
             ("failed lines", _file_text(batch, "error_file_id", " --errors")),
         ]
@@ -190,6 +193,16 @@ def show_batch(batch: dict[str, Any], *, as_json: bool) -> None:
     if len(errors) > _ERRORS_SHOWN:
         more = len(errors) - _ERRORS_SHOWN
         typer.echo(f"{more} more: tidepool batch show {batch['id']} --json")
+
+
+def _end_text(batch: Mapping[str, Any]) -> str | None:
+    """When the batch will end, as far as is known."""
+    known = batch.get("tidepool") or {}
+    if not known.get("reason"):
+        return None
+    at = known["predicted_end_at"]
+    shown = "unknown" if at is None else time_text(at)
+    return f"{shown}, AT RISK" if known["at_risk"] else shown
 
 
 def _file_text(batch: Mapping[str, Any], field: str, option: str) -> str | None:

@@ -2,12 +2,12 @@
 
 _MODULES = {
     "control": (
-        "aiohttp",
         "alembic",
         "celery",
         "fastapi",
         "greenlet",
         "highspy",
+        "httptools",
         "numpy",
         "psycopg",
         "pulp",

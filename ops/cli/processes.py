@@ -53,23 +53,40 @@ def demo(
         run_demo(demand=demand, keep=keep, tiny=tiny)
 
 
-@examples("TIDEPOOL_PORT=8080 tidepool api")
-def api() -> None:
-    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*."""
+@examples("TIDEPOOL_PORT=8080 tidepool api", "tidepool api --processes 4")
+def api(
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Processes that share the port; else TIDEPOOL_API_PROCESSES."),
+    ] = None,
+    group: Annotated[Path | None, typer.Option(hidden=True, help="Folder of the group that this one is of.")] = None,
+    number: Annotated[int, typer.Option(hidden=True, min=0, help="Its number in the group.")] = 0,
+) -> None:
+    """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
+
+    \b
+    With several processes, one that ends is started again, and SIGTERM ends all of them when their streams have ended.
+    """
     with running():
         import structlog
 
         from controlplane.api.app import serve
+        from controlplane.api.process_group import GroupMember
         from controlplane.errors import SchemaError
         from controlplane.settings import Settings
         from controlplane.store.schema import check_schema_at_start
 
         settings = Settings()
+        if group is None and (count := processes or settings.api_processes) > 1:
+            from ops.local.api_processes import run_api_processes
+
+            run_api_processes(settings.host, settings.port, count)
+            return
         try:
             check_schema_at_start(settings)
         except SchemaError as error:  # `/readyz` reports it too until the database is migrated
             structlog.get_logger().error(error.message)
-        serve(settings)
+        serve(settings, None if group is None else GroupMember(folder=group, number=number))
 
 
 @examples("tidepool dispatcher")

@@ -38,6 +38,7 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
             ("nodes draining", status["nodes_draining"]),
             ("instances", f"{_counts(status['instances'])} ({status['instances_pooled']} of them pooled)"),
             ("batches", _counts(status["batches"])),
+            ("batches at risk", status["batches_at_risk"] or None),
             ("queue", f"{status['requests_waiting']} waiting, {status['requests_running']} running"),
             ("plan in force", None if plan is None else f"{plan['id']} ({plan['status']})"),
             ("last planned", _planning_text(status["planning"])),

@@ -3,10 +3,11 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from ops.local.privileges import leashed
 
@@ -21,12 +22,13 @@ class Child:
     `argv` must stay in the foreground. `env` is its whole environment, None for the supervisor's own. `ready` answers
     within about a second whether the child can serve; an exception counts as no. `after` names children that must be
     ready before this one is first started. stdout and stderr are appended to `log`, which is rotated at a start where
-    it is longer than `log_bytes_max`. Without `ready` a child counts as ready when it has lived for `settled_s`.
+    it is longer than `log_bytes_max`; None: they are the supervisor's own. Without `ready` a child counts as ready when
+    it has lived for `settled_s`.
     """
 
     name: str
     argv: tuple[str, ...]
-    log: Path
+    log: Path | None
     env: Mapping[str, str] | None = None
     ready: Callable[[], bool] | None = None
     ready_timeout_s: float = 60.0
@@ -60,14 +62,13 @@ class Process:
     def launch(self, now_s: float) -> None:
         """Start the process in a session of its own."""
         child = self.child
-        _rotate(child.log, child.log_bytes_max)
-        with child.log.open("ab") as output:
+        with _output(child) as output:
             self._popen = subprocess.Popen(
                 leashed(child.argv, child.stop_signal),
                 env=child.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
             )
         self.started_s = now_s
@@ -119,8 +120,20 @@ class Process:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def log_tail(log: Path) -> str:
-    """The last lines of a log, indented, under a line that names the file."""
+@contextmanager
+def _output(child: Child) -> Iterator[BinaryIO | None]:
+    if child.log is None:
+        yield None
+        return
+    _rotate(child.log, child.log_bytes_max)
+    with child.log.open("ab") as output:
+        yield output
+
+
+def log_tail(log: Path | None) -> str:
+    """The last lines of a log, indented, under a line that names the file; where there is none, they were printed."""
+    if log is None:
+        return ""
     if not log.exists():
         return f"  ({log} does not exist)"
     with log.open("rb") as source:

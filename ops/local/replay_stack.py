@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +27,23 @@ READY_TIMEOUT_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """How large the stack is. `replay_speed` below 1 makes streams longer, so that more faults meet one; `kv_tokens` is
-    what the KV cache of a node holds.
+    what the KV cache of a node holds, `batch_max` how many sequences run in a step. `profile`: of the GPUs; None: H800.
+    `heartbeat_s`: the interval of the nodes' heartbeats. `tokenizer`: the folder of every model's tokenizer; None: a
+    rule of thumb counts.
     """
 
     regions: int
     nodes: int
     models: int
     replay_speed: float = 0.25
+    instances_min: int = 1
     instances_max: int = 2
     kv_tokens: int = 65_536
+    batch_max: int = 32
+    profile: Path | None = None
+    heartbeat_s: float = 1.0
+    context_tokens: int = CONTEXT_TOKENS
+    tokenizer: Path | None = None
 
     def region_names(self) -> tuple[str, ...]:
         """region-1, region-2, ..."""
@@ -61,8 +70,13 @@ class Fleet:
                 gpus=gpus,
                 memory_bytes=NODE_BYTES,
                 engine="replay",
-                profile=PROFILES / f"{GPU_TYPE.lower()}.toml",
-                settings={"replay_speed": self.replay_speed, "kv_share": KV_SHARE},
+                profile=self.profile or PROFILES / f"{GPU_TYPE.lower()}.toml",
+                settings={
+                    "replay_speed": self.replay_speed,
+                    "kv_share": KV_SHARE,
+                    "batch_max": self.batch_max,
+                    "heartbeat_every_s": self.heartbeat_s,
+                },
             )
             for n in range(self.nodes)
         )
@@ -93,7 +107,7 @@ class ReplayStack:
             return answer.json()
 
     async def register(self) -> None:
-        """Register regions, models, and endpoints with one instance each."""
+        """Register regions, models, and endpoints with their instances."""
         await asyncio.to_thread(self._register)
 
     def _register(self) -> None:
@@ -103,26 +117,37 @@ class ReplayStack:
                 api.put(f"/admin/regions/{region}", {"position": position})
             api.put(f"/admin/gpu-types/{GPU_TYPE}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
             for model in self.fleet.model_names():
-                api.put(f"/admin/models/{model}", replayed_model(model, self.fleet.kv_bytes_per_token()))
-                offer_model(api, model, {GPU_TYPE: TOKENS_PER_S[GPU_TYPE]}, regions, 1, self.fleet.instances_max)
+                about = replayed_model(model, self.fleet.kv_bytes_per_token())
+                about["context_tokens"] = self.fleet.context_tokens
+                if self.fleet.tokenizer is not None:
+                    about["path"] = str(self.fleet.tokenizer)
+                api.put(f"/admin/models/{model}", about)
+                limits = self.fleet.instances_min, self.fleet.instances_max
+                offer_model(api, model, {GPU_TYPE: TOKENS_PER_S[GPU_TYPE]}, regions, *limits)
 
     async def wait_ready(self) -> None:
-        """Until every endpoint has an instance that is ready.
+        """Until every endpoint has as many instances ready as it has at least.
 
         Raises:
             TimeoutError: not within five minutes.
         """
 
         async def are_ready() -> bool:
-            return await self.ready_endpoints() >= self.fleet.regions * self.fleet.models
+            ready = Counter(await self._ready())
+            wanted = self.fleet.regions * self.fleet.models
+            return sum(count >= self.fleet.instances_min for count in ready.values()) >= wanted
 
         if not await wait_until(are_ready, READY_TIMEOUT_S):
             raise TimeoutError(f"{await self.ready_endpoints()} endpoints are ready after {READY_TIMEOUT_S:g} s")
 
     async def ready_endpoints(self) -> int:
         """How many endpoints have an instance that is ready."""
+        return len(set(await self._ready()))
+
+    async def _ready(self) -> list[tuple[str, str]]:
+        """Model and region of every instance that is ready."""
         rows = await asyncio.to_thread(self._live_instances)
-        return len({(row["model"], row["region"]) for row in rows if row["state"] == "ready"})
+        return [(row["model"], row["region"]) for row in rows if row["state"] == "ready"]
 
     def _live_instances(self) -> list[dict[str, Any]]:
         with open_api(self.local.url, self.local.keys["admin"]) as api:

@@ -46,7 +46,7 @@ class LocalNode:
     memory_bytes: int
     engine: str = "torch"
     profile: Path | None = None
-    settings: Mapping[str, int | float] = field(default_factory=dict)
+    settings: Mapping[str, int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,10 @@ def gateway_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
 
 def agent_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     """The metrics of an agent with the names of their labels."""
-    yield from _described(vars(RequestMeasures(CollectorRegistry())).values())
+    measures = RequestMeasures(CollectorRegistry())
+    yield from _described(vars(measures).values())
+    for family in measures.tokens.collect():
+        yield family, _labels(family)
     settings = AgentSettings(
         node="node",
         region="region",

@@ -1,7 +1,7 @@
 """From a scenario to a result: build the world, run it, and sum it up."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from forecasts.importers.lines import DemandFileError
 from ops.simulator.kernel.events import Events
+from ops.simulator.kernel.requests import Request
 from ops.simulator.results.results import Result
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.means import load_profiles, means_of
@@ -45,8 +46,10 @@ def simulate(
     seed: int | None = None,
     report: Report = lambda now_s, requests: None,
     router: Router | None = None,
+    traffic: Iterable[Request] | None = None,
 ) -> Outcome:
-    """Run a scenario to its end. `router`: in place of the live policy.
+    """Run a scenario to its end. `router`: in place of the live policy. `traffic`: in place of the scenario's, in order
+    of arrival.
 
     Raises:
         ScenarioError: the instances of the beginning find no room, no instance can be of the
@@ -56,7 +59,7 @@ def simulate(
     """
     seed = scenario.seed if seed is None else seed
     began_s = time.perf_counter()
-    world, fleet, prices = build_world(scenario, seed, router)
+    world, fleet, prices = build_world(scenario, seed, router, traffic)
     for now_s in world.run():
         report(now_s, world.arrived)
     result = result_of(
@@ -72,11 +75,11 @@ def simulate(
 
 
 def build_world(
-    scenario: Scenario, seed: int, router: Router | None = None
+    scenario: Scenario, seed: int, router: Router | None = None, given: Iterable[Request] | None = None
 ) -> tuple[World, Fleet | None, Mapping[str, float]]:
     """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour by GPU type."""
     models = {model.name: model for model in scenario.models}
-    traffic = traffic_of(scenario, seed)
+    traffic = traffic_of(scenario, seed) if given is None else iter(given)
     if not scenario.policy.prefix_cache or scenario.fleet.serving in ("pooled", "static"):
         traffic = (replace(request, blocks=()) if request.blocks else request for request in traffic)
     if isinstance(scenario.traffic, AegaeonPart):

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from dataplane.engines.replay.vocabulary import WORDS
 from ops.local.sample_fleet import POOL_REGION, TOKENS_PER_S
 from ops.local.stack import LocalStack
+from ops.local.word_tokenizer import write_word_tokenizer
 from tests.flows.checkpoints import checkpoint_stack, embedding_model, tool_model
 from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
@@ -47,7 +46,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One region, one replayed node, one model; its tokenizer has a token for each word."""
     if not INSTALLED:
         pytest.skip(NOT_HERE)
-    folder = _write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    folder = write_word_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     with replay_stack(tmp_path_factory.mktemp("clients"), REPLAY_NODES[:1]) as stack:
         _register(stack, folder)
         yield Service(url=stack.url, key=stack.keys["client"], tokenizer=folder)
@@ -83,19 +82,6 @@ def _register(stack: LocalStack, folder: Path) -> None:
         wait_ready(admin, 1)
     with client_of(stack) as client:
         wait_until(lambda: client.models.retrieve(MODEL).id == MODEL, "the gateway knows the model")
-
-
-def _write_tokenizer(folder: Path) -> Path:
-    """What the clients that count tokens load, and the node too: so all count alike. Unknown words read as the first
-    known one.
-    """
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -57,9 +57,10 @@ from dataplane.protocol.messages import (
     TokenLogprob,
     ToolCallDelta,
     TopLogprob,
-    encode_line,
 )
+from dataplane.protocol.records import MEDIA_TYPE
 from dataplane.protocol.tiers import Tier
+from tests.controlplane.serving.scripted import encoded
 
 KV_BYTES = 1 << 40
 MODEL = "tide"
@@ -67,22 +68,27 @@ NODE_KEY = "node-key-for-tests"
 PATIENCE_S = 120.0
 """How long anything may take on a machine that is busy with other things."""
 HANGS_S = 600.0
+FLOOD_TOKENS, FLOOD_CHARS = 20_000, 10_000
+"""Much more than sockets hold."""
 
 
 class FakeAgent:
     """A node's HTTP face. `script`: how to answer the next requests, then always `then`. "held" answers come when they
-    are `freed`. `events`: what "answer" sends after `Started`, in place of three tokens. `pooled`: the values of a
-    request that is not answered with text.
+    are `freed`; those with `events` end when they are `ending`. `events`: what "answer" sends after `Started`, in place
+    of three tokens. `pooled`: the values of a request that is not answered with text. `old`: it knows no records.
+    `flooded`: tokens that "flood" has sent.
     """
 
     def __init__(self, *script: str, then: str = "answer", events: Sequence[StreamEvent] = ()) -> None:
         self.script = list(script)
         self.then = then
         self.events = events
+        self.old = False
+        self.flooded = 0
         self.pooled: Callable[[Generate], tuple[float, ...]] = lambda generate: (0.6, 0.8)
         self.asked: list[Generate] = []
         self.peers: set[int] = set()
-        self.dropped, self.freed = threading.Event(), threading.Event()
+        self.dropped, self.freed, self.ending = threading.Event(), threading.Event(), threading.Event()
         self.url = ""
         self.cached_tokens = 0
         self.questions: list[Any] = []
@@ -110,7 +116,10 @@ class FakeAgent:
             return Response(msgspec.json.encode(failed), status_code=failed.status)
         if mode == "bad bytes":
             return Response(b"\xff\xfe", status_code=500)
-        return StreamingResponse(self._lines(mode, generate), media_type="application/x-ndjson")
+        if self.old:
+            generate = msgspec.structs.replace(generate, text_frame=None)
+        media_type = "application/x-ndjson" if generate.text_frame is None else MEDIA_TYPE
+        return StreamingResponse(self._lines(mode, generate), media_type=media_type)
 
     async def _tokenize(self, request: Request) -> Response:
         """Three tokens, whatever the text."""
@@ -137,7 +146,7 @@ class FakeAgent:
                 yield b"<html>no node here</html>\n"
             elif mode != "empty":
                 async for event in self._events(mode, generate):
-                    yield encode_line(event)
+                    yield encoded(event, generate)
         except (asyncio.CancelledError, GeneratorExit):
             self.dropped.set()
             raise
@@ -151,10 +160,16 @@ class FakeAgent:
             yield Pooled(values=self.pooled(generate))
             yield Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=0)
             return
-        if (mode == "answer" and self.events) or mode in ANSWERS:
+        if (mode in {"answer", "held"} and self.events) or mode in ANSWERS:
             for event in ANSWERS.get(mode, self.events):
+                while mode == "held" and isinstance(event, Finished) and not self.ending.is_set():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
                 yield event
             return
+        while mode == "flood" and self.flooded < FLOOD_TOKENS:
+            yield Token(text="x" * FLOOD_CHARS, token_ids=(1,))
+            self.flooded += 1
+            await asyncio.sleep(0)
         if not generate.generated:
             yield spoken("the\0tide " if mode == "nul" else "the tide ", (1, 2), generate)
         if mode == "die later":
@@ -211,8 +226,8 @@ REFUSALS = {
 
 
 @contextlib.contextmanager
-def served(app: Any) -> Iterator[str]:
-    """The app on a free port, served by a thread; its address."""
+def served(app: Any, **options: Any) -> Iterator[str]:
+    """The app on a free port, served by a thread; its address. `options`: further ones of the server."""
     config = uvicorn.Config(
         app,
         port=0,
@@ -221,6 +236,7 @@ def served(app: Any) -> Iterator[str]:
         ws="none",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=int(PATIENCE_S),
+        **options,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)

@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from dataplane.agent.child_process import ChildProcess
-from dataplane.agent.http import make_app
+from dataplane.agent.http import server_config
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.worker_link import WorkerLink
@@ -134,7 +134,8 @@ class Node:
 async def running_node(agent_settings: AgentSettings | None = None, **parts: Any) -> AsyncIterator[Node]:
     """A running node, `parts` being those of `Agent`. On leaving, all its processes have ended."""
     agent = Agent(agent_settings or settings(), boot_id=uuid.uuid4().hex, **parts)
-    config = uvicorn.Config(make_app(agent), port=0, log_config=None, access_log=False, lifespan="off", ws="none")
+    config = server_config(agent)
+    config.port = 0
     server = uvicorn.Server(config)
     workers = asyncio.create_task(agent.run())
     serving = asyncio.create_task(server.serve())

@@ -91,6 +91,7 @@ class Status(BaseModel):
     instances_pooled: int = Field(description="of these, those that share a slot")
     unplaced: list[UnplacedStatus] = Field(description="what the last run of scaling found no place for, and why")
     batches: dict[str, int] = Field(description="by state", examples=[{"in_progress": 1, "completed": 7}])
+    batches_at_risk: int = Field(description="batches in progress that are predicted to miss their deadline")
     requests_waiting: int = Field(description="batch requests in the queue")
     requests_running: int = Field(description="batch requests that a dispatcher holds")
     plan: PlanStatus | None

@@ -13,9 +13,11 @@ from fastapi import Header, Request
 from starlette.responses import Response
 
 from controlplane.api.auth import require_model
+from controlplane.api.metrics import Stage
 from controlplane.api.openai.attainment import AnswerMeasure
 from controlplane.api.openai.event_stream import EventStreamResponse, unless_gone
 from controlplane.api.request_log import note_failure, note_gone, plain
+from controlplane.api.stages import StageClock
 from controlplane.api.state import State, state_of
 from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
 from controlplane.serving.answers import Renderer, whole_answer
@@ -24,7 +26,9 @@ from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
 from controlplane.serving.query import Query
 from controlplane.serving.tracing import step
 from controlplane.store.request_log import OK, RequestRecord
-from dataplane.protocol.messages import Finished, Pooled, Started, StreamEvent, Token
+from dataplane.protocol.connections import BodyWriter, body_writer
+from dataplane.protocol.messages import Finished, Pooled, Started, Token
+from dataplane.protocol.records import RecordedEvent, TextRecord
 
 Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="region the request comes from")]
 
@@ -48,8 +52,10 @@ async def answer(
     if not stream:
         whole = await unless_gone(request, whole_answer(events, answering.query, renderer))
         return Response(msgspec.json.encode(whole), media_type="application/json", headers=answering.headers())
+    for number, choice in enumerate(answering.query.choices):
+        choice.text_frame = renderer.text_frame(number)
     first = await unless_gone(request, anext(events))
-    lines = _lines(first, events, answering.query, renderer)
+    lines = _lines(first, events, answering, renderer, body_writer(request.scope))
     return EventStreamResponse(lines, headers=answering.headers() | dict(headers or {}))
 
 
@@ -74,7 +80,8 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     in_flight = InFlightQuery.of(
         state.fleet, model, query, messages, tenant=attempt.tenant, origin=_origin(state, origin)
     )
-    answering = Answering(state, in_flight, arrived_s, attempt, record)
+    answering = Answering(state, in_flight, arrived_s, attempt, record, request.state.stages)
+    request.state.stages.end(Stage.PREPARE)
     return answering, state.limits.limited(request, in_flight, answering.events())
 
 
@@ -97,13 +104,20 @@ class Answering:
     """One query being answered: passes its events on, measures them and fills its record."""
 
     def __init__(
-        self, state: State, query: InFlightQuery, arrived_s: float, attempt: Attempt, record: RequestRecord
+        self,
+        state: State,
+        query: InFlightQuery,
+        arrived_s: float,
+        attempt: Attempt,
+        record: RequestRecord,
+        stages: StageClock,
     ) -> None:
         self.query = query
         self._state = state
         self._arrived_s = arrived_s
         self._attempt = attempt
         self._record = record
+        self._stages = stages
         self._labels = query.query.model, query.query.tier.value
         self._measure = AnswerMeasure(state.metrics, self._labels, query.first.message.objective, arrived_s)
         self._region = ""
@@ -123,6 +137,7 @@ class Answering:
         try:
             with step("admission"):
                 facts = await state.admission.enter(query.first)
+            self._stages.end(Stage.ADMIT)
             async with aclosing(send_query(state.sender, query, facts)) as stream:
                 async for arrived in stream:
                     choice, events = arrived
@@ -137,15 +152,33 @@ class Answering:
             note_gone(self._record)
             raise
         finally:
+            query.first.pass_on = None  # it refers to this object, whose query would wait for a garbage collection
             state.metrics.streams.dec()
             if self._record.outcome != OK:
                 state.offered.note_unanswered(self._attempt)
             self._fill_record()
-            state.metrics.requests.labels(*self._labels, self._region, self._record.outcome or "internal_error").inc()
+            ended = (*self._labels, self._region, self._record.outcome or "internal_error")
+            state.metrics.series(state.metrics.requests, *ended).inc()
             self._count_usage()
 
-    def _measure_event(self, choice: int, event: StreamEvent) -> None:
-        if isinstance(event, Token):
+    def pass_on_to(self, writer: BodyWriter) -> None:
+        """From now on, write text to the client within the callback that received it, unless the client does not keep
+        up: then it waits as other events do. Only where there is one choice: the events of several wait for each other.
+        """
+
+        def pass_on(text: TextRecord) -> bool:
+            if writer.full or writer.lost:
+                return False
+            if text.payload:
+                writer.write(text.payload)
+            self._measure.tokens(len(text.token_ids))
+            return True
+
+        if len(self.query.choices) == 1:
+            self.query.first.pass_on = pass_on
+
+    def _measure_event(self, choice: int, event: RecordedEvent) -> None:
+        if isinstance(event, Token | TextRecord):
             self._measure.tokens(len(event.token_ids), choice)
         elif isinstance(event, Pooled):
             self._measure.tokens(1, choice)
@@ -154,9 +187,10 @@ class Answering:
                 self._region = self.query.choices[choice].routes[-1].region
             if self._record.placed_s is None:
                 self._record.placed_s = time.monotonic() - self._arrived_s
+                self._stages.end(Stage.PLACE)
             if self._measure.has_begun(choice):
                 self._record.continuations += 1
-                self._state.metrics.continuations.labels(*self._labels).inc()
+                self._state.metrics.series(self._state.metrics.continuations, *self._labels).inc()
         elif isinstance(event, Finished):
             self._ended += 1
             instance_id = self.query.choices[choice].routes[-1].instance_id
@@ -193,17 +227,23 @@ def _nodes(query: InFlightQuery) -> list[str]:
 
 
 async def _lines(
-    first: tuple[int, list[StreamEvent]], rest: ChoiceStream, query: InFlightQuery, renderer: Renderer
+    first: tuple[int, list[RecordedEvent]],
+    rest: ChoiceStream,
+    answering: Answering,
+    renderer: Renderer,
+    writer: BodyWriter | None,
 ) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a stream, one write for all that arrived together. A failure after the first event is
-    itself the last event.
+    itself the last event. `writer`: how text reaches the client past this iteration, once the first bytes are sent.
     """
     try:
         yield renderer.begin() + renderer.events(*first)
+        if writer is not None:
+            answering.pass_on_to(writer)
         async for choice, events in rest:
             if written := renderer.events(choice, events):
                 yield written
-        yield renderer.end(query.usage())
+        yield renderer.end(answering.query.usage())
     except TidepoolError as error:
         yield renderer.failure(error)
     finally:

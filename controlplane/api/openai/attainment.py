@@ -59,7 +59,7 @@ class AnswerMeasure:
         pace = self._paces.get(choice)
         if pace is None:
             if not self._paces:
-                self._metrics.first_token_s.labels(*self._labels).observe(elapsed_s)
+                self._metrics.series(self._metrics.first_token_s, *self._labels).observe(elapsed_s)
             pace = self._paces[choice] = _Pace(elapsed_s)
         if self._objective is not None:
             self._in_time += tokens_in_time(self._objective, first=pace.tokens, count=count, elapsed_s=elapsed_s)
@@ -69,21 +69,21 @@ class AnswerMeasure:
     def finished(self, usage: TokenUsage) -> None:
         """Record the end of all choices. The pace of a request is that of its slowest one."""
         metrics, labels = self._metrics, self._labels
-        metrics.input_tokens.labels(*labels).inc(usage.prompt_tokens)
-        metrics.cached_input_tokens.labels(*labels).inc(usage.cached_tokens)
-        metrics.output_tokens.labels(*labels).inc(usage.completion_tokens)
-        metrics.duration_s.labels(*labels).observe(time.monotonic() - self._arrived_s)
+        metrics.series(metrics.input_tokens, *labels).inc(usage.prompt_tokens)
+        metrics.series(metrics.cached_input_tokens, *labels).inc(usage.cached_tokens)
+        metrics.series(metrics.output_tokens, *labels).inc(usage.completion_tokens)
+        metrics.series(metrics.duration_s, *labels).observe(time.monotonic() - self._arrived_s)
         paces = self._paces.values()
         ttft_s = self.first_token_s
         if ttft_s is None:
             return
         tbt_s = max(pace.per_token_s for pace in paces)
         if any(pace.tokens > 1 for pace in paces):
-            metrics.per_token_s.labels(*labels).observe(tbt_s)
+            metrics.series(metrics.per_token_s, *labels).observe(tbt_s)
         if self._objective is None:
             return
-        metrics.slo_tokens.labels(*labels, "true").inc(self._in_time)
-        metrics.slo_tokens.labels(*labels, "false").inc(sum(pace.tokens for pace in paces) - self._in_time)
+        metrics.series(metrics.slo_tokens, *labels, "true").inc(self._in_time)
+        metrics.series(metrics.slo_tokens, *labels, "false").inc(sum(pace.tokens for pace in paces) - self._in_time)
         kept = {"ttft": ttft_s <= self._objective.ttft_s, "tbt": tbt_s <= self._objective.tbt_s}
         self._count([name for name, met in kept.items() if not met])
 
@@ -92,9 +92,9 @@ class AnswerMeasure:
         if self._objective is not None and error.status >= _SERVER_ERRORS:
             self._count(["failed"])
         elif error.status == _TOO_MANY:
-            self._metrics.refusals.labels(*self._labels, error.code).inc()
+            self._metrics.series(self._metrics.refusals, *self._labels, error.code).inc()
 
     def _count(self, missed: list[str]) -> None:
-        self._metrics.slo_requests.labels(*self._labels, "false" if missed else "true").inc()
+        self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()
         for objective in missed:
-            self._metrics.slo_violations.labels(*self._labels, objective).inc()
+            self._metrics.series(self._metrics.slo_violations, *self._labels, objective).inc()

@@ -50,16 +50,17 @@ class NewBatch(BaseModel):
     )
     input_file_id: str = Field(max_length=64)
     endpoint: Annotated[str, AfterValidator(_batch_endpoint), Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})]
-    completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,2}h$")]
+    completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,4}[hm]$")]
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] | None = None
     output_expires_after: OutputExpiry | None = None
 
     def window_s(self) -> int:
-        """The completion window in seconds; OpenAI's is always 24 h, ours may be 1 to 168 h."""
-        hours = int(self.completion_window.removesuffix("h"))
-        if hours > _WINDOW_HOURS_MAX:
-            raise InvalidValueError(f"at most {_WINDOW_HOURS_MAX}h, not {hours}h", param="completion_window")
-        return hours * 3600
+        """The completion window in seconds; OpenAI's is always 24 h, ours may be 1 minute to 168 h."""
+        window_s = int(self.completion_window[:-1]) * (3600 if self.completion_window.endswith("h") else 60)
+        if window_s > _WINDOW_HOURS_MAX * 3600:
+            message = f"at most {_WINDOW_HOURS_MAX}h, not {self.completion_window}"
+            raise InvalidValueError(message, param="completion_window")
+        return window_s
 
 
 @router.post("", summary="Create a batch")
@@ -94,7 +95,7 @@ def list_batches(
 
 @router.get("/{batch_id}", summary="Retrieve a batch")
 def get_batch(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
-    """Its state and its counts right now."""
+    """Its state, its counts right now and, while it is in progress, when it will end (`tidepool`)."""
     batch = batches.get_batch(session, batch_id, tenant=caller.tenant)
     return _batch(batch, batches.counts_of(session, [batch])[batch.id])
 
@@ -135,6 +136,16 @@ def _batch(batch: Batch, counts: BatchCounts) -> dict[str, Any]:
             "total_tokens": counts.input_tokens + counts.output_tokens,
         },
         "metadata": batch.labels,
+        "tidepool": _prediction(batch) if state == BatchState.IN_PROGRESS else None,
+    }
+
+
+def _prediction(batch: Batch) -> dict[str, Any]:
+    """When it will end, as far as is known, and why then. OpenAI's object has no such field."""
+    return {
+        "predicted_end_at": _seconds(batch.predicted_end_at),
+        "at_risk": batch.at_risk,
+        "reason": batch.end_reason,
     }
 
 

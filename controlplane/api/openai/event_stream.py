@@ -1,6 +1,8 @@
 """Server-sent events, and clients that disconnect before their answer is ready."""
 
-from collections.abc import AsyncGenerator, Awaitable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import anyio
@@ -25,7 +27,10 @@ class EventStreamResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with _ended_by_disconnect(receive):
+                await self.stream_response(send)
+        except ClientGoneError:
+            pass
         finally:
             with anyio.CancelScope(shield=True):
                 await self._lines.aclose()
@@ -44,23 +49,29 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientGoneError: it did.
     """
-    result: T | None = None
-    failure: TidepoolError | None = None
+    with _ended_by_disconnect(request.receive):
+        return await work
+
+
+@contextmanager
+def _ended_by_disconnect(receive: Receive) -> Iterator[None]:
+    """Cancel the block when the client disconnects. One plain task watches it, since a task group costs as much as all
+    else that a short request needs; the scope is anyio's, so that what is shielded is not cancelled.
+
+    Raises:
+        ClientGoneError: it did.
+    """
 
     async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
-        group.cancel_scope.cancel()
+        scope.cancel()
 
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch)
+    with anyio.CancelScope() as scope:
+        watcher = asyncio.create_task(watch())
         try:
-            result = await work
-        except TidepoolError as error:
-            failure = error
-        group.cancel_scope.cancel()
-    if failure is not None:
-        raise failure
-    if result is None:
+            yield
+        finally:
+            watcher.cancel()
+    if scope.cancelled_caught:
         raise ClientGoneError("the client went away")
-    return result

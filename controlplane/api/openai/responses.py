@@ -23,7 +23,7 @@ from controlplane.serving.responses.renderer import ResponseRenderer
 from controlplane.serving.responses.requests import RESPONSES, ResponseRequest
 from controlplane.store import responses
 from controlplane.store.responses import StoredResponse
-from dataplane.protocol.messages import StreamEvent
+from dataplane.protocol.records import RecordedEvent
 
 router = APIRouter(tags=["responses"])
 _EVENT = 'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":"Hi"}\n\n'
@@ -136,7 +136,7 @@ async def _whole(events: ChoiceStream, renderer: ResponseRenderer, keeper: _Keep
 
 
 async def _lines(
-    first: tuple[int, list[StreamEvent]],
+    first: tuple[int, list[RecordedEvent]],
     rest: ChoiceStream,
     answering: Answering,
     renderer: ResponseRenderer,

@@ -1,12 +1,12 @@
 """Content blocks of the Messages API: validated, and read as a conversation."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from controlplane.errors import InvalidValueError
-from controlplane.serving.openai_fields import JsonObject, Text, json_text, unsupported
+from controlplane.serving.openai_fields import JsonObject, Text, item_tag, json_text, only_parts, text_as
 from dataplane.protocol.messages import ChatMessage, ToolCall
 
 BLOCKS_MAX = 2048
@@ -27,21 +27,11 @@ class TextBlock(_Block):
     text: Text
 
 
-def _texts(given: Any) -> Any:
-    """A text as a list of one block; blocks of other kinds are refused by name."""
-    if isinstance(given, str):
-        return [{"type": "text", "text": given}]
-    for each in given if isinstance(given, list) else ():
-        kind = each.get("type") if isinstance(each, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported(f"only text is supported, not blocks of type '{kind[:40]}'")
-    return given
-
-
 Texts = Annotated[
     list[TextBlock],
     Field(max_length=BLOCKS_MAX),
-    BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock]),
+    only_parts("text", refusal="only text is supported, not blocks of type '{}'"),
+    text_as("text", str | list[TextBlock]),
 ]
 
 
@@ -80,22 +70,6 @@ class RedactedThinkingBlock(_Block):
     type: Literal["redacted_thinking"]
 
 
-def _blocks(given: Any) -> Any:
-    if isinstance(given, str):
-        return [{"type": "text", "text": given}]
-    for each in given if isinstance(given, list) else ():
-        kind = each.get("type") if isinstance(each, dict) else None
-        if isinstance(kind, str) and kind not in _KINDS:
-            raise unsupported(f"blocks of type '{kind[:40]}' are not supported")
-    return given
-
-
-def _branch(given: Any) -> str | None:
-    """The tag of the block's model. Errors leave tags of this form out of the path to the field."""
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return f"item:{kind}" if isinstance(kind, str) else None
-
-
 AnyBlock = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
 Blocks = Annotated[
     list[
@@ -106,12 +80,13 @@ Blocks = Annotated[
             | Annotated[ThinkingBlock, Tag("item:thinking")]
             | Annotated[RedactedThinkingBlock, Tag("item:redacted_thinking")],
             Discriminator(
-                _branch, custom_error_type="block_type", custom_error_message="a block is an object with a type"
+                item_tag, custom_error_type="block_type", custom_error_message="a block is an object with a type"
             ),
         ]
     ],
     Field(max_length=BLOCKS_MAX),
-    BeforeValidator(_blocks, json_schema_input_type=str | list[AnyBlock]),
+    only_parts(*_KINDS, refusal="blocks of type '{}' are not supported"),
+    text_as("text", str | list[AnyBlock]),
 ]
 
 

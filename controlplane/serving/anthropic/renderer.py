@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 
 from controlplane.errors import TidepoolError
-from controlplane.serving.answers import ChoiceAnswer, Renderer, named_sse
+from controlplane.serving.answers import ChoiceAnswer, Renderer, named_sse, tool_call_id
 from controlplane.serving.anthropic.errors import anthropic_error
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.query import Query
-from dataplane.protocol.messages import Finished, Started, StreamEvent, Token, ToolCallDelta
+from dataplane.protocol.messages import Finished, Started, Token, ToolCallDelta
+from dataplane.protocol.records import RecordedEvent
 from dataplane.protocol.tiers import Tier
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -43,7 +44,7 @@ class MessagesRenderer(Renderer):
     def begin(self) -> bytes:
         return b""
 
-    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+    def events(self, choice: int, events: list[RecordedEvent]) -> bytes:
         return named_sse(body for event in events for body in self._told(event))
 
     def end(self, usage: TokenUsage) -> bytes:
@@ -56,7 +57,7 @@ class MessagesRenderer(Renderer):
     def failure(self, error: TidepoolError) -> bytes:
         return named_sse([anthropic_error(error)])
 
-    def _told(self, event: StreamEvent) -> list[Body]:
+    def _told(self, event: RecordedEvent) -> list[Body]:
         if isinstance(event, Token):
             return self._token(event)
         if isinstance(event, Finished):
@@ -117,7 +118,8 @@ class MessagesRenderer(Renderer):
         }
 
     def _tool_use(self, index: int, name: str, arguments: Body) -> Body:
-        return {"type": "tool_use", "id": f"toolu_{self.answer_id}_{index}", "name": name, "input": arguments}
+        call_id = tool_call_id(self.answer_id, index, prefix="toolu")
+        return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
     def _usage(self, usage: TokenUsage) -> Body:
         """Tokens of the prompt are counted either as read from the cache or as input."""

@@ -5,10 +5,10 @@ conversation.
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from controlplane.errors import InvalidValueError
-from controlplane.serving.openai_fields import Text, unsupported
+from controlplane.serving.openai_fields import Text, item_tag, kind_of, only_parts, refuse_other_kinds, text_as
 from dataplane.protocol.messages import ChatMessage, ToolCall
 
 CALL_ID_CHARACTERS_MAX = 128
@@ -22,33 +22,25 @@ CallId = Annotated[Text, Field(min_length=1, max_length=CALL_ID_CHARACTERS_MAX)]
 
 
 class TextPart(BaseModel):
-    """A part of a text. Annotations and log probabilities of an earlier answer's parts are ignored."""
+    """A part of a text; a refusal is one too. Annotations and log probabilities of an earlier answer's parts are
+    ignored.
+    """
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["input_text", "output_text", "summary_text", "reasoning_text"]
     text: Text
 
-
-def _parts(given: Any) -> Any:
-    """A text as a list of one part; parts of other kinds are refused by name."""
-    if isinstance(given, str):
-        return [{"type": "input_text", "text": given}]
-    return [_part(each) for each in given] if isinstance(given, list) else given
-
-
-def _part(given: Any) -> Any:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind == "refusal":
-        return {"type": "output_text", "text": given.get("refusal")}
-    if isinstance(kind, str) and kind not in _TEXT_PARTS:
-        raise unsupported(f"only text is supported, not parts of type '{kind[:40]}'")
-    return given
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_is_text(cls, given: Any) -> Any:
+        return {"type": "output_text", "text": given.get("refusal")} if kind_of(given) == "refusal" else given
 
 
 Parts = Annotated[
     list[TextPart],
     Field(max_length=ITEMS_MAX),
-    BeforeValidator(_parts, json_schema_input_type=str | list[TextPart]),
+    only_parts(*_TEXT_PARTS, "refusal"),
+    text_as("input_text", str | list[TextPart]),
 ]
 
 
@@ -144,16 +136,9 @@ def _items(given: Any) -> Any:
 def _item(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    kind = given.get("type") or ("message" if "role" in given else None)
-    if isinstance(kind, str) and kind not in _ID_PREFIXES:
-        raise unsupported(f"items of type '{kind[:40]}' are not supported")
-    return {**given, "type": kind}
-
-
-def _branch(given: Any) -> str | None:
-    """The tag of the item's model. Errors leave tags of this form out of the path to the field."""
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return f"item:{kind}" if isinstance(kind, str) else None
+    item = {**given, "type": given.get("type") or ("message" if "role" in given else None)}
+    refuse_other_kinds(item, _ID_PREFIXES, "items of type '{}' are not supported")
+    return item
 
 
 Input = Annotated[
@@ -164,7 +149,7 @@ Input = Annotated[
             | Annotated[FunctionCallOutputItem, Tag("item:function_call_output")]
             | Annotated[ReasoningItem, Tag("item:reasoning")],
             Discriminator(
-                _branch,
+                item_tag,
                 custom_error_type="item_type",
                 custom_error_message="an item is an object with a type, or a message with a role",
             ),

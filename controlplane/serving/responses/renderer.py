@@ -10,7 +10,8 @@ from controlplane.serving.answers import ChoiceAnswer, Renderer, named_sse
 from controlplane.serving.fan_out import ChoiceStream, TokenUsage
 from controlplane.serving.query import Query
 from controlplane.serving.responses.writer import ResponseWriter
-from dataplane.protocol.messages import StreamEvent, Token, ToolCallDelta
+from dataplane.protocol.messages import Token, ToolCallDelta
+from dataplane.protocol.records import RecordedEvent
 
 
 class ResponseRenderer(Renderer):
@@ -43,7 +44,7 @@ class ResponseRenderer(Renderer):
     def begin(self) -> bytes:
         return named_sse(self.writer.begin())
 
-    def events(self, choice: int, events: list[StreamEvent]) -> bytes:
+    def events(self, choice: int, events: list[RecordedEvent]) -> bytes:
         return b"".join(named_sse(self.writer.write(event)) for event in events)
 
     def end(self, usage: TokenUsage) -> bytes:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from controlplane.serving.openai_fields import FunctionName, JsonObject, Text, unsupported
+from controlplane.serving.openai_fields import FunctionName, JsonObject, Text, refuse_other_kinds
 from controlplane.serving.tools import TOOLS_MAX, only_tools, tool_use
 from dataplane.protocol.messages import Tool, ToolUse
 
@@ -72,9 +72,7 @@ class ToolChoice(BaseModel):
 def _as_choice(given: Any) -> Any:
     if isinstance(given, str):
         return {"type": given}
-    kind = given.get("type") if isinstance(given, dict) else None
-    if isinstance(kind, str) and kind not in _CHOICES:
-        raise unsupported(f"choices of type '{kind[:40]}' are not supported, only functions")
+    refuse_other_kinds(given, _CHOICES, "choices of type '{}' are not supported, only functions")
     return given
 
 

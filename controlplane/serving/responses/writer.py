@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controlplane.errors import TidepoolError
+from controlplane.serving.answers import tool_call_id
 from controlplane.serving.openai_answers import openai_error, token_logprob
 from controlplane.serving.responses.items import Item, item_id
 from controlplane.serving.responses.output_items import (
@@ -18,7 +19,8 @@ from controlplane.serving.responses.output_items import (
     ReasoningOutput,
     Status,
 )
-from dataplane.protocol.messages import Finished, StreamEvent, Token, ToolCallDelta
+from dataplane.protocol.messages import Finished, Token, ToolCallDelta
+from dataplane.protocol.records import RecordedEvent
 
 _RATE_LIMITED = 429
 _BAD_REQUEST = range(400, 429)
@@ -54,7 +56,7 @@ class ResponseWriter:
         """The events before any answer."""
         return [self._of_response(kind) for kind in ("response.created", "response.in_progress")]
 
-    def write(self, event: StreamEvent) -> list[Body]:
+    def write(self, event: RecordedEvent) -> list[Body]:
         """The events that tell of an event of a node. With `Finished` the response is whole, and its last event is
         `ended`.
         """
@@ -105,7 +107,7 @@ class ResponseWriter:
         told: list[Body] = []
         if delta.index != self._call_index or not isinstance(self._open, CallOutput):
             self._call_index = delta.index
-            call_id = f"call_{self._head['id'].removeprefix('resp_')}_{delta.index}"
+            call_id = tool_call_id(self._head["id"], delta.index)
             told += self._close("completed")
             told += self._begin(CallOutput(self._item_id("function_call"), call_id, delta.name or ""))
         assert isinstance(self._open, CallOutput)

@@ -2,13 +2,15 @@
 
 tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
-tidepool:signal:<model>|<region>      set while an endpoint may not signal capacity again; also slot|<node>|<number>
+tidepool:release:<model>|<region>      hash   window -> Window (JSON), dispatcher -> its requests there, and when it
+                                      wrote them
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import redis
@@ -16,19 +18,22 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, InstanceFacts, SlotId
+from controlplane.policies.facts import Endpoint, InstanceFacts, Window
 from controlplane.settings import Settings
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import Heartbeat
 
 _VIEW = "tidepool:view"
 _DEMAND = "tidepool:demand:"
-_SIGNAL = "tidepool:signal:"
+_RELEASE = "tidepool:release:"
+_RELEASE_KEEP_S = 600
+_WINDOW = "window"
 _REVOKED = "tidepool:revoked"
 _REVOKED_KEEP_S = 600
 _COUNTING = "counting"
 _DEMAND_KEEP_S = 7200
 _FORGET_NODE_S = 600
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +79,8 @@ class LiveStore:
             health_check_interval=15,
             retry=Retry(NoBackoff(), 1),
         )
+        self._count = self._redis.register_script(_COUNT_LUA + "return total")
+        self._take = self._redis.register_script(_TAKE_LUA)
 
     def close(self) -> None:
         self._redis.close()
@@ -158,15 +165,40 @@ class LiveStore:
         with _translated():
             return frozenset(str(hashed) for hashed in self._redis.zrange(_REVOKED, 0, -1))
 
-    def take_signal(self, of: Endpoint | SlotId, *, every_s: float) -> bool:
-        """Whether an endpoint or a slot may signal capacity now: once in `every_s` seconds, to one dispatcher."""
+    def read_windows(self, endpoints: Collection[Endpoint]) -> dict[Endpoint, Window]:
+        """The windows of endpoints that have one. They are lost with Redis, and begin anew."""
         with _translated():
-            return bool(self._redis.set(_signal(of), b"1", nx=True, px=int(every_s * 1000)))
+            pipe = self._redis.pipeline(transaction=False)
+            for endpoint in endpoints:
+                pipe.hget(_release(endpoint), _WINDOW)
+            found = zip(endpoints, pipe.execute(), strict=True)
+        windows = ((endpoint, _decoded(str(raw), Window)) for endpoint, raw in found if raw is not None)
+        return {endpoint: window for endpoint, window in windows if window is not None}
 
-    def hold_signal(self, of: Endpoint, *, for_s: float) -> None:
-        """Let an endpoint signal no capacity for `for_s` seconds."""
+    def count_in_flight(self, dispatcher: str, own: Mapping[Endpoint, int], *, fresh_s: float) -> dict[Endpoint, int]:
+        """Write how many deferred requests of this dispatcher are in flight at endpoints; returns those of all
+        dispatchers that wrote theirs in the last `fresh_s` seconds.
+        """
         with _translated():
-            self._redis.set(_signal(of), b"1", px=int(for_s * 1000))
+            pipe = self._redis.pipeline(transaction=False)
+            for endpoint, count in own.items():
+                self._count(keys=[_release(endpoint)], args=[dispatcher, count, fresh_s, _RELEASE_KEEP_S], client=pipe)
+            return {endpoint: int(total) for endpoint, total in zip(own, pipe.execute(), strict=True)}
+
+    def take_windows(
+        self, dispatcher: str, taken: Mapping[Endpoint, "WindowTaken"], *, fresh_s: float
+    ) -> dict[Endpoint, int]:
+        """Replace each window not stepped since `before`, and take from what is now there: how many of the
+        `wanted` requests fit it, beside those of all dispatchers that are in flight. What is granted counts at once.
+        """
+        with _translated():
+            pipe = self._redis.pipeline(transaction=False)
+            for endpoint, each in taken.items():
+                before = "" if each.before is None else repr(float(each.before.stepped_s))
+                after = msgspec.json.encode(each.after)
+                args = dispatcher, each.in_flight, fresh_s, _RELEASE_KEEP_S, before, after, each.wanted, each.urgent
+                self._take(keys=[_release(endpoint)], args=args, client=pipe)
+            return {endpoint: int(granted) for endpoint, granted in zip(taken, pipe.execute(), strict=True)}
 
     def _read_hash(self, key: str) -> dict[str, str]:
         return {str(field): str(value) for field, value in self._redis.hgetall(key).items()}
@@ -176,9 +208,62 @@ class LiveStore:
         return float(seconds + micros / 1e6)
 
 
-def _signal(of: Endpoint | SlotId) -> str:
-    name = f"slot|{of.node_id}|{of.number}" if isinstance(of, SlotId) else f"{of.model}|{of.region}"
-    return f"{_SIGNAL}{name}"
+@dataclass(frozen=True, kw_only=True)
+class WindowTaken:
+    """What a dispatcher decided for an endpoint where it has `in_flight` requests: the window `after` the one `before`
+    (None: there was none), how many requests it wants within it, and how many `urgent` ones whatever it is.
+    """
+
+    before: Window | None
+    after: Window
+    in_flight: int
+    wanted: int = 0
+    urgent: int = 0
+
+
+_COUNT_LUA = """
+local time = redis.call('TIME')
+local now_s = time[1] + time[2] / 1000000
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. string.format('%.6f', now_s))
+redis.call('EXPIRE', KEYS[1], ARGV[4])
+local total = 0
+local fields = redis.call('HGETALL', KEYS[1])
+for i = 1, #fields, 2 do
+    local count, at_s = string.match(fields[i + 1], '^(%d+) ([%d.]+)$')
+    if count then
+        if now_s - tonumber(at_s) <= tonumber(ARGV[3]) then
+            total = total + tonumber(count)
+        else
+            redis.call('HDEL', KEYS[1], fields[i])
+        end
+    end
+end
+"""
+"""Writes the count ARGV[2] of the dispatcher ARGV[1]; `total` is that of all whose count is ARGV[3] seconds old or
+less.
+"""
+_TAKE_LUA = (
+    _COUNT_LUA
+    + """
+local stored = redis.call('HGET', KEYS[1], 'window')
+if not stored or ARGV[5] == '' or cjson.decode(stored).stepped_s == tonumber(ARGV[5]) then
+    stored = ARGV[6]
+    redis.call('HSET', KEYS[1], 'window', stored)
+end
+local left = math.floor(cjson.decode(stored).requests) - total - tonumber(ARGV[8])
+local granted = math.max(0, math.min(tonumber(ARGV[7]), left))
+local own = tonumber(ARGV[2]) + tonumber(ARGV[8]) + granted
+redis.call('HSET', KEYS[1], ARGV[1], own .. ' ' .. string.format('%.3f', now_s))
+return granted
+"""
+)
+"""Then replaces the window by ARGV[6] if it was stepped last at ARGV[5], and grants of ARGV[7] requests those that fit
+the window after ARGV[8] urgent ones.
+"""
+
+
+def _release(endpoint: Endpoint) -> str:
+    return f"{_RELEASE}{endpoint.model}|{endpoint.region}"
 
 
 def of_instances(heartbeat: Heartbeat, allowed: Collection[tuple[str, str]]) -> Heartbeat:
@@ -189,8 +274,12 @@ def of_instances(heartbeat: Heartbeat, allowed: Collection[tuple[str, str]]) -> 
 
 def _node_view(raw: str) -> NodeView | None:
     """None for what another version wrote; the node's next heartbeat replaces it."""
+    return _decoded(raw, NodeView)
+
+
+def _decoded(raw: str, kind: type[StructT]) -> StructT | None:
     try:
-        return msgspec.json.decode(raw, type=NodeView)
+        return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError:
         return None
 
@@ -251,6 +340,7 @@ def instance_facts(
                     prefill_token_s=report.prefill_token_s,
                     slot=report.slot,
                     load=node.heartbeat.load,
+                    batch_max=report.batch_max,
                 )
             )
     return tuple(facts)

@@ -3,7 +3,7 @@
 What comes out depends on the tokens alone, so another node that is given the tokens so far continues the same answer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -68,6 +68,21 @@ class AnswerText:
             self.reasoning_tokens += 1
         return parsed + self._flush() if self._detokenizer.stopped else parsed
 
+    def feed_all(self, token_ids: Sequence[int]) -> tuple[Parsed, int]:
+        """Add tokens up to the one at which the answer stops; the pieces that are certain with them, and how many
+        tokens were added.
+        """
+        new = Parsed()
+        for number, token_id in enumerate(token_ids, 1):
+            if self._tools is None and (self._reasoning is None or self._reasoning.is_over()):
+                parsed = Parsed(self._unsent(self._detokenizer.feed(token_id)))
+            else:
+                parsed = self.feed(token_id)
+            new = new + parsed if new else parsed
+            if self.stopped:
+                return new, number
+        return new, len(token_ids)
+
     def finish(self) -> Parsed:
         """What was held back, when no token follows."""
         return self._parse(self._detokenizer.finish()) + self._flush()
@@ -107,6 +122,8 @@ class AnswerText:
         return Parsed(self._unsent(content), reasoning, calls)
 
     def _unsent(self, content: str) -> str:
+        if not self._sent_chars:
+            return content
         skipped = min(self._sent_chars, len(content))
         self._sent_chars -= skipped
         return content[skipped:]

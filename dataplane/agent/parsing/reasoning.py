@@ -35,19 +35,20 @@ class ReasoningParser:
         """Whether the text so far ends in reasoning."""
         return self._state in {"opened", "reasoning"} or (self._state == "start" and self._opened)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether all further text is the rest."""
         return self._state == "rest"
 
     def feed(self, text: str) -> tuple[str, str]:
         """The reasoning and the rest that are certain with more text."""
-        if self._is_over():
+        if self.is_over():
             return "", text
         self._held += text
         self._advance()
         reasoning = self._take_reasoning() if self._state == "reasoning" else ""
         self._advance()
         rest = ""
-        if self._is_over():
+        if self.is_over():
             rest, self._held = self._held, ""
         return reasoning, rest
 

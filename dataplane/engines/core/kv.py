@@ -17,6 +17,10 @@ class KvLocation(Enum):
     SWAPPING_IN = "swapping in"
 
 
+NONE, DEVICE, SWAPPING_OUT, HOST, SWAPPING_IN = KvLocation
+"""Names of their own: looking up a member of an enumeration takes longer than most of what is done with it."""
+
+
 class Kv(Protocol):
     """The KV of one sequence."""
 

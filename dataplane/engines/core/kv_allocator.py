@@ -18,7 +18,7 @@ preempted itself.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
+from dataplane.engines.core.kv import DEVICE, KvMemory, KvT
 from dataplane.engines.core.pressure import OnShortage, Shortage, always_swap
 from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.request_table import RequestTable
@@ -89,7 +89,7 @@ class KvAllocator(Generic[KvT]):
                 sequence.cached = sequence.reused = self._kv.reused_tokens(sequence.kv)
             self._requests.begin(sequence)
             return True
-        if sequence.prefilled and sequence.kv.location is KvLocation.DEVICE and not self._kv.freeing:
+        if sequence.prefilled and sequence.kv.location is DEVICE and not self._kv.freeing:
             self._preempt(sequence, action)
         return False
 
@@ -103,7 +103,7 @@ class KvAllocator(Generic[KvT]):
     def evict(self, matches: Callable[[KvT], bool]) -> None:
         """Preempt the sequences whose KV occupies memory that weights need. Transfers under way continue."""
         for model in self._models.values():
-            for sequence in [s for s in model.begun if s.kv.location is KvLocation.DEVICE and matches(s.kv)]:
+            for sequence in [s for s in model.begun if s.kv.location is DEVICE and matches(s.kv)]:
                 if sequence.prefilled:
                     self._preempt(sequence, None)
                 else:
@@ -124,7 +124,7 @@ class KvAllocator(Generic[KvT]):
             victim = choose_victim([s for s in decoding if not s.just_resumed], sequence, keep)
             action = None
             if not self._kv.freeing:
-                preempts_itself = sequence.prefilled and sequence.kv.location is KvLocation.DEVICE
+                preempts_itself = sequence.prefilled and sequence.kv.location is DEVICE
                 preempted = sequence if victim is None and preempts_itself else victim
                 action = self._on_shortage(Shortage(sequence=sequence, tokens=tokens, victim=preempted))
             if action == "remap" or self._reclaim(sequence.model):

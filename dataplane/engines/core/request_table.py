@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Generic
 
-from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
+from dataplane.engines.core.kv import DEVICE, HOST, NONE, KvMemory, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
@@ -113,7 +113,7 @@ class RequestTable(Generic[KvT]):
             sequence.cached, sequence.prefilled = handle.tokens, True
             self.begin(sequence)
         else:
-            self.queue(sequence)
+            self._join(sequence)
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
         """Record that a sequence has KV. Idempotent."""
@@ -140,12 +140,16 @@ class RequestTable(Generic[KvT]):
         if not sequence.prefilled:  # a partly prefilled one is still in the queue
             self.prefills = self.prefills.remove(sequence.request.request_id)
         sequence.cached, sequence.reused, sequence.prefilled = 0, 0, False
+        self._join(sequence)
+
+    def _join(self, sequence: TokenSequence[KvT]) -> None:
+        """Queue a sequence without KV."""
         self.prefills = self.prefills.join(sequence.to_prefill(), self._settings)
 
     def queue_lost(self) -> None:
         """Queue sequences whose KV was lost because its transfer failed too often."""
         begun = (sequence for model in self._begun.values() for sequence in model.begun)
-        for sequence in [sequence for sequence in begun if sequence.kv.location is KvLocation.NONE]:
+        for sequence in [sequence for sequence in begun if sequence.kv.location is NONE]:
             self.queue(sequence)
 
     def take(self, sequence: TokenSequence[KvT], token: int | None, score: TokenScore | None = None) -> EngineOutput:
@@ -182,9 +186,9 @@ class RequestTable(Generic[KvT]):
         """Transfer the KV of requests past their prefill to host memory, and export those whose transfer has ended."""
         for model in self.busy_models:
             for sequence in model.decoding:
-                if sequence.kv.location is KvLocation.DEVICE:
+                if sequence.kv.location is DEVICE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
-                elif sequence.kv.location is KvLocation.HOST:
+                elif sequence.kv.location is HOST:
                     self._export(sequence)
 
     def _export(self, sequence: TokenSequence[KvT]) -> None:

@@ -9,7 +9,6 @@
 A step turns pending tokens into cached ones, and the last pending token's logits into one more token.
 """
 
-from dataclasses import dataclass, field
 from typing import Generic
 
 from msgspec import Struct
@@ -21,8 +20,7 @@ from dataplane.scheduling.prefill import PrefillRequest
 from dataplane.scheduling.tiers import TIER_RANKS
 
 
-@dataclass(eq=False, kw_only=True)
-class TokenSequence(Generic[KvT]):
+class TokenSequence(Struct, Generic[KvT], eq=False, kw_only=True, weakref=True):
     """A request and its progress. `order`: its number in the order of arrival; `added_s`: when it was added;
     `prefilled`: its prefill is complete, here or elsewhere; `begun`: it has KV at any location, and is in the list of
     its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens;
@@ -36,7 +34,7 @@ class TokenSequence(Generic[KvT]):
     order: int
     added_s: float
     kv: KvT
-    tokens: list[int] = field(init=False)
+    tokens: list[int] = []
     cached: int = 0
     reused: int = 0
     prefilled: bool = False
@@ -44,13 +42,14 @@ class TokenSequence(Generic[KvT]):
     resumed_at: int = 0
     values: tuple[float, ...] = ()
     matcher: Matcher | None = None
-    key: tuple[int, int] = field(init=False)
+    key: tuple[int, int] = (0, 0)
     """The order of service: by tier, then first come, first served."""
-    tbt_s: float = field(init=False)
+    tbt_s: float = 0.0
 
     def __post_init__(self) -> None:
+        """Set what follows from the request: `tokens`, `key` and `tbt_s`."""
         request = self.request
-        self.tokens = [*request.prompt, *request.generated]
+        self.tokens = list(request.prompt + request.generated)
         self.key = TIER_RANKS[request.tier], self.order
         self.tbt_s = request.promise.tbt_s
 

@@ -8,7 +8,7 @@ from typing import Generic
 
 from dataplane.constraints.compiler import ConstraintCompiler
 from dataplane.constraints.matcher import Matcher
-from dataplane.engines.core.kv import KvLocation, KvT
+from dataplane.engines.core.kv import DEVICE, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.errors import BadRequestError
@@ -68,12 +68,12 @@ class ServedModel(ABC, Generic[KvT]):
     @property
     def decoding_here(self) -> list[TokenSequence[KvT]]:
         """Those of them whose KV is on the device, so that they can be preempted."""
-        return [s for s in self.begun if s.prefilled and s.kv.location is KvLocation.DEVICE]
+        return [s for s in self.begun if s.prefilled and s.kv.location is DEVICE]
 
     @property
     def half_prefilled(self) -> list[TokenSequence[KvT]]:
         """Partly prefilled sequences, in the order of service. Each has memory for its whole prompt."""
-        return [s for s in self.begun if not s.prefilled and s.kv.location is KvLocation.DEVICE]
+        return [s for s in self.begun if not s.prefilled and s.kv.location is DEVICE]
 
     def begin(self, sequence: TokenSequence[KvT]) -> None:
         sequence.begun = True

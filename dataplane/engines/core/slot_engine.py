@@ -5,12 +5,12 @@ What a step batch does to weights and KV, and how long it takes, is specific to 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar, cast
 
 from msgspec.structs import replace
 
-from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
+from dataplane.engines.core.kv import SWAPPING_IN, KvMemory, KvT
 from dataplane.engines.core.kv_allocator import KvAllocator
 from dataplane.engines.core.pressure import OnShortage, always_swap
 from dataplane.engines.core.request_table import RequestTable
@@ -25,6 +25,9 @@ from dataplane.scheduling.decode import BatchFacts
 from dataplane.scheduling.load import DecodeShare
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn, hold_prefills
+
+_NO_FACTS = SlotFacts()
+"""Those of a slot on which nothing waits and nothing decodes."""
 
 
 class SlotSettings(Protocol):
@@ -213,7 +216,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if self._slot.prefill_only:
             self.requests.export_prefilled()
         now_s = self._clock()
-        facts = self._facts(now_s)
+        facts = self._facts(now_s) if self.requests.prefills.groups or not self._slot.prefill_only else _NO_FACTS
         self._batches = facts.batches
         turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
         self._log.turn(turn, now_s)
@@ -226,16 +229,12 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         tokens_before = self._log.tokens_total
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
-            prompts = [s.cached - s.reused for s, _, _ in made if not s.prefilled] if turn.kind == "prefill" else ()
-            for sequence in (s for s, _, _ in made if s.first and not s.request.pooling):
-                self._log.prefix(sequence.model, len(sequence.tokens), hit=sequence.reused)
-            self._log.step(sum([not s.request.pooling for s, _, _ in made]), prompts=prompts)
-            outputs += [self.requests.take(sequence, token, score) for sequence, token, score in made]
+            outputs += self._take(made)
         self._hold = hold_prefills(
             self._hold,
             turn.kind,
             ran=made is not None,
-            made_tokens=bool(made) or self._log.tokens_total > tokens_before,  # an embedding is no token
+            made_tokens=bool(made) or self._log.tokens_total > tokens_before,
             freeing=self._memory.freeing,
             batches=len(facts.batches),
         )
@@ -247,6 +246,19 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
             self._share = self._share.observe(took_s, decoded=decoded)
         return outputs + self.requests.take_ended()
+
+    def _take(self, made: Made[KvT]) -> list[EngineOutput]:
+        """Record what a step made, and give it to its sequences."""
+        tokens, prompts = 0, []
+        for sequence, _, _ in made:
+            pooling = sequence.request.pooling
+            tokens += not pooling  # an embedding is no token
+            if not sequence.prefilled:
+                prompts.append(sequence.cached - sequence.reused)
+                if sequence.first and not pooling:
+                    self._log.prefix(sequence.model, len(sequence.tokens), hit=sequence.reused)
+        self._log.step(tokens, prompts=prompts)
+        return [self.requests.take(sequence, token, score) for sequence, token, score in made]
 
     def _without_unmatched(self, made: Made[KvT]) -> Made[KvT]:
         """End the requests of a step whose constraint allows no token; the others."""
@@ -260,26 +272,26 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def _is_awaited(self, name: str) -> bool:
         """Whether a KV transfer is under way after which the model can continue."""
         model = self.models.get(name)  # a model that failed is gone
-        arriving = model is not None and any(sequence.kv.location is KvLocation.SWAPPING_IN for sequence in model.begun)
+        arriving = model is not None and any(sequence.kv.location is SWAPPING_IN for sequence in model.begun)
         return arriving or self._memory.freeing
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The facts for the scheduler. After a prefill that found no memory for its KV, prefills are held back."""
         requests = self.requests
-        busy = [self.models[model.name] for model in requests.busy_models]
+        busy = cast("Sequence[ModelT]", requests.busy_models)
         prefills = PrefillQueue() if self._hold else requests.prefills
-        unready = frozenset([model.name for model in busy if not self._is_ready(model)])
+        unready = [model.name for model in busy if not self._is_ready(model)]
         return SlotFacts(
             prefills=prefills,
             prefill_s=requests.next_prefills_s(prefills),
             switch_s={model.name: self._missing_s(model, now_s) for model in busy},
             batches=() if self._slot.prefill_only else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
-            unready=unready,
+            unready=frozenset(unready) if unready else frozenset(),
         )
 
     def _batch_facts(
-        self, busy: Sequence[ModelT], unready: frozenset[str], prefills: PrefillQueue, now_s: float
+        self, busy: Sequence[ModelT], unready: Collection[str], prefills: PrefillQueue, now_s: float
     ) -> tuple[BatchFacts, ...]:
         """A round pays for the switches to all decoding models, unless all fit on the slot together; if any two fit,
         one can be loaded while another decodes.
@@ -288,17 +300,18 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         stay = len(decoding) < 2 or self._fit_together(decoding)
         widest = decoding if stay else sorted(decoding, key=lambda model: model.weights_bytes)[-2:]
         prefetched = self._slot.prefetch and (stay or self._fit_together(widest))
-        batches = [
-            model.batch_facts(
-                now_s=now_s if prefills.groups else None,
-                switch_s=0.0 if stay else self._switch_s(model),
-                prefetched=prefetched,
-                ready=model.name not in unready,
-                batch_max=self._slot.batch_max,
-            )
-            for model in decoding
-        ]
-        return tuple(batches)
+        return tuple(
+            [
+                model.batch_facts(
+                    now_s=now_s if prefills.groups else None,
+                    switch_s=0.0 if stay else self._switch_s(model),
+                    prefetched=prefetched,
+                    ready=model.name not in unready,
+                    batch_max=self._slot.batch_max,
+                )
+                for model in decoding
+            ]
+        )
 
     @property
     def load_alpha(self) -> float:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic
 
-from dataplane.engines.core.kv import KvLocation, KvMemory, KvT
+from dataplane.engines.core.kv import DEVICE, HOST, SWAPPING_IN, KvMemory, KvT
 from dataplane.engines.core.kv_allocator import KvAllocator
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
@@ -51,16 +51,14 @@ class StepBatches(Generic[KvT]):
         ready: list[TokenSequence[KvT]] = []
         before, blocked = 0, False
         for sequence in model.decoding[: self._batch_max]:
-            if sequence.kv.location is KvLocation.HOST and not blocked:
+            if sequence.kv.location is HOST and not blocked:
                 fits = before == 0 or self._kv.fits(sequence.kv, spare=before)
                 blocked = not (fits and self._allocator.swap_in(sequence, ready))
-            if sequence.kv.location is KvLocation.DEVICE and self._allocator.grow(
-                sequence, len(sequence.tokens), ready
-            ):
+            if sequence.kv.location is DEVICE and self._allocator.grow(sequence, len(sequence.tokens), ready):
                 ready.append(sequence)
-            before += sequence.kv.location in (KvLocation.DEVICE, KvLocation.SWAPPING_IN)
+            before += sequence.kv.location in (DEVICE, SWAPPING_IN)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
 
 
 def _is_arriving(sequence: TokenSequence[KvT]) -> bool:
-    return sequence.kv.location is KvLocation.SWAPPING_IN
+    return sequence.kv.location is SWAPPING_IN

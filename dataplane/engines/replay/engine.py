@@ -7,7 +7,7 @@ of a forward pass and the copying of bytes are replaced by waiting. Of the param
 
 from collections.abc import Callable, Iterable
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import DEVICE
 from dataplane.engines.core.pressure import Shortage
 from dataplane.engines.core.pressure_handler import KvPressureHandler
 from dataplane.engines.core.remapping.actions import Action
@@ -101,7 +101,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
         """Evict so much KV, last in the order of service first; none while a transfer frees memory."""
         if self.kv.freeing:
             return
-        here = [s for model in self.models.values() for s in model.begun if s.kv.location is KvLocation.DEVICE]
+        here = [s for model in self.models.values() for s in model.begun if s.kv.location is DEVICE]
         evicted = set()
         for sequence in sorted(here, key=lambda sequence: sequence.key, reverse=True):
             if size_bytes <= 0:

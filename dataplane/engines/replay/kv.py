@@ -6,9 +6,11 @@ on the device and then in host memory; blocks that several sequences share count
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dataplane.engines.core.kv import KvLocation, WithoutPrefixCache
+from msgspec import Struct
+
+from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_OUT, KvLocation, WithoutPrefixCache
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.replay.prefixes import CachedBlocks
 from dataplane.engines.replay.weights import HostLink, WeightsMemory
@@ -18,7 +20,7 @@ REPLAY_KV_FILE = ""
 """The file of a handle to replayed KV, which can always be read because there are no bytes."""
 BLOCK_TOKENS = 16
 """Tokens of a block of a cached prefix."""
-_MOVING = (KvLocation.SWAPPING_OUT, KvLocation.SWAPPING_IN)
+_MOVING = (SWAPPING_OUT, SWAPPING_IN)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -29,8 +31,7 @@ class KvShare:
     used_bytes: int = 0
 
 
-@dataclass(eq=False, kw_only=True)
-class SequenceKv:
+class SequenceKv(Struct, eq=False, kw_only=True):
     """The KV of one sequence: `device_bytes` and `host_bytes` of memory (no host memory if another slot holds it).
     A transfer moves `moved_tokens` and ends at `moved_s`. `share`: the share of device memory it is limited to, if any.
     `chain`: the keys of its blocks, if it may share prefixes with others of its `model`; of these it uses those in
@@ -40,14 +41,14 @@ class SequenceKv:
     bytes_per_token: int
     bytes_per_s: float
     share: KvShare | None = None
-    location: KvLocation = KvLocation.NONE
+    location: KvLocation = NONE
     device_bytes: int = 0
     host_bytes: int = 0
     moved_tokens: int = 0
     moved_s: float = 0.0
     model: str = ""
     chain: PrefixChain | None = None
-    held: list[bytes] = field(default_factory=list)
+    held: list[bytes] = []
     reused: int = 0
 
     @property
@@ -82,6 +83,8 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         self._host_capacity_bytes = host_bytes
         self._in, self._out = HostLink(), HostLink()
         self._moving: list[SequenceKv] = []
+        self._swapping_out = 0
+        """How many of them."""
         self.used_bytes = 0
         self.host_used_bytes = 0
         self.swapped_out_total = 0
@@ -109,7 +112,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
 
     @property
     def freeing(self) -> bool:
-        return KvLocation.SWAPPING_OUT in [kv.location for kv in self._moving]
+        return self._swapping_out > 0
 
     @property
     def next_move_s(self) -> float | None:
@@ -120,7 +123,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         return kv.bytes_per_s, kv.bytes_per_s
 
     def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
-        wanted_bytes = kv.moved_bytes if kv.location is KvLocation.HOST else tokens * kv.bytes_per_token
+        wanted_bytes = kv.moved_bytes if kv.location is HOST else tokens * kv.bytes_per_token
         return max(wanted_bytes - kv.device_bytes - self._spare_bytes_of(kv), 0)
 
     def host_fits(self, kv: SequenceKv, tokens: int) -> bool:
@@ -134,15 +137,15 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         more_bytes = tokens * kv.bytes_per_token - kv.device_bytes
         if more_bytes > 0 and more_bytes > self._spare_bytes_of(kv):
             return False
-        begins, loaded = kv.location is KvLocation.NONE, 0
-        kv.location = KvLocation.DEVICE
+        begins, loaded = kv.location is NONE, 0
+        kv.location = DEVICE
         if begins:
             loaded = self._take_over(kv)
         if more_bytes > 0:
             self._take(kv, more_bytes)
         if loaded:
             kv.moved_tokens = loaded * BLOCK_TOKENS
-            self._move(kv, KvLocation.SWAPPING_IN, self._in)
+            self._move(kv, SWAPPING_IN, self._in)
         return True
 
     def track(self, kv: SequenceKv, tokens: Sequence[int], salt: str) -> None:
@@ -186,7 +189,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         assert self.spare_bytes >= 0
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
-        assert kv.location is KvLocation.DEVICE
+        assert kv.location is DEVICE
         if not self.host_fits(kv, tokens):
             return False
         size_bytes = tokens * kv.bytes_per_token
@@ -195,39 +198,39 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         kv.host_bytes = size_bytes
         self._let_go(kv)
         kv.moved_tokens = tokens
-        self._move(kv, KvLocation.SWAPPING_OUT, self._out)
+        self._move(kv, SWAPPING_OUT, self._out)
         self.swapped_out_total += 1
         return True
 
     def swap_in(self, kv: SequenceKv) -> bool:
-        assert kv.location is KvLocation.HOST
+        assert kv.location is HOST
         size_bytes = kv.moved_bytes
         if size_bytes > self._spare_bytes_of(kv):
             return False
         self._take(kv, size_bytes)
-        self._move(kv, KvLocation.SWAPPING_IN, self._in)
+        self._move(kv, SWAPPING_IN, self._in)
         self.swapped_in_total += 1
         return True
 
     def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
-        assert kv.location is KvLocation.NONE
+        assert kv.location is NONE
         if handle.file != REPLAY_KV_FILE:
             return False
-        kv.location, kv.moved_tokens = KvLocation.HOST, handle.tokens
+        kv.location, kv.moved_tokens = HOST, handle.tokens
         return True
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        assert kv.location is KvLocation.HOST
+        assert kv.location is HOST
         return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
 
     def drop(self, kv: SequenceKv) -> None:
-        if kv.location is KvLocation.NONE:
+        if kv.location is NONE:
             return
         if kv.location in _MOVING:
-            self._moving.remove(kv)
+            self._stop(kv)
         self._take(kv, -kv.device_bytes)
         self._free_host(kv)
-        kv.location = KvLocation.NONE
+        kv.location = NONE
         self._let_go(kv)
 
     def settle(self) -> None:
@@ -236,18 +239,24 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
             return
         now_s = self._clock()
         for kv in [kv for kv in self._moving if kv.moved_s <= now_s]:
-            self._moving.remove(kv)
-            if kv.location is KvLocation.SWAPPING_OUT:
+            self._stop(kv)
+            if kv.location is SWAPPING_OUT:
                 self._take(kv, -kv.device_bytes)
-                kv.location = KvLocation.HOST
+                kv.location = HOST
             else:
                 self._free_host(kv)
-                kv.location = KvLocation.DEVICE
+                kv.location = DEVICE
 
     def _move(self, kv: SequenceKv, location: KvLocation, link: HostLink) -> None:
         kv.location = location
         kv.moved_s = link.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
         self._moving.append(kv)
+        self._swapping_out += location is SWAPPING_OUT
+
+    def _stop(self, kv: SequenceKv) -> None:
+        """Take KV from those that move: its transfer has ended, or nobody needs it."""
+        self._moving.remove(kv)
+        self._swapping_out -= kv.location is SWAPPING_OUT
 
     def _spare_bytes_of(self, kv: SequenceKv) -> int:
         """The bytes by which this KV may grow; negative while its memory is exceeded."""

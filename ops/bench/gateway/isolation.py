@@ -37,12 +37,15 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request `at_s` after the start, with a prompt of `words` words, unique by its `number`."""
+    """A request `at_s` after the start, with a prompt of `words` words, unique by its `number`. `tokens`: of its
+    answer; None: as many as the load's answers have.
+    """
 
     at_s: float
     number: int
     words: int
     tier: str
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +74,11 @@ def _words(source: random.Random) -> int:
 
 
 def body(model: str, number: int, words: int, tokens: int) -> dict[str, Any]:
-    """A chat request with a prompt of so many words and an answer of so many tokens."""
-    prompt = " ".join(["tide", str(number), *["wave"] * (words - 2)])
+    """A chat request with a prompt of so many words and an answer of so many tokens. Replayed words are few, so that
+    only several tell prompts apart.
+    """
+    name = [f"{number}{letter}" for letter in "abcd"]
+    prompt = " ".join([*name, *["wave"] * (words - len(name))])
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -111,7 +117,7 @@ class IsolationLoad:
 
     async def _answer(self, arrival: Arrival) -> Answer:
         reading, sent_s = Reading(), time.monotonic()
-        asked = body(self._model, arrival.number, arrival.words, self._tokens)
+        asked = body(self._model, arrival.number, arrival.words, arrival.tokens or self._tokens)
         asked |= {"stream": True, "service_tier": arrival.tier}
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=asked) as answer:
@@ -127,14 +133,17 @@ class IsolationLoad:
     async def submit_batch(self, lines: int, seed: int) -> str:
         """Submit a batch of requests like the interactive ones; its id."""
         source = random.Random(seed)
+        return await self.submit([body(self._model, n, _words(source), self._tokens) for n in range(lines)], "24h")
+
+    async def submit(self, bodies: Sequence[dict[str, Any]], window: str) -> str:
+        """Submit a batch of these requests; its id."""
         content = "\n".join(
             json.dumps({"custom_id": f"r{n}", "method": "POST", "url": "/v1/chat/completions", "body": asked})
-            for n in range(lines)
-            for asked in [body(self._model, n, _words(source), self._tokens)]
+            for n, asked in enumerate(bodies)
         )
         file = {"file": ("in.jsonl", content.encode(), "application/jsonl")}
         file_id = (await self._call("POST", "/v1/files", files=file, data={"purpose": "batch"}))["id"]
-        about = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        about = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": window}
         return str((await self._call("POST", "/v1/batches", json=about))["id"])
 
     async def batch(self, batch_id: str) -> dict[str, Any]:

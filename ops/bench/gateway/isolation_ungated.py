@@ -4,27 +4,29 @@ queued requests while the file FLAG exists, however full the endpoints are. With
 
 import sys
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 
 from controlplane.dispatcher import release
 from controlplane.policies.decisions import Release
 from controlplane.policies.facts import Endpoint, ReleaseFacts
-from controlplane.policies.release import ReleaseSettings, choose_releases
+from controlplane.policies.release import ReleaseSettings, choose_releases, has_room
 
 Policy = Callable[[ReleaseFacts, float, ReleaseSettings], tuple[Release, ...]]
 
 
 def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
-    """Release everything, evenly over the endpoints of each model, whatever their load."""
-    endpoints: dict[str, set[Endpoint]] = {}
+    """Release everything, evenly over the instances of each model, whatever their load and windows."""
+    places: dict[str, list[tuple[Endpoint, str]]] = {}
     for instance in facts.instances:
-        endpoints.setdefault(instance.endpoint.model, set()).add(instance.endpoint)
+        places.setdefault(instance.endpoint.model, []).append((instance.endpoint, instance.instance_id))
     return tuple(
-        Release(endpoint=endpoint, batch=group.batch, tenant=group.tenant, count=1)
+        Release(
+            endpoint=endpoint, instance_id=instance_id, batch=group.batch, tenant=group.tenant, count=count, urgent=True
+        )
         for group in facts.groups
-        if group.model in endpoints
-        for endpoint, _ in zip(cycle(sorted(endpoints[group.model])), range(group.waiting), strict=False)
+        if group.model in places
+        for number, (endpoint, instance_id) in enumerate(places[group.model])
+        if (count := len(range(number, group.waiting, len(places[group.model]))))
     )
 
 
@@ -34,7 +36,9 @@ def switched(gated: Policy, flag: Path) -> Policy:
 
 
 if __name__ == "__main__":
-    vars(release)["choose_releases"] = switched(choose_releases, Path(sys.argv[1]))
+    flag = Path(sys.argv[1])
+    vars(release)["choose_releases"] = switched(choose_releases, flag)
+    vars(release)["has_room"] = lambda instances, settings: flag.exists() or has_room(instances, settings)
     from ops.cli.main import main
 
     main(sys.argv[2:])

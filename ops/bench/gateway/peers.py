@@ -2,8 +2,8 @@
 
 `upstream PORT TOKENS SECONDS` answers as a node agent (`/generate`) and as an OpenAI server (`/v1/...`): so many tokens
 with so many seconds between them, whose text is the time of writing in nanoseconds. Of a request with tools, the node's
-text is arguments of a tool call; of one that asks for log probabilities, each token has them. `hop PORT UPSTREAM_URL`
-is the gateway's baseline: Starlette and aiohttp that forward bytes unread.
+text is arguments of a tool call; of one that asks for log probabilities, each token has them. To a reader of records it
+writes records. `hop PORT UPSTREAM_URL` is the gateway's baseline: Starlette and aiohttp that forward bytes unread.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from dataplane.protocol.messages import (
     Finished,
     Sampling,
     Started,
+    StreamEvent,
     Token,
     TokenLogprob,
     ToolCallDelta,
@@ -31,9 +32,12 @@ from dataplane.protocol.messages import (
     TopLogprob,
     encode_line,
 )
+from dataplane.protocol.records import MEDIA_TYPE, encode_events, encode_text
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+_RECORDS_HEAD = HEAD.replace(b"application/x-ndjson", MEDIA_TYPE.encode())
 _OPENAI_HEAD = HEAD.replace(b"application/x-ndjson", b"text/event-stream")
+_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 _OPENAI_CHUNK = (
     b'data: {"id":"c","object":"chat.completion.chunk","created":1,"model":"tide","choices":[{"index":0,"delta":'
     b'{"content":"%d "},"finish_reason":null}]}\n\n'
@@ -56,6 +60,7 @@ class _Asked(msgspec.Struct):
 
     sampling: Sampling = Sampling()
     tools: ToolUse | None = None
+    text_frame: tuple[str, str] | None = None
 
 
 def _token(number: int, asked: _Asked) -> Token:
@@ -69,8 +74,19 @@ def _token(number: int, asked: _Asked) -> Token:
     return Token(text="", token_ids=token_ids, logprobs=logprobs, tool_calls=(call,))
 
 
+def _encoded(event: StreamEvent, asked: _Asked) -> bytes:
+    """An event as the reader wants it: a line or a record."""
+    if asked.text_frame is None:
+        return encode_line(event)
+    if isinstance(event, Token) and not event.tool_calls and not event.logprobs:
+        before, after = asked.text_frame
+        payload = before.encode() + msgspec.json.encode(event.text) + after.encode()
+        return encode_text(event.token_ids, len(event.text), payload)
+    return encode_events([event])
+
+
 class Upstream(asyncio.Protocol):
-    """One connection: every POST gets the same stream."""
+    """One connection: every POST gets the same stream, and every GET, as a router asks for health, an empty object."""
 
     def __init__(self, tokens: int, every_s: float) -> None:
         self._tokens = tokens
@@ -101,6 +117,10 @@ class Upstream(asyncio.Protocol):
         length = int(lower.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lower else 0
         if end and len(body) >= length:
             self._received = b""
+            if head.startswith(b"GET"):
+                assert self._transport is not None
+                self._transport.write(_EMPTY)
+                return
             openai = head.split(b" ", 2)[1].startswith(b"/v1/")
             self._task = asyncio.create_task(self._openai() if openai else self._generate(body))
 
@@ -108,12 +128,13 @@ class Upstream(asyncio.Protocol):
         assert self._transport is not None
         asked = msgspec.json.decode(body, type=_Asked)
         write = self._transport.write
-        write(HEAD + chunk(encode_line(Started(prompt_tokens=3))))
+        as_records = asked.text_frame is not None
+        write((_RECORDS_HEAD if as_records else HEAD) + chunk(_encoded(Started(prompt_tokens=3), asked)))
         for number in range(self._tokens):
             await asyncio.sleep(self._every_s)
-            write(chunk(encode_line(_token(number, asked))))
+            write(chunk(_encoded(_token(number, asked), asked)))
         end = Finished(finish_reason="length", prompt_tokens=3, completion_tokens=self._tokens)
-        write(chunk(encode_line(end)) + b"0\r\n\r\n")
+        write(chunk(_encoded(end, asked)) + b"0\r\n\r\n")
 
     async def _openai(self) -> None:
         assert self._transport is not None

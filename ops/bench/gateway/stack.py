@@ -37,12 +37,13 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def served_by(
-    command: Sequence[str], port: int, *, core: int, environment: Mapping[str, str] | None = None
+    command: Sequence[str], port: int, *, core: int | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[int]:
-    """Start a process on one core, and wait until it listens; its id."""
+    """Start a process on one core, or on any with None, and wait until it listens; its id."""
     cores = sorted(os.sched_getaffinity(0))
+    pinned = () if core is None else ("taskset", "-c", str(cores[min(core, len(cores) - 1)]))
     process = subprocess.Popen(
-        ["taskset", "-c", str(cores[min(core, len(cores) - 1)]), *command],
+        [*pinned, *command],
         env=os.environ | dict(environment or {}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

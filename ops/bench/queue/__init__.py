@@ -1,1 +1,1 @@
-"""Benchmarks of the batch queue against other queues on Postgres."""
+"""Benchmarks of the batch queue: against other queues on Postgres, and beside interactive requests."""

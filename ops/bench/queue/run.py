@@ -1,13 +1,13 @@
 """The batch queue: claims and results a second by its length, against two other Postgres queues; and ingest of a batch.
 
 Each queue has an embedded Postgres of its own (fsync on) and four processes. This project's do what a dispatcher does:
-`batch_groups`, one `claim` for all that endpoints may take, and concurrently the writer of results. The others run
-their own workers with an empty task, and only if they can be imported; neither is a dependency. Load on the machine
-changes requests a second, but hardly the CPU time of a request (`cpu_us`).
+what waits as `WaitingGroups` keeps it, one `claim` for all that endpoints may take, and concurrently the writer of
+results. The others run their own workers with an empty task, and only if they can be imported; neither is a dependency.
+All are connected before they start. Load on the machine changes requests a second, but hardly the CPU time of a request
+(`cpu_us`).
 """
 
 import asyncio
-import contextlib
 import importlib
 import importlib.util
 import shutil
@@ -29,14 +29,14 @@ import msgspec
 import typer
 import uvloop
 from pydantic import SecretStr
-from sqlalchemy import make_url, select, text
+from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 import migrations
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.results import ResultWriter
 from controlplane.dispatcher.steps import Stepper
-from controlplane.policies.facts import GroupFacts
+from controlplane.dispatcher.waiting_groups import CLAIMS_MAX, WaitingGroups
 from controlplane.policies.lifecycle import BatchRequestState, BatchState
 from controlplane.settings import Settings
 from controlplane.store import fleet, queue
@@ -47,6 +47,7 @@ from controlplane.store.files import add_file, new_file_id
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model
+from ops.bench.queue import peers
 from ops.bench.shared import cpu_s, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.local.embedded import EmbeddedPostgres
@@ -56,8 +57,8 @@ from ops.local.supervisor import Supervisor
 PROCESSES = 4
 BATCH_LINES = 50_000
 MODELS, TENANTS = 20, 8
-IN_FLIGHT_MAX = 256
-"""Requests in flight of one process: `dispatcher_concurrency_max`."""
+IN_FLIGHT_MAX: int = Settings.model_fields["dispatcher_concurrency_max"].default
+"""Requests in flight of one process."""
 ROW_BYTES = 800
 """Disk of a waiting row, with its indexes, the log and the results of a few rounds."""
 _LEFT_ENOUGH = 0.95
@@ -181,7 +182,8 @@ def _drain(url: str, start: Any, seconds: float, results: Any) -> None:
 
     async def run() -> None:
         database, done, last = _open(url), 0, 0.0
-        writer, running, half_free = ResultWriter(database), set[asyncio.Task[None]](), asyncio.Event()
+        writer, waiting = ResultWriter(database), WaitingGroups(database, poll_s=seconds)
+        running, half_free = set[asyncio.Task[None]](), asyncio.Event()
 
         async def complete(claim: Claim) -> None:
             nonlocal done, last
@@ -191,15 +193,17 @@ def _drain(url: str, start: Any, seconds: float, results: Any) -> None:
 
         def ended(task: asyncio.Task[None]) -> None:
             running.remove(task)
+            waiting.note_ended()
             if len(running) <= IN_FLIGHT_MAX // 2:
                 half_free.set()
 
-        await anyio.to_thread.run_sync(_groups, database)
+        await waiting.read()
+        await anyio.to_thread.run_sync(_connect_twice, database)
         start.wait()
         begin, began_cpu_s = time.time(), time.process_time()
         last = begin
         while last < begin + seconds:
-            claims = await anyio.to_thread.run_sync(_claim, database, IN_FLIGHT_MAX - len(running), done)
+            claims = await _claim(database, waiting, min(IN_FLIGHT_MAX - len(running), CLAIMS_MAX), done)
             if not claims:
                 break
             for claim in claims:
@@ -216,20 +220,31 @@ def _drain(url: str, start: Any, seconds: float, results: Any) -> None:
     uvloop.run(run())
 
 
-def _groups(database: Database) -> tuple[GroupFacts, ...]:
-    with database.statement() as session:
-        return queue.batch_groups(session)
+def _connect_twice(database: Database) -> None:
+    """Connect for claims and for results, with statements that find nothing."""
+    with database.statement() as claiming, database.statement() as writing:
+        queue.claim(claiming, {}, lease_s=1)
+        queue.finish(writing, [])
 
 
-def _claim(database: Database, count: int, offset: int) -> list[Claim]:
+async def _claim(database: Database, waiting: WaitingGroups, count: int, offset: int) -> list[Claim]:
     """Claim up to `count` requests, evenly over all models and of one batch of each, as a release does. Another
-    `offset` chooses other batches.
+    `offset` chooses other batches. None: nothing waits.
     """
-    groups = deque((group.model, group.batch) for group in _groups(database))
-    groups.rotate(-offset)
-    chosen = [(batch, model) for model, batch in dict(groups).items()]
+    claims: list[Claim] = []
+    while not claims and (known := await waiting.read()):
+        groups = deque((group.model, group.batch) for group in known)
+        groups.rotate(-offset)
+        chosen = [(batch, model) for model, batch in dict(groups).items()]
+        wanted = Counter(islice(cycle(chosen), count))
+        claims = await anyio.to_thread.run_sync(_lease, database, wanted)
+        waiting.note_claimed(wanted, claims)
+    return claims
+
+
+def _lease(database: Database, wanted: Mapping[tuple[int, str], int]) -> list[Claim]:
     with database.statement() as session:
-        return queue.claim(session, Counter(islice(cycle(chosen), count)), lease_s=120)
+        return queue.claim(session, wanted, lease_s=120)
 
 
 def measure_ingest(url: str, folder: Path, lines: int) -> tuple[float, float]:
@@ -281,109 +296,21 @@ def _open(url: str) -> Database:
     return Database(make_engine(_settings(url)))
 
 
-CONCURRENCY = 64
-"""Jobs in flight of a worker of the others, and a batch of pgqueuer, which is slower with 256."""
 _PAYLOAD = msgspec.json.encode(BODY)
-_CHUNK = 10_000
 
 
 def procrastinate(server: Server, rows: int, seconds: float) -> Speed:
     """Jobs of procrastinate that are fetched and finished a second."""
-    asyncio.run(_fill_procrastinate(server.url, rows))
+    asyncio.run(peers.fill_procrastinate(server.url, rows, _PAYLOAD))
     settle(server.url)
-    return speed_of(_run_procrastinate, server, seconds)
-
-
-def _procrastinate_app(url: str) -> Any:
-    library = importlib.import_module("procrastinate")
-    app = library.App(connector=library.PsycopgConnector(conninfo=_plain(url), min_size=2, max_size=8))
-
-    @app.task(name="nothing")  # type: ignore[untyped-decorator, unused-ignore]
-    async def nothing(body: str) -> None:
-        app.done += 1
-        app.last = time.time()
-
-    app.done, app.last = 0, 0.0
-    return app
-
-
-async def _fill_procrastinate(url: str, rows: int) -> None:
-    app = _procrastinate_app(url)
-    async with app.open_async():
-        if not await app.check_connection_async():
-            await app.schema_manager.apply_schema_async()
-        await app.connector.execute_query_async("TRUNCATE procrastinate_jobs CASCADE")
-        for first in range(0, rows, _CHUNK):
-            count = min(_CHUNK, rows - first)
-            await app.tasks["nothing"].batch_defer_async(*({"body": _PAYLOAD.decode()} for _ in range(count)))
-
-
-def _run_procrastinate(url: str, start: Any, seconds: float, results: Any) -> None:
-    async def run() -> None:
-        app = _procrastinate_app(url)
-        async with app.open_async():
-            start.wait()
-            app.last = begin = time.time()
-            began_cpu_s = time.process_time()
-            worker = app.run_worker_async(concurrency=CONCURRENCY, wait=False, install_signal_handlers=False)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(worker, seconds)
-            results.put((app.done, begin, app.last, time.process_time() - began_cpu_s))
-
-    asyncio.run(run())
+    return speed_of(peers.run_procrastinate, server, seconds)
 
 
 def pgqueuer(server: Server, rows: int, seconds: float) -> Speed:
     """Jobs of pgqueuer that are dequeued and logged as done a second."""
-    asyncio.run(_fill_pgqueuer(server.url, rows))
+    asyncio.run(peers.fill_pgqueuer(server.url, rows, _PAYLOAD))
     settle(server.url)
-    return speed_of(_run_pgqueuer, server, seconds)
-
-
-async def _connect(url: str) -> Any:
-    return await importlib.import_module("asyncpg").connect(_plain(url))
-
-
-async def _fill_pgqueuer(url: str, rows: int) -> None:
-    queries_of = importlib.import_module("pgqueuer.queries").Queries
-    connection = await _connect(url)
-    queries = queries_of.from_asyncpg_connection(connection)
-    if await connection.fetchval("SELECT to_regclass('pgqueuer')") is None:
-        await queries.install()
-    await queries.clear_queue()
-    for first in range(0, rows, _CHUNK):
-        count = min(_CHUNK, rows - first)
-        await queries.enqueue(["nothing"] * count, [_PAYLOAD] * count, [0] * count)
-    await connection.close()
-
-
-def _run_pgqueuer(url: str, start: Any, seconds: float, results: Any) -> None:
-    async def run() -> None:
-        library = importlib.import_module("pgqueuer")
-        modes = importlib.import_module("pgqueuer.types").QueueExecutionMode
-        connection = await _connect(url)
-        worker = library.PgQueuer.from_asyncpg_connection(connection)
-        done, last = 0, 0.0
-
-        @worker.entrypoint("nothing")  # type: ignore[untyped-decorator, unused-ignore]
-        async def nothing(job: Any) -> None:
-            nonlocal done, last
-            done, last = done + 1, time.time()
-
-        start.wait()
-        begin = last = time.time()
-        began_cpu_s = time.process_time()
-        running = worker.run(dequeue_timeout=timedelta(seconds=1), batch_size=CONCURRENCY, mode=modes.drain)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running, seconds)
-        results.put((done, begin, last, time.process_time() - began_cpu_s))
-        await connection.close()
-
-    asyncio.run(run())
-
-
-def _plain(url: str) -> str:
-    return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
+    return speed_of(peers.run_pgqueuer, server, seconds)
 
 
 def tidepool(server: Server, rows: int, seconds: float) -> Speed:

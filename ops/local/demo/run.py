@@ -25,8 +25,6 @@ from ops.local.tiny_models import TinyModel, build_tiny_models
 
 INTERACTIVE: tuple[tuple[str, ServiceTier], ...] = (("IW-F", "priority"), ("IW-N", "default"))
 BATCH_REQUESTS = 200
-QUICK = {"TIDEPOOL_RELEASE_SIGNAL_S": "0.2"}
-"""The tiny models answer in milliseconds: their endpoints signal spare capacity more often than a large model's."""
 PRETRAINED_TOKENS = 48
 SIMPLE_QUESTION = "What is the capital of France?"
 
@@ -51,7 +49,6 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
             home,
             free_port(),
             nodes,
-            environment=QUICK,
             report=lambda line: console.print(f"[dim]{line}[/]"),
         )
         with console.status("Starting Postgres, Valkey, API, dispatcher, worker, beat and three node agents ..."):

@@ -7,17 +7,34 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from dataplane.scheduling.costs import LatencyModel
 
+class FastForward(Struct, gc=False):
+    """Steps of one unchanged batch, from `started_s` on: the first takes `first_s`, each one after it `growth_s`
+    longer. `steps`: how many they are, unless they are cut short.
+    """
 
-class Pace(Struct, frozen=True, gc=False):
-    """Steps of one unchanged batch: the first takes `first_s`, each one after it `growth_s` longer."""
-
+    started_s: float
     first_s: float
     growth_s: float
+    steps: int
 
     def seconds(self, steps: int) -> float:
+        """The time of the first steps, so many of them."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
+
+    def ended_s(self, step: int) -> float:
+        """The end of a step, from 1."""
+        return self.started_s + (step * self.first_s + self.growth_s * (step * (step - 1) / 2))
+
+    def cut(self, at_s: float) -> bool:
+        """End with the step that runs at a moment. Returns whether that is earlier."""
+        if self.steps == 1:
+            return False
+        steps = self.steps_to(at_s - self.started_s)
+        if steps >= self.steps:
+            return False
+        self.steps = steps
+        return True
 
     def steps_to(self, seconds: float) -> int:
         """The fewest steps, at least one, that take `seconds` or longer."""
@@ -31,24 +48,6 @@ class Pace(Struct, frozen=True, gc=False):
         while (steps - 1) * first_s + growth_s * ((steps - 1) * (steps - 2) / 2) >= seconds:
             steps -= 1
         return steps
-
-
-def decode_pace(latency: LatencyModel, context_tokens: int, batch: int) -> Pace:
-    """The pace of a batch whose contexts hold `context_tokens` together before the first step."""
-    first_s, growth_s = latency.decode_pace_s(context_tokens, batch)
-    return Pace(first_s, growth_s)
-
-
-class FastForward(Struct, frozen=True, gc=False):
-    """Steps that ran from `started_s` on: step k, from 1, ended at `started_s` + the time of k steps."""
-
-    started_s: float
-    pace: Pace
-    steps: int
-
-    def ended_s(self, step: int) -> float:
-        """The end of a step, from 1."""
-        return self.started_s + self.pace.seconds(step)
 
     def in_time(self, due_s: float, tbt_s: float) -> int:
         """How many steps ended in time, the first being due at `due_s` and each later one `tbt_s` after it.
@@ -74,11 +73,11 @@ class FastForward(Struct, frozen=True, gc=False):
 
     def _least_late(self, tbt_s: float) -> int:
         """The step with the least lateness: the last that takes no longer than `tbt_s`."""
-        if self.pace.first_s >= tbt_s:
+        if self.first_s >= tbt_s:
             return 1
-        if self.pace.growth_s <= 0:
+        if self.growth_s <= 0:
             return self.steps
-        return min(self.steps, 1 + int((tbt_s - self.pace.first_s) / self.pace.growth_s))
+        return min(self.steps, 1 + int((tbt_s - self.first_s) / self.growth_s))
 
 
 def _first_true(low: int, high: int, holds: Callable[[int], bool]) -> int:

@@ -50,12 +50,6 @@ class Served(Struct, eq=False):
     first_s: float = math.nan
     last_s: float = math.nan
     cached: int = 0
-    due_s: float = math.nan
-    """When the first token must leave."""
-
-    def __post_init__(self) -> None:
-        """Subtract the way back from the deadline."""
-        self.due_s = self.request.arrived_s + self.target.ttft_s - self.back_s
 
     @property
     def left(self) -> int:
@@ -64,14 +58,16 @@ class Served(Struct, eq=False):
 
     @property
     def next_due_s(self) -> float:
-        """The deadline of the next token at the instance."""
-        return self.due_s + self.made * self.target.tbt_s
+        """When the next token must leave the instance."""
+        target = self.target
+        return self.request.arrived_s + target.ttft_s - self.back_s + self.made * target.tbt_s
 
     def token(self, at_s: float) -> None:
+        """Count a token that is out at a moment."""
         if not self.made:
             self.first_s = at_s
         late_s = at_s - self.next_due_s
-        self.take(1, late_s, 1 if late_s <= 0 else 0, at_s)
+        self.take(1, late_s, late_s <= 0, at_s)
 
     def fast_forward(self, fast_forward: FastForward) -> None:
         """Count one token for each step."""

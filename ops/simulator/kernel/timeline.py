@@ -35,7 +35,7 @@ class Timeline:
         first = self.step + 1
         self.step = last = self.step + fast_forward.steps
         self.over_s = over_s
-        first_over_s = fast_forward.started_s + fast_forward.pace.first_s
+        first_over_s = fast_forward.started_s + fast_forward.first_s
         self._firsts.append(first)
         self.fast_forwards.append(fast_forward)
         for tbt_s, lates_s in self._lates_s.items():

@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 
 from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.scheduling.costs import LatencyModel
-from ops.simulator.kernel.fast_forwards import FastForward, Pace
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Sequence
 from ops.simulator.kernel.timeline import Timeline
 
@@ -61,7 +61,7 @@ class Batch:
         if steps < 1:
             return None
         first_s, growth_s = self._latency.decode_pace_s(self.context_tokens, self.size)
-        return FastForward(now_s, Pace(first_s, growth_s), steps if steps < steps_max else steps_max)
+        return FastForward(now_s, first_s, growth_s, steps if steps < steps_max else steps_max)
 
     def advance(self, fast_forward: FastForward, over_s: float) -> list[Sequence]:
         """Take the steps of a fast-forward that is over at `over_s`, and let those out that have ended, in order of

@@ -39,6 +39,7 @@ class Instance:
     def __init__(self, model: ModelCosts, settings: InstanceSettings, ended: Callable[[Served], None]) -> None:
         self.model = model
         self.kv_tokens_max = settings.kv_bytes // model.kv_bytes_per_token
+        self.batch_max = settings.batch_max
         self.busy_s = 0.0
         self.driven_out_total = 0
         self.remaining_tokens = 0
@@ -126,14 +127,13 @@ class Instance:
 
     def advance(self, now_s: float) -> None:
         """Simulate up to a moment."""
-        while self.next_s <= now_s:
-            at_s, fast_forward = self._over_at_s, self._fast_forward
-            if self._arrives_s < at_s:
+        while (at_s := self.next_s) <= now_s:
+            if self._arrives_s < self._over_at_s:
                 self._arrive()
                 continue
             self.busy_s += self._takes_s
+            fast_forward = self._fast_forward
             if fast_forward is not None:
-                self._fast_forward = None
                 self._decoded(fast_forward, at_s)
             else:
                 self._prefilled(at_s)
@@ -142,17 +142,16 @@ class Instance:
     def _cut_or_begin(self, now_s: float) -> None:
         """End the running fast-forward with the present step, or begin a step if none runs."""
         fast_forward = self._fast_forward
-        if fast_forward is not None:
-            if fast_forward.steps > 1:
-                steps = fast_forward.pace.steps_to(now_s - fast_forward.started_s)
-                if steps < fast_forward.steps:
-                    self._decode(FastForward(fast_forward.started_s, fast_forward.pace, steps), now_s)
-        elif not self._chunks:
-            self._go_on(now_s)
+        if fast_forward is None:
+            if not self._chunks:
+                self._go_on(now_s)
+        elif fast_forward.cut(now_s):
+            self._decode(fast_forward, now_s)
 
     def _go_on(self, now_s: float) -> None:
         """Between two steps: admit what arrived, load swapped KV if it fits, and begin the next step."""
         prompts, batch, steps_max = self._prompts, self._batch, _ANY
+        self._fast_forward = None
         if prompts.new:
             prompts.take_in(now_s)
         if self._arrived:
@@ -160,7 +159,9 @@ class Instance:
         if self._away:
             self._bring_back(now_s)
         if prompts.waiting and not self._away and batch.size < self._settings.batch_max:
-            if self._weighs and not self._prefill_goes_first():
+            if self._weighs:
+                self._settle(prefill=True, decode=batch.size > 0)
+            if self._owed == "decode":
                 steps_max = 1
             elif self._prefill(prompts.first_group(now_s), now_s) or self._prefill(prompts.begun, now_s):
                 return
@@ -181,7 +182,7 @@ class Instance:
     def _decode(self, fast_forward: FastForward, now_s: float) -> None:
         """Begin a fast-forward, or the rest of one."""
         self._fast_forward = fast_forward
-        self._takes_s = takes_s = fast_forward.pace.seconds(fast_forward.steps)
+        self._takes_s = takes_s = fast_forward.seconds(fast_forward.steps)
         over_at_s = fast_forward.started_s + takes_s
         self._run_until(over_at_s if over_at_s > now_s else now_s)
 
@@ -195,16 +196,18 @@ class Instance:
         prompt came in the last one, it is asked once for all of those before.
         """
         takes_s = self._takes_s
-        self.remaining_tokens -= fast_forward.steps * self._batch.size
-        if self._weighs and fast_forward.steps > 1 and self._prompts.new:
-            before_s = fast_forward.pace.seconds(fast_forward.steps - 1)
+        batch = self._batch
+        self.remaining_tokens -= fast_forward.steps * batch.size
+        if self._prompts.new and self._weighs and fast_forward.steps > 1:
+            before_s = fast_forward.seconds(fast_forward.steps - 1)
             self._decode_spent_s += before_s
             self._settle(prefill=False, decode=True)
             self._decode_spent_s += takes_s - before_s
         else:
             self._decode_spent_s += takes_s
-        for sequence in self._batch.advance(fast_forward, now_s):
-            self._let_go(sequence)
+        for sequence in batch.advance(fast_forward, now_s):
+            if sequence.held:
+                self._let_go(sequence)
             self._ended(sequence.served)
 
     def _settle(self, *, prefill: bool, decode: bool) -> None:
@@ -228,17 +231,18 @@ class Instance:
             served = sequence.served
             sequence.cached += count
             self.remaining_tokens -= count
-            if sequence.cached == served.request.prompt_tokens:
+            request = served.request
+            if sequence.cached == request.prompt_tokens:
                 self._prompts.remove(sequence)
                 self._reserved_tokens -= sequence.cached + 1
                 self.remaining_tokens -= 1
-                self._keep(sequence)
+                if request.blocks:
+                    self._keep(sequence)
                 served.token(now_s)
-                left = served.left
-                if left and not self._settings.prefill_only:
+                if served.made < request.output_tokens and not self._settings.prefill_only:
                     self._batch.join(sequence)
                 else:
-                    self.remaining_tokens -= left
+                    self.remaining_tokens -= served.left
                     self._let_go(sequence)
                     self._ended(served)
 
@@ -265,11 +269,6 @@ class Instance:
             self._reserved_tokens -= sequence.cached + 1
             self._batch.join(sequence)
         self._arrived.clear()
-
-    def _prefill_goes_first(self) -> bool:
-        """Whether waiting prompts go before the batch, if there is one."""
-        self._settle(prefill=True, decode=self._batch.size > 0)
-        return self._owed != "decode"
 
     def _prefill(self, group: Iterable[Sequence], now_s: float) -> bool:
         """Begin to prefill as many of the group's tokens, in order, as one step takes and KV has room for; the last
@@ -317,10 +316,9 @@ class Instance:
     def _keep(self, sequence: Sequence) -> None:
         """Cache the blocks of a prompt that has been computed."""
         request = sequence.served.request
-        if request.blocks:
-            whole = request.blocks[: request.prompt_tokens // BLOCK_TOKENS]
-            self._prefixes.add(whole[len(sequence.held) :])
-            sequence.held = whole
+        whole = request.blocks[: request.prompt_tokens // BLOCK_TOKENS]
+        self._prefixes.add(whole[len(sequence.held) :])
+        sequence.held = whole
 
     def _let_go(self, sequence: Sequence) -> None:
         """The cache may evict the blocks of a sequence that leaves the batch."""

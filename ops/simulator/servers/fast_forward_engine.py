@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import DEVICE, HOST
 from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineStats, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
@@ -29,7 +29,7 @@ from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
-from ops.simulator.kernel.fast_forwards import FastForward, Pace, decode_pace
+from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
 
 
@@ -119,7 +119,7 @@ class FastForwardEngine(ReplayEngine):
             self._dissolve_batches()
         facts, fast_forward = super()._facts(now_s), self.fast_forwarded
         if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
-            last_s = fast_forward.pace.seconds(fast_forward.steps) - fast_forward.pace.seconds(fast_forward.steps - 1)
+            last_s = fast_forward.seconds(fast_forward.steps) - fast_forward.seconds(fast_forward.steps - 1)
             state = replace(self.state, decode_spent_s=self.state.decode_spent_s - last_s)
             alone = replace(facts, prefills=PrefillQueue())
             _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
@@ -166,11 +166,11 @@ class FastForwardEngine(ReplayEngine):
         unbatched, model.unbatched = model.unbatched, []
         for sequence in unbatched:
             kv = sequence.kv
-            if kv.location is KvLocation.DEVICE:
+            if kv.location is DEVICE:
                 self.kv.grow(kv, len(sequence.tokens))
                 model.join_batch(sequence, self._served(sequence.request.request_id))
                 continue
-            if kv.location is KvLocation.HOST:
+            if kv.location is HOST:
                 self.kv.swap_in(kv)
             model.unbatched.append(sequence)
         if model.batched:
@@ -182,11 +182,14 @@ class FastForwardEngine(ReplayEngine):
         batched = len(model.batched)
         batch = batched + len(singles)
         context_tokens = model.batched_tokens + (sum([one.cached for one in singles]) if singles else 0)
-        pace = decode_pace(model.latency, context_tokens, batch)
-        most = self._steps_max(model, singles, batch, pace, now_s)
-        if most > 1:
+        first_s, growth_s = model.latency.decode_pace_s(context_tokens, batch)
+        fast_forward = FastForward(now_s, first_s, growth_s, self._steps_max(model, singles, batch))
+        ends_s = self._ends_s()
+        if ends_s < math.inf:
+            fast_forward.cut(ends_s)
+        if fast_forward.steps > 1:
             self.weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
-        self.fast_forwarded = self._fast_forward(FastForward(now_s, pace, most))
+        self.fast_forwarded = self._fast_forward(fast_forward)
         steps = self.fast_forwarded.steps
         over = []
         if batched:
@@ -205,20 +208,20 @@ class FastForwardEngine(ReplayEngine):
         self._log.tokens_total += steps * batch - len(outputs)
         return [(sequence, 0, None) for sequence in outputs]
 
-    def _steps_max(
-        self, model: FastForwardModel, singles: list[ReplaySequence], batch: int, pace: Pace, now_s: float
-    ) -> int:
-        """The number of steps in which nothing can change."""
+    def _steps_max(self, model: FastForwardModel, singles: list[ReplaySequence], batch: int) -> int:
+        """The number of steps until a sequence ends, or KV memory does; one while prompts wait."""
         if self.requests.prefills.groups:
             return 1
         steps = min(model.steps_max(), 1 + self.kv.free_bytes // (batch * model.kv_bytes_per_token))
         for one in singles:
             steps = min(steps, one.request.max_tokens - one.generated)
+        return steps
+
+    def _ends_s(self) -> float:
+        """When the time slice or a transfer ends; infinite: none does."""
         ends_s = math.inf if self._alone and not self._renews else self.state.round.ends_s
         move_s = self.kv.next_move_s
-        if move_s is not None and move_s < ends_s:
-            ends_s = move_s
-        return steps if ends_s == math.inf else min(steps, pace.steps_to(ends_s - now_s))
+        return ends_s if move_s is None or ends_s < move_s else move_s
 
     def _dissolve_batches(self) -> None:
         for model in self._batched_models.values():

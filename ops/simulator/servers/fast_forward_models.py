@@ -8,7 +8,7 @@ are always right. To read the state of a batched sequence, dissolve the batch fi
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import HOST
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.scheduling.decode import BatchFacts
 from ops.simulator.kernel.fast_forwards import FastForward
@@ -84,7 +84,7 @@ class FastForwardModel(ReplayModel):
         """KV of the next step: swapped KV is loaded, and each sequence grows by a token."""
         tokens = len(self._known)
         if self.unbatched:
-            tokens += sum([one.kv.moved_tokens for one in self.unbatched if one.kv.location is KvLocation.HOST])
+            tokens += sum([one.kv.moved_tokens for one in self.unbatched if one.kv.location is HOST])
         return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:

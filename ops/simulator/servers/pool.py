@@ -12,7 +12,7 @@ from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
-from dataplane.protocol.tiers import Tier
+from dataplane.protocol.tiers import IW_F, IW_N
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
@@ -137,8 +137,8 @@ class PoolServer:
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
         load = self.load_alpha
         asked = model or next(iter(self._models))  # a tier is promised the same of every model
-        wait_s, token_s = self._dispatcher.prefill_outlook(asked, Tier.IW_N) or (None, None)
-        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, Tier.IW_F) or (None, None)
+        wait_s, token_s = self._dispatcher.prefill_outlook(asked, IW_N) or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, IW_F) or (None, None)
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
@@ -155,6 +155,7 @@ class PoolServer:
                 prefill_urgent_wait_s=urgent_wait_s,
                 prefill_token_s=token_s,
                 load=load,
+                batch_max=self._settings.batch_max * len(decoding),
             )
 
     def _on_step(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:

@@ -108,6 +108,7 @@ class DedicatedServer:
             prefill_wait_s=instance.prefill_wait_s,
             prefill_urgent_wait_s=instance.prefill_wait_s,
             prefill_token_s=instance.model.latency.prefill_per_token_s,
+            batch_max=instance.batch_max,
         )
 
     def open(self, kind: InstanceKind) -> None:

@@ -86,11 +86,8 @@ class SlotProcess:
             self._parked = False
             self._sleep_number += 1
             self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
-        elif self._fast_forward and self._concerned(request):
-            fast_forward = self._fast_forward
-            steps = fast_forward.pace.steps_to(self._events.now_s - fast_forward.started_s)
-            if steps < fast_forward.steps:
-                self._begin_fast_forward(FastForward(fast_forward.started_s, fast_forward.pace, steps))
+        elif self._fast_forward and self._concerned(request) and self._fast_forward.cut(self._events.now_s):
+            self._begin_fast_forward(self._fast_forward)
 
     def cancel(self, request_id: str) -> None:
         raise AssertionError("simulated clients do not cancel")

@@ -1,17 +1,23 @@
-"""Deferred requests (NIW) that wait in the control plane, and what the live release policy lets go at each signal.
+"""Deferred requests (NIW) that wait in the control plane, and what the live release policy lets go at each view.
 
 A model's requests wait as one batch of one tenant. Nothing in the simulated world refuses a deferred request. One whose
-window is over before it was let go expires.
+window is over before it was let go expires. Views are new when requests are released, so nothing is sent beside them;
+of the requests in flight, the instances know how many tokens they have still to make.
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 
-from controlplane.policies.facts import Backlog, Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts
-from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from msgspec.structs import replace
+
+from controlplane.policies.facts import Backlog, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts, Window
+from controlplane.policies.release import ReleaseSettings, choose_releases, choose_windows
 from ops.simulator.kernel.requests import Request
 
 TENANT = "simulated"
+_INTERACTIVE_S = 60.0
+"""How long an endpoint counts as one with interactive requests."""
 
 
 class Deferred:
@@ -24,14 +30,25 @@ class Deferred:
         self._queues: dict[str, deque[Request]] = {}
         self._tokens: dict[str, int] = {}
         self._again: set[int] = set()
-        self._backoffs: Mapping[Endpoint, Backoff] = {}
+        self._windows: dict[Endpoint, Window] = {}
+        self._in_flight: Counter[Endpoint] = Counter()
+        self._endpoints: dict[int, Endpoint] = {}
+        """Where the requests in flight were released to."""
+        self._interactive_s: dict[Endpoint, float] = {}
+        """When each endpoint was last asked for an interactive answer."""
+        self._ended: dict[str, tuple[int, int]] = {}
+        """By model, the requests that have ended, and their tokens."""
 
     def add(self, request: Request) -> None:
         self._queues.setdefault(request.model, deque()).append(request)
         self._tokens[request.model] = self._tokens.get(request.model, 0) + request.prompt_tokens
 
+    def note_interactive(self, request: Request) -> None:
+        self._interactive_s[Endpoint(model=request.model, region=request.origin)] = request.arrived_s
+
     def put_back(self, request: Request) -> None:
         """Queue a released request again, first."""
+        self._leave(request)
         self._again.add(request.number)
         self._queues[request.model].appendleft(request)
         self._tokens[request.model] += request.prompt_tokens
@@ -61,16 +78,38 @@ class Deferred:
         groups = tuple(group for group in found if group is not None)
         if not groups:
             return
-        before = ReleaseFacts(groups=groups, instances=instances, backoffs=self._backoffs)
-        self._backoffs = choose_backoff(before, frozenset(), now_s, self._settings)
-        facts = ReleaseFacts(groups=groups, instances=instances, backoffs=self._backoffs)
-        for release in choose_releases(facts, now_s, self._settings):
+        facts = ReleaseFacts(
+            groups=groups,
+            instances=_with_growth(instances),
+            windows=self._windows,
+            in_flight=self._in_flight,
+            interactive=frozenset(
+                endpoint for endpoint, at_s in self._interactive_s.items() if now_s - at_s <= _INTERACTIVE_S
+            ),
+        )
+        self._windows |= choose_windows(facts, frozenset(), now_s, self._settings)
+        for release in choose_releases(dataclasses.replace(facts, windows=self._windows), now_s, self._settings):
             for _ in range(release.count):
                 self.released += 1
                 request = self._take(self._queues[models[release.batch]])
                 first = request.number not in self._again
                 self._again.discard(request.number)
+                self._endpoints[request.number] = release.endpoint
+                self._in_flight[release.endpoint] += 1
                 yield request, release.endpoint.region, first
+
+    def note_over(self, request: Request) -> None:
+        """Count a request as no longer in flight, and what it took."""
+        if self._leave(request):
+            count, tokens = self._ended.get(request.model, (0, 0))
+            self._ended[request.model] = count + 1, tokens + request.prompt_tokens + request.output_tokens
+
+    def _leave(self, request: Request) -> bool:
+        """Whether the request was in flight."""
+        endpoint = self._endpoints.pop(request.number, None)
+        if endpoint is not None:
+            self._in_flight[endpoint] -= 1
+        return endpoint is not None
 
     def _take(self, queue: deque[Request]) -> Request:
         request = queue.popleft()
@@ -82,6 +121,21 @@ class Deferred:
         if not queue:
             return None
         age_s = now_s - queue[0].arrived_s
+        count, tokens = self._ended.get(model, (0, 0))
         return GroupFacts(
-            batch=batch, tenant=TENANT, model=model, waiting=len(queue), age_s=age_s, left_s=self._window_s - age_s
+            batch=batch,
+            tenant=TENANT,
+            model=model,
+            waiting=len(queue),
+            input_tokens=self._tokens[model] / len(queue),
+            age_s=age_s,
+            left_s=self._window_s - age_s,
+            tokens=tokens / count if count else None,
         )
+
+
+def _with_growth(instances: Sequence[InstanceFacts]) -> tuple[InstanceFacts, ...]:
+    """The instances with the KV memory that their requests will still take. The cluster of a request-level server has
+    no bytes a token.
+    """
+    return tuple(replace(each, deferred_tokens=float(each.remaining_tokens)) for each in instances)

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controlplane.policies.facts import Endpoint
-from dataplane.protocol.tiers import Tier
+from dataplane.protocol.tiers import NIW
 from forecasts.series import DemandSeries
 from ops.simulator.kernel.requests import Request
 
@@ -34,7 +34,7 @@ class Demand:
         """The demand of all interactive requests of a stream."""
         demand = cls()
         for request in requests:
-            if request.tier != Tier.NIW:
+            if request.tier != NIW:
                 demand.count(request)
         return demand
 

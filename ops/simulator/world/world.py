@@ -19,7 +19,7 @@ from controlplane.policies.decisions import NoRoute, Refuse
 from controlplane.policies.facts import Endpoint, RoutingFacts
 from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings
-from dataplane.protocol.tiers import Objective, Tier
+from dataplane.protocol.tiers import NIW, Objective, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.kernel.events import ARRIVAL, TICK, EventLog, Events
 from ops.simulator.kernel.network import Network
@@ -79,7 +79,7 @@ class World:
         self.demand = Demand()
         self.usage = Usage()
         self.recorder = Recorder(endpoints, self.usage, self.demand)
-        self.deferred = Deferred(settings.release, settings.targets[Tier.NIW].ttft_s)
+        self.deferred = Deferred(settings.release, settings.targets[NIW].ttft_s)
         self.tallies: defaultdict[tuple[str, Tier], Tally] = defaultdict(Tally)
         """Figures of requests by model and tier, complete at the end."""
         self.failures: dict[str, int] = {}
@@ -131,7 +131,7 @@ class World:
             if request.arrived_s >= self.settings.learn_s:
                 self._coming = request
                 return
-            if request.tier != Tier.NIW:
+            if request.tier != NIW:
                 self.demand.count(request)
             if number % _TOLD_EVERY == 0:
                 yield request.arrived_s
@@ -168,10 +168,11 @@ class World:
         self.log.note(request.arrived_s, ARRIVED, request.number)
         self.arrived += 1
         self.in_flight += 1
-        if request.tier == Tier.NIW:
+        if request.tier == NIW:
             self.deferred.add(request)
         else:
             self.demand.count(request)
+            self.deferred.note_interactive(request)
             if self.settings.admission is None:
                 self._send(request)
             else:
@@ -240,7 +241,7 @@ class World:
         """Send a request again that has lost its instance and its tokens."""
         request = served.request
         self.log.note(self.events.now_s, INTERRUPTED, request.number)
-        if request.tier == Tier.NIW:
+        if request.tier == NIW:
             self.deferred.put_back(request)
         else:
             self._send(request)
@@ -278,6 +279,8 @@ class World:
     def _over(self, request: Request, at_s: float) -> None:
         self.request_seconds += at_s - request.arrived_s
         self.in_flight -= 1
+        if request.tier == Tier.NIW:
+            self.deferred.note_over(request)
         if not self.in_flight:
             self.events.stopped = self._coming is None
 

@@ -1,5 +1,7 @@
 """A gateway on a free port with the official client, and nodes that answer as told."""
 
+import json
+import socket
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,9 +11,10 @@ from openai import DefaultHttpxClient, OpenAI
 from pydantic import SecretStr
 
 from controlplane.api.app import make_app
+from controlplane.api.connections import connection_class
 from controlplane.api.state import State
 from controlplane.store.tables import Role
-from dataplane.protocol.messages import StreamEvent
+from dataplane.protocol.records import RecordedEvent
 from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served
 
 
@@ -30,12 +33,23 @@ class Gateway:
         client = OpenAI(base_url=f"{self.url}/v1", api_key=secret, max_retries=0, timeout=PATIENCE_S, http_client=http)
         return self._stack.enter_context(client)
 
+    def connect(self, *, version: str = "1.1", **changes: Any) -> socket.socket:
+        """A connection on which a streaming chat request has been sent, and nothing read."""
+        url = httpx.URL(self.url)
+        body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}], "stream": True} | changes
+        sent = json.dumps(body).encode()
+        client = self._stack.enter_context(socket.create_connection((url.host, url.port), timeout=PATIENCE_S))
+        head = f"POST /v1/chat/completions HTTP/{version}\r\nhost: a\r\nauthorization: Bearer {self.secret}\r\n"
+        head += f"content-type: application/json\r\nx-request-id: same\r\ncontent-length: {len(sent)}\r\n\r\n"
+        client.sendall(head.encode() + sent)
+        return client
+
     def give_up_soon(self, agent: FakeAgent) -> None:
         """Where this node hangs, it is not waited for; all else takes as long as it takes. One request at a time."""
         client = self.state.sender._agents
         generate, first_token_s, idle_s = client.generate, client._first_token_s, client._idle_s
 
-        def asked(url: str, *args: Any) -> AsyncGenerator[list[StreamEvent], None]:
+        def asked(url: str, *args: Any) -> AsyncGenerator[list[RecordedEvent], None]:
             mode = agent.next_mode() if url == agent.url else ""
             client._first_token_s = 0.1 if mode == "hang" else first_token_s
             client._idle_s = 0.1 if mode == "hang later" else idle_s
@@ -84,5 +98,5 @@ def running_gateway(world: World, *agents: FakeAgent, used: float = 0.0, **chang
             agent.url = stack.enter_context(served(agent.app))
             world.serve(f"n{number}", agent.url, region="us-west" if number else "us-east", used=used)
         app = make_app(settings)
-        url = stack.enter_context(served(app))
+        url = stack.enter_context(served(app, http=connection_class(settings)))
         yield Gateway(world, url, stack, app.state.tidepool)

@@ -139,7 +139,7 @@ def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more(world: Wor
 
 def test_connections_to_nodes_are_used_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in ("_IDLE_CONNECTION_S", "_END_TIMEOUT_S"):
-        monkeypatch.setattr(f"controlplane.serving.agent_client.{limit}", PATIENCE_S)
+        monkeypatch.setattr(f"controlplane.serving.node_connections.{limit}", PATIENCE_S)
     agent = FakeAgent()
     with running_gateway(world, agent) as gateway:
         for stream in (False, False, True, True):

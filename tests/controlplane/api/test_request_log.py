@@ -2,12 +2,15 @@
 
 import socket
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 from structlog.testing import capture_logs
 
+from controlplane.api.request_log import note_failure
+from controlplane.errors import NodeError
 from controlplane.store.request_log import RequestRecord
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, running_gateway
@@ -225,3 +228,11 @@ def test_nothing_is_logged_where_it_is_off(world: World) -> None:
         log = Log(gateway)
         log.chat()
         assert log.rows("") == []
+
+
+def test_a_code_that_a_node_makes_up_can_be_stored() -> None:
+    """One that cannot would keep the records beside it from being written."""
+    record = RequestRecord(request_id="r", ended_at=datetime.now(UTC), endpoint="/v1/completions")
+    note_failure(record, NodeError("no", code="a\0\ud800" + "b" * 100_000))
+    assert "\0" not in record.outcome
+    assert len(record.outcome.encode()) < 10_000

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from openai.types.responses import Response
 from redis import Redis
-from sqlalchemy import select, text
+from sqlalchemy import Engine, event, select, text, update
 from structlog.testing import capture_logs
 
 from controlplane.dispatcher.outcomes import Outcomes
@@ -28,8 +28,10 @@ from controlplane.store import queue
 from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
 from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.notifications import Wake, notify
 from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests
 from controlplane.store.responses import ResponseRow
+from controlplane.store.session import make_engine
 from dataplane.protocol.messages import Finished, Token, ToolCallDelta
 from tests.controlplane.dispatcher.test_ingest import line, submitted
 from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, request_line, served
@@ -37,12 +39,13 @@ from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, W
 FAST = {
     "heartbeat_stale_s": 600.0,
     "view_refresh_s": 0.05,
-    "release_signal_s": 0.01,
+    "release_hold_s": 0.05,
+    "release_growth_after_cut": 32.0,
     "node_key": NODE_KEY,
 }
 
 
-QUICK = Intervals(release_s=0.02, batches_s=0.05, retry_s=0.01)
+QUICK = Intervals(release_s=0.02, release_gap_s=0.01, batches_s=0.05, retry_s=0.01)
 
 
 @contextlib.asynccontextmanager
@@ -135,11 +138,11 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
     rarely = replace(QUICK, release_s=HANGS_S)
     looks: list[object] = []
 
-    def look(session: Any) -> Any:
-        looks.append(batch_groups(session))
+    def look(session: Any, **limits: Any) -> Any:
+        looks.append(batch_groups(session, **limits))
         return looks[-1]
 
-    monkeypatch.setattr("controlplane.dispatcher.release.queue.batch_groups", look)
+    monkeypatch.setattr("controlplane.dispatcher.waiting_groups.queue.batch_groups", look)
 
     async def run() -> None:
         async with dispatchers(world, intervals=rarely):
@@ -153,6 +156,67 @@ def test_who_puts_a_batch_into_the_queue_looks_at_once(
         world.serve("n1", url)
         asyncio.run(run())
     assert len(agent.asked) == 1
+
+
+@pytest.fixture
+def about_batches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dispatchers' statements that name a table of batches or of the queue."""
+    asked: list[str] = []
+
+    def counted(settings: Settings) -> Engine:
+        engine = make_engine(settings)
+        event.listen(engine, "before_cursor_execute", lambda *args: asked.append(args[2]) if "batch" in args[2] else 0)
+        return engine
+
+    monkeypatch.setattr("controlplane.dispatcher.process.make_engine", counted)
+    return asked
+
+
+async def quiet(statements: list[str]) -> None:
+    """Wait for two seconds without a statement: many times the interval of any poll but the last resort's."""
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.sleep(0.5)
+        while statements:
+            statements.clear()
+            await asyncio.sleep(2)
+
+
+def test_batches_that_wait_cost_no_statement_until_postgres_notifies(world: World, about_batches: list[str]) -> None:
+    """Nor do those that wait for their next attempt."""
+
+    async def run() -> None:
+        async with dispatchers(world, intervals=Intervals(batches_s=0.05)):
+            await holds(lambda: about_batches)
+            await quiet(about_batches)
+            with world.database.transaction() as session:
+                session.execute(update(QueuedRequest).values(not_before=None))
+                session.execute(update(Batch).values(not_before=None))
+                notify(session, *Wake)
+            assert (await ended(world, waiting)).state == "completed"
+            assert (await ended(world, failing)).state == "failed"
+
+    waiting, failing = world.add_batch(lines=3), world.add_batch()
+    with world.database.transaction() as session:
+        in_a_week = text("now() + interval '7 d'")
+        session.execute(update(QueuedRequest).values(not_before=in_a_week))
+        session.execute(update(Batch).values(not_before=in_a_week, deadline_at=text("now() + interval '8 d'")))
+    with served(FakeAgent().app) as url:
+        world.serve("n1", url)
+        asyncio.run(run())
+
+
+def test_batches_without_capacity_cost_no_statement_until_there_is_some(world: World, about_batches: list[str]) -> None:
+    async def run() -> None:
+        async with dispatchers(world, intervals=Intervals(batches_s=0.05)):
+            await holds(lambda: about_batches)
+            await quiet(about_batches)
+            world.report("n1", instance_id, region="us-east", url=url)
+            assert (await ended(world, batch_id)).state == "completed"
+
+    batch_id = world.add_batch(lines=3)
+    with served(FakeAgent().app) as url:
+        instance_id = world.serve("n1", url, used=0.95)
+        asyncio.run(run())
 
 
 def test_lines_that_an_older_version_stored_are_validated_again(world: World, blobs: BlobStore) -> None:
@@ -206,7 +270,7 @@ def test_failures_of_nodes_are_tried_again_but_not_for_ever(world: World, blobs:
 def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(*["overloaded", "not ready"] * 4)
     batch_id = world.add_batch(lines=1)
-    batch = finished(world, agent, batch_id, niw_attempts_max=1, release_pause_max_s=0.05)
+    batch = finished(world, agent, batch_id, niw_attempts_max=1)
     assert (batch.state, batch.completed, batch.error_file_id) == ("completed", 1, None)
     assert [asked.epoch for asked in agent.asked] == list(range(1, 18, 2)), "each claim has an epoch of its own"
     assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
@@ -214,7 +278,7 @@ def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
 
 def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore, redis_client: Redis) -> None:
     agent = FakeAgent("overloaded", "die", "overloaded", "worker lost")
-    assert finished(world, agent, world.add_batch(lines=3), release_pause_max_s=0.05).completed == 3
+    assert finished(world, agent, world.add_batch(lines=3)).completed == 3
     assert len(agent.asked) == 3 + 4
     keys = [str(key) for key in redis_client.scan_iter("tidepool:demand:*")]
     counts = [count for key in keys for count in world.live.read_demand(int(key.rsplit(":", 1)[1])) or []]
@@ -328,7 +392,7 @@ def test_no_room_no_release(world: World) -> None:
 @contextlib.asynccontextmanager
 async def releaser_of(world: World, **changes: Any) -> AsyncIterator[tuple[FleetCache, Releaser]]:
     settings = Settings(**world.settings.model_dump() | FAST | changes)
-    async with Dispatcher(settings, QUICK).parts() as (_, _, fleet, releaser):
+    async with Dispatcher(settings, QUICK).parts(lambda: None) as (_, _, fleet, releaser):
         yield fleet, releaser
 
 
@@ -367,10 +431,12 @@ def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world:
     async def run() -> None:
         async with releaser_of(world) as (fleet, releaser):
             redis_client.flushdb()
+            await asyncio.to_thread(fleet.read_view)
             await releaser.release()
             assert open_rows(world) == [(False, 0, None)]
             assert fleet.instances(), "requests with somebody waiting still go there"
             world.report("n1", instance_id, region="us-east", url=url)
+            await asyncio.to_thread(fleet.read_view)
             await releaser.release()
             await holds(lambda: results(world))
 

@@ -2,17 +2,17 @@
 
 import asyncio
 
-from controlplane.dispatcher.pauses import Pauses
+from controlplane.dispatcher.pauses import Alarm, Pauses
 from tests.controlplane.world import HANGS_S, PATIENCE_S
 
 
-def test_they_become_longer_while_nothing_waits_and_short_when_something_does() -> None:
+def test_they_are_long_while_nothing_waits_and_short_when_something_does() -> None:
     pauses = Pauses(least_s=0.25, most_s=1.5)
     seen = []
-    for found in (True, False, False, False, False, True, False):
+    for found in (True, False, False, True, False):
         pauses.note(found=found)
         seen.append(pauses.next_s)
-    assert seen == [0.25, 0.5, 1.0, 1.5, 1.5, 0.25, 0.5]
+    assert seen == [0.25, 1.5, 1.5, 0.25, 1.5]
     pauses.wake()
     assert pauses.next_s == 0.25
 
@@ -29,5 +29,33 @@ def test_a_pause_that_is_woken_ends_and_the_next_one_does_not() -> None:
         pauses.wake()
         async with asyncio.timeout(PATIENCE_S):
             await resting
+
+    asyncio.run(run())
+
+
+def test_what_is_woken_often_is_polled_once_a_gap() -> None:
+    async def run() -> None:
+        pauses = Pauses(gap_s=0.05, least_s=HANGS_S, most_s=HANGS_S)
+        began_s = asyncio.get_running_loop().time()
+        for _ in range(2):
+            pauses.wake()
+            async with asyncio.timeout(PATIENCE_S):
+                await pauses.rest()
+        assert asyncio.get_running_loop().time() - began_s >= 0.1
+
+    asyncio.run(run())
+
+
+def test_an_alarm_rings_once_at_each_time_that_is_set() -> None:
+    async def run() -> None:
+        clock = asyncio.get_running_loop().time
+        began_s, rung = clock(), asyncio.Queue[float]()
+        alarm = Alarm(lambda: rung.put_nowait(clock() - began_s))
+        for delay_s in (0.6, *[0.1] * 100, 0.0):
+            alarm.ring_in(delay_s)
+        async with asyncio.timeout(PATIENCE_S):
+            times = [await rung.get() for _ in range(3)]
+        assert times[0] < 0.1 <= times[1] < 0.6 <= times[2]
+        assert rung.empty()
 
     asyncio.run(run())

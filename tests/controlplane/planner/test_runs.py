@@ -74,13 +74,24 @@ def test_every_scheduled_loop_notes_its_success(parts: Parts, monkeypatch: pytes
     monkeypatch.setattr(schedule.run_forecast_some, "apply_async", lambda *_: None)
     schedule.run_measure()
     schedule.run_scale()
+    schedule.run_predict()
     schedule.run_expire()
     schedule.run_sweep()
     schedule.run_plan()
     schedule.run_pulse(Loop.WORKER)
     schedule.run_forecast_some([("tide", "us-east")], 1_000_000_800)
     schedule.note_beat()
-    done = {Loop.MEASURE, Loop.SCALE, Loop.EXPIRE, Loop.SWEEP, Loop.PLAN, Loop.WORKER, Loop.FORECASTER, Loop.BEAT}
+    done = {
+        Loop.MEASURE,
+        Loop.SCALE,
+        Loop.PREDICT,
+        Loop.EXPIRE,
+        Loop.SWEEP,
+        Loop.PLAN,
+        Loop.WORKER,
+        Loop.FORECASTER,
+        Loop.BEAT,
+    }
     for loop in done:
         assert facts_of(parts.database, loop).last_success_s is not None, loop
 

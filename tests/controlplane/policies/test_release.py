@@ -1,5 +1,5 @@
-"""Release of deferred requests: below 60 % one, below 50 % two, a signal and endpoint (SageServe 6.2); whose they are;
-and backoff after an overload.
+"""Release of deferred requests: as many as there is room for, within a window that is cut at each sign of trouble; and
+whose they are.
 """
 
 from collections import Counter
@@ -10,16 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Backoff, Endpoint, GroupFacts, InstanceFacts, ReleaseFacts, SlotId
-from controlplane.policies.release import ReleaseSettings, choose_backoff, choose_releases
+from controlplane.policies.facts import Endpoint, GroupFacts, InstanceFacts, ReleaseFacts, Window
+from controlplane.policies.release import ReleaseSettings, choose_releases, choose_windows, has_room
 from dataplane.protocol.tiers import InstanceKind
 
 SETTINGS = ReleaseSettings()
 HOUR_S = 3600.0
 OLD_S = 11 * HOUR_S
+EAST = Endpoint(model="tide", region="east")
+WIDE = Window(requests=1e6)
 
 
-def instance(name: str, used: int, model: str = "tide", region: str = "east", **changes: Any) -> InstanceFacts:
+def instance(
+    name: str, kv_used_bytes: int = 0, model: str = "tide", region: str = "east", **changes: Any
+) -> InstanceFacts:
+    """Its KV memory holds 1,000 tokens, of a byte each, and a batch 100 sequences."""
     values: dict[str, Any] = {
         "instance_id": f"{name}-{model}-{region}",
         "node_id": name,
@@ -27,104 +32,101 @@ def instance(name: str, used: int, model: str = "tide", region: str = "east", **
         "gpu_type": "H800",
         "accepting": True,
         "age_s": 0.5,
-        "kv_used_bytes": used,
-        "kv_capacity_bytes": 100,
+        "kv_used_bytes": kv_used_bytes,
+        "kv_capacity_bytes": 1000,
+        "kv_bytes_per_token": 1,
         "remaining_tokens": 0,
+        "batch_max": 100,
     }
     return InstanceFacts(**(values | changes))
 
 
-def group(waiting: int, batch: int = 1, model: str = "tide", tenant: str = "a", **changes: Any) -> GroupFacts:
-    values: dict[str, Any] = {"age_s": HOUR_S, "left_s": 23 * HOUR_S}
+def group(waiting: int = 10_000, batch: int = 1, model: str = "tide", tenant: str = "a", **changes: Any) -> GroupFacts:
+    values: dict[str, Any] = {"age_s": HOUR_S, "left_s": 23 * HOUR_S, "tokens": 10.0}
     return GroupFacts(batch=batch, tenant=tenant, model=model, waiting=waiting, **(values | changes))
 
 
-def old(waiting: int, **changes: Any) -> GroupFacts:
+def old(waiting: int = 10_000, **changes: Any) -> GroupFacts:
     return group(waiting, **({"age_s": OLD_S, "left_s": 24 * HOUR_S - OLD_S} | changes))
 
 
 def facts(instances: list[InstanceFacts], groups: list[GroupFacts], **changes: Any) -> ReleaseFacts:
-    return ReleaseFacts(instances=tuple(instances), groups=tuple(groups), **changes)
+    """By default, in windows that limit nothing."""
+    windows = {"windows": {each.endpoint: WIDE for each in instances}}
+    return ReleaseFacts(instances=tuple(instances), groups=tuple(groups), **(windows | changes))
 
 
-def by_endpoint(given: ReleaseFacts, now_s: float = 0.0) -> list[tuple[str, str, int]]:
+def by_endpoint(given: ReleaseFacts, now_s: float = 0.0, **changes: Any) -> dict[tuple[str, str], int]:
+    settings = ReleaseSettings(**changes)
     counts: Counter[tuple[str, str]] = Counter()
-    for release in choose_releases(given, now_s, SETTINGS):
+    for release in choose_releases(given, now_s, settings):
         counts[release.endpoint.model, release.endpoint.region] += release.count
-    return [(*endpoint, count) for endpoint, count in counts.items()]
+    return dict(counts)
+
+
+def count(given: ReleaseFacts, **changes: Any) -> int:
+    return sum(by_endpoint(given, **changes).values())
 
 
 ROWS = [
-    # name, instances, groups, releases as (model, region, count), the emptiest endpoint first
-    ("49 %: two", [instance("a", 49)], [group(9)], [("tide", "east", 2)]),
-    ("50 %: one", [instance("a", 50)], [group(9)], [("tide", "east", 1)]),
-    ("59 %: one", [instance("a", 59)], [group(9)], [("tide", "east", 1)]),
-    ("60 %: none", [instance("a", 60)], [group(9)], []),
-    ("60 %, an old one: one", [instance("a", 60)], [group(9), old(3, batch=2)], [("tide", "east", 1)]),
-    ("69 %, an old one: one", [instance("a", 69)], [old(1)], [("tide", "east", 1)]),
-    ("69 %, one near its deadline: one", [instance("a", 69)], [group(1, left_s=1000.0)], [("tide", "east", 1)]),
-    ("70 %, old ones: none", [instance("a", 70)], [old(9)], []),
-    ("never more than wait", [instance("a", 0)], [group(1)], [("tide", "east", 1)]),
-    ("an empty queue", [instance("a", 0)], [group(0)], []),
-    ("no queue", [instance("a", 0)], [], []),
-    ("another model's queue", [instance("a", 0)], [group(5, model="x")], []),
-    ("stale", [instance("a", 0, age_s=5.1)], [group(9)], []),
-    ("draining", [instance("a", 0, accepting=False)], [group(9)], []),
-    ("for interactive requests only", [instance("a", 0, kind=InstanceKind.IW)], [group(9)], []),
-    ("a stale one's capacity does not count", [instance("a", 0, age_s=9), instance("b", 65)], [group(9)], []),
+    # name, instances, groups, how many are released
+    ("(600 - 0) / 10", [instance("a")], [group()], 60),
+    ("(600 - 550) / 10", [instance("a", 550)], [group()], 5),
+    ("at the threshold", [instance("a", 600)], [group()], 0),
+    ("urgent ones up to 70 %", [instance("a", 600)], [group(), old(batch=2)], 10),
+    ("near its deadline", [instance("a", 600)], [group(left_s=1000.0)], 10),
+    ("no further", [instance("a", 700)], [old()], 0),
+    ("below the threshold one that fits", [instance("a", 590)], [group(tokens=400.0)], 1),
+    ("none that does not fit", [instance("a", 590)], [group(tokens=420.0)], 0),
+    ("a smaller one that fits", [instance("a", 590)], [group(tokens=420.0), group(batch=2, tenant="b")], 1),
+    ("of unknown size: a quarter of the memory", [instance("a")], [group(tokens=None)], 3),
+    ("places: a batch and a quarter of it", [instance("a", batch_max=8)], [group(tokens=1.0)], 10),
+    ("less what is there", [instance("a", batch_max=8, requests=7)], [group(tokens=1.0)], 3),
+    ("places of an older node", [instance("a", batch_max=None)], [group(tokens=1.0)], 40),
+    ("sent counts", [instance("a", 500, sent_tokens=50)], [group()], 5),
     (
-        "over instances: (80 + 30) / 200 = 55 %",
-        [instance("a", 80), instance("b", 30)],
-        [group(9)],
-        [("tide", "east", 1)],
+        "what is deferred there counts in full",
+        [instance("a", 100, deferred_requests=4, deferred_tokens=400.0)],
+        [group()],
+        10,
     ),
-    (
-        "sent counts: 40 + 10 = 50 %",
-        [instance("a", 40, sent_tokens=5, kv_bytes_per_token=2)],
-        [group(9)],
-        [("tide", "east", 1)],
-    ),
-    (
-        "two endpoints share: 3 = 2 + 1, emptiest first",
-        [instance("a", 30), instance("b", 10, region="west")],
-        [group(3)],
-        [("tide", "west", 2), ("tide", "east", 1)],
-    ),
-    (
-        "two endpoints share: 2 = 2 + 0",
-        [instance("a", 30), instance("b", 10, region="west")],
-        [group(2)],
-        [("tide", "west", 2)],
-    ),
-    (
-        "one old one is released once",
-        [instance("a", 65), instance("b", 66, region="west")],
-        [group(9), old(1, batch=2)],
-        [("tide", "east", 1)],
-    ),
-    (
-        "each model has its queue",
-        [instance("a", 10), instance("b", 20, model="x")],
-        [group(5), group(1, model="x")],
-        [("tide", "east", 2), ("x", "east", 1)],
-    ),
+    ("never more than wait", [instance("a")], [group(7)], 7),
+    ("an empty queue", [instance("a")], [group(0)], 0),
+    ("no queue", [instance("a")], [], 0),
+    ("another model's queue", [instance("a")], [group(model="x")], 0),
+    ("stale", [instance("a", age_s=5.1)], [group()], 0),
+    ("draining", [instance("a", accepting=False)], [group()], 0),
+    ("for interactive requests only", [instance("a", kind=InstanceKind.IW)], [group()], 0),
+    ("a full one has no part in it", [instance("a", 1000), instance("b", 550)], [group()], 5),
 ]
 
 
-@pytest.mark.parametrize(("instances", "groups", "releases"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
-def test_releases_follow_capacity(
-    instances: list[InstanceFacts], groups: list[GroupFacts], releases: list[tuple[str, str, int]]
-) -> None:
-    assert by_endpoint(facts(instances, groups)) == releases
+@pytest.mark.parametrize(("instances", "groups", "released"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS])
+def test_as_many_as_there_is_room_for(instances: list[InstanceFacts], groups: list[GroupFacts], released: int) -> None:
+    assert count(facts(instances, groups)) == released
 
 
-def served(groups: list[GroupFacts], looks: int, utilization: int = 55) -> list[tuple[str, int]]:
+def test_each_instance_gets_what_it_has_room_for() -> None:
+    given = facts([instance("a"), instance("b", 300), instance("c", 590)], [group()])
+    counts: Counter[str] = Counter()
+    for release in choose_releases(given, 0.0, ReleaseSettings()):
+        counts[release.instance_id] += release.count
+    assert counts == {"a-tide-east": 60, "b-tide-east": 30, "c-tide-east": 1}
+
+
+def test_endpoints_take_turns() -> None:
+    two = [instance("a"), instance("b"), instance("c", region="west")]
+    assert by_endpoint(facts(two, [group(9)])) == {("tide", "east"): 6, ("tide", "west"): 3}
+    assert by_endpoint(facts(two, [group()])) == {("tide", "east"): 120, ("tide", "west"): 60}
+
+
+def served(groups: list[GroupFacts], looks: int) -> list[tuple[str, int]]:
     """(tenant, batch) of one request a look, for so many looks."""
     last_tenants: dict[str, str] = {}
     order = []
     for _ in range(looks):
-        given = facts([instance("a", utilization)], groups, last_tenants=last_tenants)
-        [release] = choose_releases(given, 0.0, SETTINGS)
+        given = facts([instance("a", 599)], groups, last_tenants=last_tenants)
+        [release] = choose_releases(given, 0.0, ReleaseSettings(urgent_utilization_max=0.6))
         last_tenants = {"tide": release.tenant}
         order.append((release.tenant, release.batch))
         groups = [
@@ -140,7 +142,10 @@ def test_tenants_rotate_and_each_has_its_nearest_deadline_first() -> None:
         group(1, batch=3, tenant="b", left_s=22 * HOUR_S),
         group(1, batch=4, tenant="c"),
     ]
-    assert served(groups, 8) == [("a", 1), ("b", 3), ("c", 4), ("a", 1), ("b", 2), ("a", 1), ("b", 2), ("a", 1)]
+    order = [("a", 1), ("b", 3), ("c", 4), ("a", 1), ("b", 2), ("a", 1), ("b", 2), ("a", 1)]
+    assert served(groups, 8) == order
+    at_once = choose_releases(facts([instance("a", 520)], groups), 0.0, SETTINGS)
+    assert {(each.tenant, each.batch): each.count for each in at_once} == Counter(order)
 
 
 def test_urgent_requests_are_first_and_their_tenants_rotate_too() -> None:
@@ -148,147 +153,253 @@ def test_urgent_requests_are_first_and_their_tenants_rotate_too() -> None:
     assert served(groups, 5) == [("b", 2), ("c", 3), ("b", 2), ("a", 1), ("a", 1)]
 
 
-def test_a_short_window_is_urgent_in_its_last_quarter() -> None:
-    full = [instance("a", 65)]
-    assert by_endpoint(facts(full, [group(1, age_s=2600.0, left_s=1000.0)])) == []
-    assert by_endpoint(facts(full, [group(1, age_s=2800.0, left_s=800.0)])) == [("tide", "east", 1)]
-
-
 def test_models_of_one_slot_have_time_slices_so_that_it_switches_less() -> None:
-    pool = [instance("p", 10, model=name) for name in ("x", "y", "z")]
-    groups = [group(99, batch=n, model=name) for n, name in enumerate(("x", "y", "z"))]
+    pool = [instance("p", model=name) for name in ("x", "y", "z")]
+    groups = [group(batch=n, model=name) for n, name in enumerate(("x", "y", "z"))]
     looks = [by_endpoint(facts(pool, groups), now_s=s) for s in (0.0, 29.0, 30.0, 60.0, 90.0)]
-    assert [[model for model, _, _ in look] for look in looks] == [["x"], ["x"], ["y"], ["z"], ["x"]]
-    assert by_endpoint(facts(pool, groups[1:2])) == [("y", "east", 2)], "what has nothing waiting gets no time slice"
-    urgent = [groups[0], old(1, batch=7, model="z")]
-    assert by_endpoint(facts(pool, urgent)) == [("z", "east", 1), ("x", "east", 1)], (
-        "urgent requests need no time slice"
-    )
-    apart = [instance("p", 10, model="x"), instance("p", 10, model="y", slot=1)]
+    assert [[model for model, _ in look] for look in looks] == [["x"], ["x"], ["y"], ["z"], ["x"]]
+    assert by_endpoint(facts(pool, groups[1:2])) == {("y", "east"): 60}, "what has nothing waiting gets no time slice"
+    urgent = [groups[0], old(10, batch=7, model="z")]
+    assert by_endpoint(facts(pool, urgent)) == {("z", "east"): 10, ("x", "east"): 50}, "urgent ones need no time slice"
+    apart = [instance("p", model="x"), instance("p", model="y", slot=1)]
     assert len(by_endpoint(facts(apart, groups))) == 2
 
 
-def test_models_of_one_slot_share_its_capacity() -> None:
-    names = [f"m{n:02}" for n in range(20)]
-    pool = [instance("p", 10, model=name) for name in names]
-    waiting = [group(99, batch=n, model=name) for n, name in enumerate(names)]
-    urgent = [old(99, batch=n, model=name) for n, name in enumerate(names)]
-    for groups in (waiting, urgent):
-        decided = choose_releases(facts(pool, groups), 0.0, SETTINGS)
-        assert [(r.slot, r.count) for r in decided] == [(SlotId(node_id="p", number=0), 2)]
-    full = [msgspec.structs.replace(each, kv_used_bytes=65) for each in pool]
-    served = {choose_releases(facts(full, urgent), 30.0 * n, SETTINGS)[0].endpoint.model for n in range(20)}
-    assert served == set(names), "in rotation"
-
-
-def test_an_endpoint_in_two_slots_uses_both_and_leaves_the_rest_to_others() -> None:
-    both = [instance("p", 0, model="x"), instance("p", 0, model="x", slot=1)]
-    groups = [group(9, batch=1, model="x"), old(9, batch=2, model="y")]
-    decided = choose_releases(facts([*both, instance("p", 30, model="y")], groups), 30.0, SETTINGS)
-    assert [(r.endpoint.model, r.slot.number, r.count) for r in decided if r.slot] == [("y", 0, 2), ("x", 1, 2)]
+def test_models_of_one_slot_share_its_memory() -> None:
+    pool = [instance("p", 100, model="x", deferred_tokens=200.0), instance("p", 100, model="y")]
+    assert count(facts(pool, [group(batch=1, model="x"), old(batch=2, model="y")])) == (700 - 300) / 10
+    assert count(facts(pool, [old(batch=1, model="x"), old(batch=2, model="y")])) == (700 - 300) / 10
 
 
 def test_an_endpoint_uses_no_slot_in_the_time_slice_of_another_model() -> None:
-    fleet = [instance("p", 52, model="x"), instance("p", 52, model="x", slot=1), instance("p", 55, model="y")]
-    groups = [group(9, batch=1, model="x"), group(9, batch=2, model="y")]
-    looks = [choose_releases(facts(fleet, groups), now_s, SETTINGS) for now_s in (0.0, 30.0)]
-    assert [[(r.endpoint.model, r.slot.number) for r in look if r.slot] for look in looks] == [
-        [("x", 0)],
-        [("x", 1), ("y", 0)],
-    ]
+    fleet = [instance("p", model="x"), instance("p", model="x", slot=1), instance("p", model="y")]
+    groups = [group(batch=1, model="x"), group(batch=2, model="y")]
+    looks = [by_endpoint(facts(fleet, groups), now_s) for now_s in (0.0, 30.0)]
+    assert looks == [{("x", "east"): 120}, {("x", "east"): 60, ("y", "east"): 60}]
 
 
-EAST = Endpoint(model="tide", region="east")
+def test_a_window_limits_what_all_dispatchers_have_in_flight_but_not_what_is_urgent() -> None:
+    limited = {"windows": {EAST: Window(requests=12.5)}, "in_flight": {EAST: 5}}
+    assert count(facts([instance("a")], [group()], **limited)) == 7
+    assert count(facts([instance("a")], [group(), old(20, batch=2)], **limited)) == 20
+    assert count(facts([instance("a")], [old()], **limited)) == 70
+    assert count(facts([instance("a")], [group()], windows={})) == 0, "it has not been stepped"
 
 
-def pauses(
-    before: Backoff, used: int, now_s: float, *, refused: bool = False, load: float = 0.5, capacity: int = 100
-) -> Backoff:
-    given = facts([instance("a", used, load=load, kv_capacity_bytes=capacity)], [group(9)], backoffs={EAST: before})
-    return choose_backoff(given, frozenset({EAST} if refused else ()), now_s, SETTINGS)[EAST]
+def step(
+    window: Window,
+    *instances: InstanceFacts,
+    at_s: float,
+    in_flight: int = 0,
+    refused: bool = False,
+    interactive: bool = False,
+) -> Window:
+    given = facts(
+        list(instances),
+        [group()],
+        windows={EAST: window},
+        in_flight={EAST: in_flight},
+        interactive=frozenset({EAST} if interactive else ()),
+    )
+    return choose_windows(given, frozenset({EAST} if refused else ()), at_s, SETTINGS)[EAST]
 
 
-def test_a_pausing_endpoint_gets_nothing() -> None:
-    paused = {EAST: Backoff(pause_s=2.0, until_s=10.0)}
-    assert by_endpoint(facts([instance("a", 0)], [old(9)], backoffs=paused), now_s=9.9) == []
-    assert by_endpoint(facts([instance("a", 0)], [group(9)], backoffs=paused), now_s=10.0) == [("tide", "east", 2)]
+CALM = Window(requests=40.0, stepped_s=100.0, utilization=0.3)
 
 
-@pytest.mark.parametrize(
-    ("overload", "used"),
-    [({"refused": True}, 30), ({"load": 1.1}, 30), ({}, 55)],
-    ids=["a refusal", "decodes behind", "utilization rises"],
-)
-def test_an_overload_pauses_an_endpoint_and_each_further_one_for_longer(overload: dict[str, Any], used: int) -> None:
-    calm = Backoff(utilization=0.3)
-    backoff, now_s, waits = calm, 0.0, []
-    for _ in range(8):
-        backoff = pauses(msgspec.structs.replace(backoff, utilization=0.3), used, now_s, **overload)
-        waits.append(backoff.until_s - now_s)
-        now_s = backoff.until_s
-    assert waits == [1, 2, 4, 8, 16, 32, 60, 60]
-    for expected in (30, 15, 7.5, 3.75, 1.875, 0.9375, 0):
-        assert pauses(backoff, 30, now_s).pause_s == backoff.pause_s, "quiet, but not for long enough"
-        now_s += backoff.pause_s
-        backoff = pauses(backoff, 30, now_s)
-        assert (backoff.pause_s, backoff.until_s <= now_s) == (expected, True)
+def test_a_new_window_has_the_signals_of_the_paper() -> None:
+    for used, signals in ((0, 2), (499, 2), (500, 1), (599, 1), (600, 0)):
+        assert step(Window(), instance("a", used), at_s=0.0).requests == signals
+        assert step(CALM, instance("a", used), at_s=100.0 + 60.0).requests == signals, "after a rest"
 
 
-def test_what_is_no_overload() -> None:
-    calm = Backoff(utilization=0.3)
-    for used, load in ((38, 0.5), (49, 0.5), (30, 1.0)):
-        assert pauses(calm, used, 0.0, load=load).pause_s == 0, (used, load)
-    assert pauses(Backoff(), 69, 0.0).pause_s == 0, "the first release knows of no rise"
+@pytest.mark.parametrize("instances", [1, 4, 16])
+def test_a_window_fills_idle_instances_in_seconds_however_many_they_are(instances: int) -> None:
+    fleet = [instance(str(n)) for n in range(instances)]
+    window, at_s = Window(), 100.0
+    while window.requests < 100 * instances:
+        at_s += 0.25
+        window = step(window, *fleet, at_s=at_s, in_flight=int(window.requests))
+    assert at_s <= 105
+    for _ in range(9):
+        at_s += 1.0
+        window = step(window, *fleet, at_s=at_s, in_flight=int(window.requests))
+    assert window.requests == 125 * instances, "what they run and queue, no more"
+
+
+def test_a_window_grows_with_time_however_many_dispatchers_step_it_and_not_while_little_of_it_is_used() -> None:
+    once = step(CALM, instance("a"), at_s=100.5, in_flight=40)
+    often = CALM
+    for n in range(1, 6):
+        often = step(often, instance("a"), at_s=100 + n / 10, in_flight=40)
+    assert once.requests == pytest.approx(often.requests) == pytest.approx(40 + 16)
+    assert step(once, instance("a"), at_s=99.0, in_flight=60).requests == once.requests, "another one's clock is behind"
+    assert step(CALM, instance("a"), at_s=100.5, in_flight=19).requests == 40
+
+
+TROUBLE: list[tuple[str, dict[str, Any], bool]] = [
+    ("a refusal", {}, True),
+    ("decodes behind", {"load": 1.1}, False),
+    ("a late first token, IW-F", {"prefill_urgent_wait_s": 0.6, "prefill_token_s": 0.001}, False),
+    ("a late first token, IW-N", {"prefill_wait_s": 31.0, "prefill_token_s": 0.001}, False),
+    (
+        "one with what was sent",
+        {"prefill_urgent_wait_s": 0.4, "prefill_token_s": 0.001, "sent_input_tokens": 200},
+        False,
+    ),
+    ("utilization rises", {"kv_used_bytes": 550}, False),
+]
+
+
+@pytest.mark.parametrize(("changes", "refused"), [r[1:] for r in TROUBLE], ids=[r[0] for r in TROUBLE])
+def test_each_sign_of_trouble_cuts_the_window_and_holds_it(changes: dict[str, Any], refused: bool) -> None:
+    troubled = instance("a", **({"kv_used_bytes": 300, "deferred_requests": 30} | changes))
+    cut = step(CALM, troubled, at_s=100.2, in_flight=30, refused=refused, interactive=True)
+    assert (cut.requests, cut.cut_s) == (15, 100.2), "half of what was in flight"
+    held = step(cut, troubled, at_s=100.3, in_flight=30, refused=refused, interactive=True)
+    assert (held.requests, held.cut_s) == (15, 100.2), "the reports cannot show yet what the cut has changed"
+    given = facts([instance("a")], [group(), old(batch=2)], windows={EAST: held})
+    assert (count(given, now_s=102.1), count(given, now_s=102.3) > 0) == (0, True)
+    if "kv_used_bytes" not in changes:
+        again = step(held, troubled, at_s=102.3, in_flight=15, refused=refused, interactive=True)
+        assert (again.requests, again.cut_s) == (7.5, 102.3), "it goes on"
+    calm = step(held, instance("a", 300), at_s=102.3, in_flight=14)
+    assert calm.requests == 15 + 2.0, "a second's growth, slower than before"
+    later = step(msgspec.structs.replace(calm, stepped_s=162.0), instance("a", 300), at_s=163.0, in_flight=17)
+    assert later.requests == 17 + 32.0
+
+
+def test_what_is_no_trouble() -> None:
+    for changes in (
+        {"kv_used_bytes": 380},
+        {"kv_used_bytes": 300, "load": 1.0},
+        {"kv_used_bytes": 300, "prefill_urgent_wait_s": 0.5, "prefill_token_s": 0.001},
+        {"kv_used_bytes": 300, "deferred_tokens": 400.0, "deferred_requests": 30},
+        {"kv_used_bytes": 300, "prefill_urgent_wait_s": 60.0, "prefill_token_s": 0.001},  # nobody would wait for it
+    ):
+        assert step(CALM, instance("a", **changes), at_s=100.0, in_flight=30).cut_s < 0, changes  # type: ignore[arg-type]
+    elsewhere = step(CALM, instance("a", 550), at_s=100.0, in_flight=30)
+    assert elsewhere.cut_s < 0, "other dispatchers have 30 in flight of 10 tokens each"
+    assert step(Window(), instance("a", 690), at_s=0.0).cut_s < 0, "the first step knows of no rise"
 
 
 MODELS = st.sampled_from(["tide", "x", "y"])
 INSTANCES = st.lists(
     st.builds(
         instance,
-        st.uuids().map(str),
-        st.integers(0, 100),
+        st.uuids().map(str) | st.just("shared"),
+        st.integers(0, 1000),
         model=MODELS,
         region=st.sampled_from(["east", "west"]),
         age_s=st.floats(0, 10),
         accepting=st.booleans(),
+        requests=st.integers(0, 20),
+        batch_max=st.none() | st.integers(0, 20),
+        deferred_requests=st.integers(0, 10),
+        deferred_tokens=st.floats(0, 500),
     ),
     max_size=8,
+    unique_by=lambda each: each.instance_id,
 )
 GROUPS = st.lists(
     st.builds(
         group,
-        st.integers(0, 4),
+        st.integers(0, 40),
         batch=st.integers(1, 4),
         model=MODELS,
         tenant=st.sampled_from("abc"),
         age_s=st.floats(0, 90_000),
         left_s=st.floats(0, 90_000),
+        tokens=st.none() | st.floats(1, 1500),
     ),
     max_size=6,
     unique_by=lambda each: (each.batch, each.model),
 )
 
 
-@given(instances=INSTANCES, groups=GROUPS, now_s=st.floats(0, 100))
-def test_never_more_than_waits_nor_than_there_is_capacity_for(
-    instances: list[InstanceFacts], groups: list[GroupFacts], now_s: float
+@given(instances=INSTANCES, groups=GROUPS, now_s=st.floats(0, 100), window=st.floats(0, 100))
+def test_never_more_than_waits_nor_than_fits(
+    instances: list[InstanceFacts], groups: list[GroupFacts], now_s: float, window: float
 ) -> None:
-    decided = choose_releases(facts(instances, groups), now_s, SETTINGS)
-    waiting = {(each.batch, each.model): each.waiting for each in groups}
-    endpoints: Counter[Endpoint] = Counter()
+    windows = {each.endpoint: Window(requests=window) for each in instances}
+    in_flight = Counter({each.endpoint: each.deferred_requests for each in instances})
+    decided = choose_releases(facts(instances, groups, windows=windows, in_flight=in_flight), now_s, SETTINGS)
+    waiting = {(each.batch, each.model): each for each in groups}
     taken: Counter[tuple[int, str]] = Counter()
+    endpoints: Counter[Endpoint] = Counter()
     for release in decided:
         assert release.count >= 1
-        endpoints[release.endpoint] += release.count
         taken[release.batch, release.endpoint.model] += release.count
-    assert all(count <= waiting[group] for group, count in taken.items())
-    assert len({(r.endpoint, r.batch, r.slot) for r in decided}) == len(decided)
-    slots = Counter({r.slot: 0 for r in decided})
-    for release in decided:
-        slots[release.slot] += release.count
-    assert all(count <= 2 for count in slots.values())
-    for endpoint, count in endpoints.items():
-        fresh = [i for i in instances if i.endpoint == endpoint and i.accepting and i.age_s <= 5]
-        used = sum(i.kv_used_bytes for i in fresh) / (100 * len(fresh))
-        assert count <= 2
-        assert used < (0.5 if count == 2 else 0.7)
+        endpoints[release.endpoint] += 0 if release.urgent else release.count
+    assert all(count <= waiting[key].waiting for key, count in taken.items())
+    assert all(count + in_flight[endpoint] <= max(window, in_flight[endpoint]) for endpoint, count in endpoints.items())
+    for endpoint in {release.endpoint for release in decided}:
+        fresh = [one for one in instances if one.endpoint == endpoint and one.accepting and one.age_s <= 5]
+        mine = [release for release in decided if release.endpoint == endpoint]
+        places = [
+            int(1.25 * (32 if i.batch_max is None else i.batch_max)) - i.requests - i.deferred_requests for i in fresh
+        ]
+        assert sum(release.count for release in mine) <= sum(max(0, each) for each in places)
+        known = sum(r.count * (waiting[r.batch, endpoint.model].tokens or 0) for r in mine)
+        free = [1000 - one.kv_used_bytes - one.deferred_tokens for one in fresh]
+        assert known <= sum(max(0.0, each) for each in free) + 1e-6
+
+
+@given(
+    instances=st.integers(1, 20),
+    used=st.integers(0, 590),
+    tokens=st.floats(1, 400),
+    batch_max=st.integers(1, 50),
+    deferred=st.integers(0, 5),
+)
+def test_idle_instances_are_given_as_many_each_as_one_alone_and_none_is_left_idle(
+    instances: int, used: int, tokens: float, batch_max: int, deferred: int
+) -> None:
+    def released(number: int) -> int:
+        each = {"batch_max": batch_max, "deferred_requests": deferred, "deferred_tokens": deferred * tokens}
+        fleet = [instance(str(n), used, **each) for n in range(number)]
+        return count(facts(fleet, [group(tokens=tokens)]))
+
+    alone = released(1)
+    assert released(instances) == instances * alone
+    has_place, below = deferred < int(1.25 * batch_max), used + deferred * tokens < 600
+    assert (alone > 0) == (has_place and below), "it is never starved while there is room"
+    there = facts([instance("a", used, batch_max=batch_max)], [])
+    assert has_room(there.instances, SETTINGS)
+
+
+@given(used=st.integers(0, 1000), window=st.floats(0, 100), in_flight=st.integers(0, 100), tokens=st.floats(1, 300))
+def test_a_batch_near_its_deadline_goes_faster(used: int, window: float, in_flight: int, tokens: float) -> None:
+    limited = {"windows": {EAST: Window(requests=window)}, "in_flight": {EAST: in_flight}}
+    calm = count(facts([instance("a", used)], [group(tokens=tokens)], **limited))
+    urgent = count(facts([instance("a", used)], [old(tokens=tokens)], **limited))
+    assert urgent >= calm
+    if used < 600:
+        assert urgent >= 1
+
+
+def test_beside_interactive_requests_batches_begin_rarely_and_nothing_replaces_what_ends() -> None:
+    def stepped(window: Window, at_s: float, in_flight: int, *fleet: InstanceFacts, other: str = "tide") -> Window:
+        given = facts(
+            list(fleet),
+            [group(tokens=5000.0, input_tokens=100.0)],
+            windows={EAST: window},
+            in_flight={EAST: in_flight},
+            interactive=frozenset({Endpoint(model=other, region="east")}),
+        )
+        return choose_windows(given, frozenset(), at_s, SETTINGS)[EAST]
+
+    fast = [instance(str(n), prefill_token_s=0.0001) for n in range(4)]
+    slow = [instance(str(n), prefill_token_s=0.1) for n in range(4)]
+    full = msgspec.structs.replace(CALM, requests=500.0, begun_s=100.0)
+    assert stepped(full, 100.1, 30, *fast).requests == 32, "0.05 / 0.01 s = 5 a second and instance"
+    assert stepped(full, 100.1, 30, *slow).requests == 30, "of two a second, the signals"
+    again = stepped(full, 100.5, 30, *slow)
+    assert (again.requests, again.begun_s) == (31, 100.5)
+    assert stepped(full, 109.0, 30, *fast).requests == 70, "those of two seconds at once"
+    late = stepped(full, 100.7, 30, *slow)
+    assert (late.requests, late.begun_s) == (31, pytest.approx(100.5)), "what is left of the time counts for the next"
+    assert stepped(again, 100.6, 12, *slow).requests == 12
+    assert stepped(full, 100.1, 30, *fast, other="x").requests == 400 * 1.25, "nobody asks for this model"
+    shared = [*slow, instance("0", model="x")]
+    assert stepped(full, 100.1, 30, *shared, other="x").requests == 30, "nor for one on its slots"

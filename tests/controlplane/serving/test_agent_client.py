@@ -1,8 +1,8 @@
 """The client to nodes: odd streams, and a limit that is its own."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 
 import anyio
 import msgspec
@@ -15,7 +15,9 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
 from controlplane.settings import Settings
 from dataplane.protocol.messages import Finished, Generate, Sampling, Started, StreamEvent, Token, encode_line
+from dataplane.protocol.records import MEDIA_TYPE, encode_events, encode_text
 from ops.local.ports import free_port
+from tests.controlplane.serving.scripted import ScriptedConnections
 
 EVENTS: list[StreamEvent] = [
     Started(prompt_tokens=1),
@@ -23,20 +25,6 @@ EVENTS: list[StreamEvent] = [
     Finished(finish_reason="stop", prompt_tokens=1, completion_tokens=1),
 ]
 REQUEST = Generate(request_id="r", instance_id="i", model="m", tier="IW-N", prompt="x", sampling=Sampling())
-
-
-class Node(AgentClient):
-    """To a node whose stream comes in these chunks."""
-
-    def __init__(self, chunks: Callable[[], AsyncIterator[bytes]]) -> None:
-        super().__init__(Settings())
-        self._chunks = chunks
-
-    @asynccontextmanager
-    async def _post(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None
-    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
-        yield 200, self._chunks()
 
 
 def ask(client: Callable[[], AgentClient]) -> list[StreamEvent]:
@@ -61,12 +49,15 @@ def test_blank_lines_are_nothing(blank: bytes, before: int) -> None:
                 yield blank
             yield encode_line(event)
 
-    assert ask(lambda: Node(chunks)) == EVENTS
+    def client() -> AgentClient:
+        return AgentClient(Settings(), connections=ScriptedConnections(lambda _node, _asked: chunks()))
+
+    assert ask(client) == EVENTS
 
 
 def test_a_limit_of_our_own_is_no_fault_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one connection that this gateway may have is taken."""
-    monkeypatch.setattr("controlplane.serving.agent_client._CONNECT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("controlplane.serving.agent_client._FREE_TIMEOUT_S", 0.01)
     ended = anyio.Event()
 
     async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,5 +162,88 @@ def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_con
             with anyio.fail_after(30):
                 await ended.wait()
             await client.close()
+
+    anyio.run(run)
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+MUCH = b"a" * 65_536
+HUGE_COUNT = encode_line(Started(prompt_tokens=1)).replace(b"1", b"9223372036854775807")
+NEGATIVE_COUNT = encode_line(Finished(finish_reason="stop", prompt_tokens=1, completion_tokens=-1))
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        (b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nx", b""),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+        (b"HTTP/1.1 200 ", MUCH),
+        (OK + b"x: ", MUCH),
+        (OK, b"x: a\r\n"),
+        (OK + CHUNKED + b"1;", MUCH),
+        (OK + CHUNKED + b"0\r\n", b"x: a\r\n"),
+        (b"HTTP/1.1 500 No\r\n" + CHUNKED, chunk(MUCH)),
+        (OK + CHUNKED, chunk(MUCH)),
+        (OK + CHUNKED + chunk(b'{"type":"token","text":"\xff"}\n'), b""),
+        (OK + CHUNKED + chunk(HUGE_COUNT), b""),
+        (OK + CHUNKED + chunk(encode_line(EVENTS[0]) + NEGATIVE_COUNT), b""),
+    ],
+)
+def test_a_hostile_node_is_left_by_an_error_of_its_own(begins: bytes, goes_on: bytes) -> None:
+    """It may go on for ever: it neither keeps the request nor fills the memory."""
+
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):
+            writer.write(begins)
+            while goes_on:
+                writer.write(goes_on * max(1, 65_536 // len(goes_on)))
+                await writer.drain()
+            await reader.read()
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings())
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            with pytest.raises(NodeError) as caught, anyio.fail_after(60):
+                _ = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+            assert caught.value.retryable
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
+
+    anyio.run(run)
+
+
+@pytest.mark.parametrize("after", [encode_text((2,), 1, b"x"), encode_events(EVENTS[1:]), encode_events(EVENTS[2:])])
+def test_what_follows_the_end_is_nothing(after: bytes) -> None:
+    body = encode_events(EVENTS) + after
+    ended = anyio.Event()
+
+    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(OK + f"content-type: {MEDIA_TYPE}\r\n".encode() + CHUNKED + chunk(body) + b"0\r\n\r\n")
+        await reader.read()
+        writer.close()
+        ended.set()
+
+    async def run() -> None:
+        client = AgentClient(Settings())
+        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+            url = f"http://127.0.0.1:{port}"
+            assert [event async for events in client.generate(url, REQUEST) for event in events] == EVENTS
+            await client.close()
+            with anyio.fail_after(60):
+                await ended.wait()
 
     anyio.run(run)

@@ -1,11 +1,10 @@
 """A stream whose node is lost at any token goes on elsewhere, and is what it would have been."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
@@ -27,11 +26,14 @@ from dataplane.agent.parsing.answer_text import AnswerText
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
-from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Started, Token, encode_line
+from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Started, Token
+from dataplane.protocol.records import TextRecord
 from dataplane.protocol.tiers import Objective, Tier
+from tests.controlplane.serving.scripted import ScriptedConnections, encoded
 
 BYTES = "tide 🌊 naïve «STO» 海 STOP rest".encode()
 """Each byte is a token, so characters come in halves."""
+FRAME = "data: {", "}\n\n"
 MODEL = Model(name="tide", path="/x", architecture="L", weights_bytes=1, kv_bytes_per_token=1, context_tokens=4096)
 
 
@@ -52,6 +54,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Any) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def piece(self, token_id: int) -> str | None:
+        return chr(token_id) if token_id < 128 else None
+
     def check_tokens(self, token_ids: Any, param: str) -> None:
         return None
 
@@ -61,32 +66,29 @@ class Nodes(AgentClient):
     `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, a `Failed`, a newer claim.
     """
 
-    def __init__(self, lines: int, *, ends: str = "broken", end: str = "length") -> None:
-        super().__init__(settings())
+    def __init__(self, lines: int, *, ends: str = "broken", end: str = "length", old: bool = False) -> None:
+        super().__init__(settings(), connections=ScriptedConnections(self._answer, old=old))
         self.lines, self.ends, self.end = lines, ends, end
         self.asked: list[Generate] = []
         self.lost: set[str] = {"n1"}
+        self.connections_are_old = old
 
-    @asynccontextmanager
-    async def _post(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None
-    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
-        generate = msgspec.json.decode(msgspec.json.encode(request), type=Generate)
+    def _answer(self, node: str, generate: Generate) -> AsyncIterator[bytes]:
         self.asked.append(generate)
-        yield 200, self._stream(generate, url.split("/")[2])
+        return self._stream(generate, node)
 
     async def _stream(self, generate: Generate, node: str) -> AsyncIterator[bytes]:
         sent = 0
         async for line in self._lines(generate):
             if node in self.lost and sent == self.lines:
                 if self.ends == "stale":
-                    yield encode_line(Failed(status=409, code=STALE_EPOCH, message="older", retryable=True))
+                    yield encoded(Failed(status=409, code=STALE_EPOCH, message="older", retryable=True), generate)
                     return
                 if self.ends == "failed":
-                    yield encode_line(Failed(status=503, code="worker_lost", message="lost", retryable=True))
+                    yield encoded(Failed(status=503, code="worker_lost", message="lost", retryable=True), generate)
                     return
                 yield line[: len(line) // 2]
-                raise aiohttp.ClientPayloadError("the node is gone")
+                raise ConnectionError("the node is gone")
             sent += 1
             yield line
 
@@ -112,7 +114,7 @@ class Nodes(AgentClient):
         resumed = text.resume(generate.generated)
         measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 1, lambda: 0.0)
         async for event in Answer(flight, text, cancel=lambda _: None, measure=measure, resumed=resumed).events():
-            yield encode_line(event)
+            yield encoded(event, generate)
 
 
 class Fleet(FleetCache):
@@ -165,19 +167,46 @@ def settings(**changes: Any) -> Settings:
     return Settings(**{"stream_continue_wait_s": 5.0} | changes)
 
 
-async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tuple[str, list[int], Finished, int]:
-    """Text, token ids, end and number of placements of one stream."""
+async def ask(
+    nodes: Nodes, *, fleet: Fleet | None = None, way: str = "events", **changes: Any
+) -> tuple[str, list[int], Finished, int]:
+    """Text, token ids, end and number of placements of one stream. `way`: "records" asks for them, and "passed" takes
+    their text past the stream; "half" takes every other piece so, as a client does that does not keep up.
+    """
     fleet = fleet or Fleet()
     sender = Sender(fleet, nodes, settings(**changes))
     stop = Sampling(stop=("STOP",))
     message = Generate(request_id="q", instance_id="", model="tide", tier=Tier.IW_N, sampling=stop, prompt="x")
     request = InFlightRequest.of(fleet, MODEL, message, tenant="t", origin=None)
-    text, token_ids, end, placed = "", [], None, 0
+    text, token_ids, end, placed, passed = "", [], None, 0, 0
+
+    def read(record: TextRecord) -> None:
+        nonlocal text
+        before, after = (part.encode() for part in FRAME)
+        pieces = [each.removeprefix(before) for each in record.payload.split(after) if each]
+        new = "".join(map(msgspec.json.decode, pieces))
+        assert len(new) == record.chars
+        text += new
+        token_ids.extend(record.token_ids)
+
+    def pass_on(record: TextRecord) -> bool:
+        nonlocal passed
+        passed += 1
+        if way == "half" and passed % 2:
+            return False
+        read(record)
+        return True
+
+    if way != "events":
+        request.text_frame = FRAME
     try:
         async with aclosing(sender.send(request)) as sent:
             async for events in sent:
+                request.pass_on = pass_on if way in {"passed", "half"} else None
                 for event in events:
-                    if isinstance(event, Token):
+                    if isinstance(event, TextRecord):
+                        read(event)
+                    elif isinstance(event, Token):
                         text += event.text
                         token_ids += event.token_ids
                     placed += isinstance(event, Started)
@@ -185,13 +214,15 @@ async def ask(nodes: Nodes, *, fleet: Fleet | None = None, **changes: Any) -> tu
     finally:
         await nodes.close()
     assert end is not None
+    assert bool(passed) == (way in {"passed", "half"} and not nodes.connections_are_old)
     return text, token_ids, end, placed
 
 
+@pytest.mark.parametrize("way", ["events", "records", "passed", "half"])
 @pytest.mark.parametrize("ends", ["broken", "failed"])
 @pytest.mark.parametrize(("stop", "end"), [(True, "length"), (False, "length"), (False, "stop")])
 def test_a_node_lost_at_any_line_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, ends: str, stop: bool, end: str
+    monkeypatch: pytest.MonkeyPatch, way: str, ends: str, stop: bool, end: str
 ) -> None:
     if not stop:  # then the text ends in what might have become a stop string, or in half a character
         monkeypatch.setitem(globals(), "BYTES", "naïve 海 STO".encode() + ("海".encode()[:2] if end == "stop" else b""))
@@ -201,7 +232,7 @@ def test_a_node_lost_at_any_line_changes_nothing(
         assert undisturbed[3] == 1
         for lines in range(len(BYTES) + 3):
             nodes = Nodes(lines, ends=ends, end=end)
-            text, token_ids, finished, _ = await ask(nodes)
+            text, token_ids, finished, _ = await ask(nodes, way=way)
             assert (text, token_ids, finished) == undisturbed[:3], lines
             assert len({asked.sampling.seed for asked in nodes.asked}) == 1, "all of one piece"
             assert nodes.asked[0].sampling.seed is not None
@@ -209,6 +240,15 @@ def test_a_node_lost_at_any_line_changes_nothing(
             assert promised == [messages.Objective(ttft_s=0.5, tbt_s=0.02)] * len(promised), "wherever it goes on"
             if 1 < lines < len(undisturbed[1]):
                 assert [asked.instance_id for asked in nodes.asked] == ["i-n1", "i-n2"]
+
+    asyncio.run(run())
+
+
+def test_nodes_of_an_older_version_answer_in_lines() -> None:
+    async def run() -> None:
+        undisturbed = await ask(Nodes(10**6))
+        text, token_ids, finished, _ = await ask(Nodes(7, old=True), way="passed")
+        assert (text, token_ids, finished) == undisturbed[:3]
 
     asyncio.run(run())
 

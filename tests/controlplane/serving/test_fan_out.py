@@ -11,9 +11,11 @@ from msgspec.structs import replace
 from controlplane.errors import NodeError
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fan_out import InFlightQuery, TokenUsage, send_query
+from controlplane.serving.node_streams import PassOn
 from controlplane.serving.query import Query, seed_of
 from controlplane.serving.send import Sender
-from dataplane.protocol.messages import Finished, Generate, Sampling, Started, StreamEvent, Token
+from dataplane.protocol.messages import Finished, Generate, Sampling, Started, Token
+from dataplane.protocol.records import RecordedEvent
 from dataplane.protocol.tiers import Tier
 from tests.controlplane.serving.test_continuation import MODEL, Fleet, settings
 
@@ -32,8 +34,8 @@ class Nodes(AgentClient):
         self.fails = fails
 
     async def generate(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None = None
-    ) -> AsyncGenerator[list[StreamEvent], None]:
+        self, url: str, request: Generate, headers: Mapping[str, str] | None = None, pass_on: PassOn | None = None
+    ) -> AsyncGenerator[list[RecordedEvent], None]:
         number = _number(request)
         self.asked.append(request)
         ended = False
@@ -190,3 +192,13 @@ def test_a_reader_that_leaves_cancels_all() -> None:
 
     run(lambda: Nodes(gated=frozenset({1, 2})), query_of(n=3), leaving)
     assert {1, 2} <= set(made[0].cancelled)
+
+
+@pytest.mark.parametrize(("released_to", "sent_to"), [("i-n2", "i-n2"), ("i-gone", "i-n1"), (None, "i-n1")])
+def test_a_batch_request_goes_where_it_has_room_if_it_still_can(released_to: str | None, sent_to: str) -> None:
+    async def released(nodes: Nodes, flying: InFlightQuery, stream: Any) -> Any:
+        flying.first.released_to = released_to
+        return await whole(nodes, flying, stream)
+
+    nodes, _, _ = run(Nodes, query_of(), released)
+    assert [asked.instance_id for asked in nodes.asked] == [sent_to], "n1 has less to do"

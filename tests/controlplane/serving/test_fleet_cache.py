@@ -1,5 +1,6 @@
 """What a gateway remembers of the fleet: tokens just sent, and a view that outlives Redis for a while."""
 
+import asyncio
 import time
 from itertools import pairwise
 
@@ -48,6 +49,25 @@ def test_what_an_instance_refused_counts_no_more(world: World) -> None:
         cache.note_refused("i1", refused)
         assert sent(cache) == 20
     cache.note_refused("gone", refused)
+
+
+def test_whoever_waits_for_a_change_hears_of_a_request_that_ended_and_of_each_view(world: World) -> None:
+    async def run() -> None:
+        quick = world.settings.model_copy(update={"view_refresh_s": 0.05})
+        cache = FleetCache(world.database, world.live, quick)
+        world.report("n1", "i1", region="us-east", url="http://n1")
+        cache.read_view()
+        sending = cache.note_sent("i1", 20)
+        waiting = asyncio.create_task(cache.changed())
+        await asyncio.sleep(0)
+        cache.note_ended("i1", sending)
+        await waiting
+        assert sent(cache) == 0
+        async with cache.following():
+            with anyio.fail_after(PATIENCE_S):
+                await cache.changed()
+
+    anyio.run(run)
 
 
 def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:

@@ -1,11 +1,9 @@
 """A stream with reasoning, tool calls and log probabilities whose node is lost anywhere: the client sees one answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
@@ -31,10 +29,10 @@ from dataplane.protocol.messages import (
     ToolCallDelta,
     ToolUse,
     TopLogprob,
-    encode_line,
 )
 from dataplane.protocol.tiers import Tier
 from tests.controlplane.serving import test_continuation
+from tests.controlplane.serving.scripted import ScriptedConnections, encoded
 from tests.controlplane.serving.test_continuation import MODEL, Fleet, settings
 
 PIECES: tuple[dict[str, Any], ...] = (
@@ -63,25 +61,22 @@ class Nodes(AgentClient):
     """
 
     def __init__(self, lines: int, together: int) -> None:
-        super().__init__(settings())
+        super().__init__(settings(), connections=ScriptedConnections(self._answer))
         self.lines, self.together = lines, together
         self.asked: list[Generate] = []
 
-    @asynccontextmanager
-    async def _post(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None
-    ) -> AsyncGenerator[tuple[int, AsyncIterator[bytes]], None]:
-        self.asked.append(msgspec.json.decode(msgspec.json.encode(request), type=Generate))
-        yield 200, self._stream(self.asked[-1], lost=len(self.asked) == 1)
+    def _answer(self, _node: str, generate: Generate) -> AsyncIterator[bytes]:
+        self.asked.append(generate)
+        return self._stream(generate, lost=len(self.asked) == 1)
 
     async def _stream(self, generate: Generate, *, lost: bool) -> AsyncIterator[bytes]:
         begun = len(generate.generated)
         events: list[StreamEvent] = [Started(prompt_tokens=5), *map(token, range(begun, len(PIECES))), TAIL, END]
-        lines = list(map(encode_line, events[: self.lines] if lost else events))
+        lines = [encoded(event, generate) for event in (events[: self.lines] if lost else events)]
         for first in range(0, len(lines), self.together):
             yield b"".join(lines[first : first + self.together])
         if lost and self.lines < len(events):
-            raise aiohttp.ClientPayloadError("the node is gone")
+            raise ConnectionError("the node is gone")
 
 
 class ParsingNodes(test_continuation.Nodes):
@@ -131,6 +126,7 @@ async def streamed(lines: int, together: int = 1) -> dict[str, Any]:
     """The streamed answer, put together as clients do."""
     nodes = Nodes(lines, together)
     sender, flying, renderer = query(nodes)
+    flying.first.text_frame = renderer.text_frame(0)
     written = renderer.begin()
     try:
         async for choice, events in send_query(sender, flying):

@@ -125,6 +125,38 @@ def test_a_look_has_a_limit_and_one_tenants_many_batches_hide_no_other(world: Wo
     assert [group.batch for group in groups] == [numbers[many[2]], numbers[many[3]], numbers[late]]
 
 
+def test_a_look_counts_as_many_as_its_caller_may_take(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.add_batch(lines=40, window_s=60)
+    world.add_batch(lines=40, window_s=7200)
+    with world.database.transaction() as session:
+        assert [group.waiting for group in queue.batch_groups(session)] == [16, 16]
+        assert [group.waiting for group in queue.batch_groups(session, waiting_max=1)] == [1, 1]
+        assert [group.waiting for group in queue.batch_groups(session, waiting_max=30)] == [30, 30]
+        assert [group.waiting for group in queue.batch_groups(session, waiting_max=300)] == [40, 40]
+        monkeypatch.setattr(queue, "_COUNTED_ALL", 70)
+        assert [group.waiting for group in queue.batch_groups(session, waiting_max=300)] == [35, 35]
+        assert [group.waiting for group in queue.batch_groups(session, waiting_max=300, groups_max=1)] == [40]
+
+
+def test_the_size_of_a_groups_requests_is_the_mean_of_those_that_completed(world: World) -> None:
+    world.add_batch(lines=6)
+    run(world, "UPDATE queued_requests SET model = 'other' WHERE line > 3")
+    run(world, "INSERT INTO batch_models SELECT batch_number, 'other', 3, 1 FROM batch_models")
+    by_line = {held.line: held for held in claim(world, count=2)}
+    sizes = {1: (100, 20), 2: (10, 10), 4: (1000, 1)}
+    ended = [
+        Outcome(claim=by_line[line], status_code=200, body={}, input_tokens=of[0], output_tokens=of[1])
+        for line, of in sizes.items()
+    ]
+    with world.database.transaction() as session:
+        assert [group.tokens for group in queue.batch_groups(session)] == [None, None]
+        prompts = {group.model: group.input_tokens for group in queue.batch_groups(session)}
+        assert prompts == {MODEL: 2.0, "other": pytest.approx(1 / 3)}
+        queue.finish(session, ended)
+        queue.finish(session, [Outcome(claim=by_line[5], error={"code": "no"})])
+        assert {group.model: group.tokens for group in queue.batch_groups(session)} == {MODEL: 70.0, "other": 1001.0}
+
+
 @pytest.mark.parametrize("loss", ["expired", "taken by another", "finished", "cancelled"])
 def test_nothing_is_written_by_a_claim_that_is_over(world: World, loss: str) -> None:
     world.add_batch(lines=1)

@@ -1,10 +1,17 @@
 """Connections to Postgres."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
-from sqlalchemy import text
+import pytest
+from sqlalchemy import event, text
+from sqlalchemy.exc import ResourceClosedError
 
-from controlplane.store.session import Database
+from controlplane.settings import Settings
+from controlplane.store.schema import check_schema
+from controlplane.store.session import Database, make_engine
 
 
 def test_a_server_that_vanishes_is_noticed(database: Database) -> None:
@@ -29,3 +36,30 @@ def test_a_statement_alone_is_a_transaction(database: Database) -> None:
     with database.transaction() as session:
         assert session.execute(text("SELECT count(*) FROM scratch")).scalar_one() == 0
         session.execute(text("DROP TABLE scratch"))
+
+
+def test_closing_waits_for_a_probe_whose_caller_went_away(settings: Settings) -> None:
+    database, probed, go_on = Database(make_engine(settings)), threading.Event(), threading.Event()
+    connections: list[Any] = []
+
+    def hold(connection: Any, *_: Any) -> None:
+        connections.append(connection)
+        probed.set()
+        go_on.wait()
+
+    event.listen(database.engine, "checkout", hold)
+    with ThreadPoolExecutor(2) as threads:
+        probe = threads.submit(check_schema, database)
+        probed.wait()
+        closing = threads.submit(database.close)
+        go_on.set()
+        probe.result()
+        closing.result()
+    assert [connection.closed for connection in connections] == [True]
+
+
+def test_nothing_is_begun_after_the_end(settings: Settings) -> None:
+    database = Database(make_engine(settings))
+    database.close()
+    with pytest.raises(ResourceClosedError), database.transaction():
+        pass

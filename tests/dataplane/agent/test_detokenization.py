@@ -17,6 +17,9 @@ class ByteTokenizer(WordTokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")
 
+    def piece(self, token_id: int) -> str | None:
+        return chr(token_id) if token_id < 128 else None
+
 
 def stream(data: bytes, *stop: str) -> tuple[list[str], IncrementalDetokenizer]:
     detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop)

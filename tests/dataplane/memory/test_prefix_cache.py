@@ -122,7 +122,7 @@ def test_blocks_in_a_slab_are_found() -> None:
 def test_an_evicted_block_in_use_is_freed_with_its_last_reference() -> None:
     memory = Memory(1)
     blocks = memory.compute(b"a")
-    memory.prefixes.forget(lambda entry: entry.owner == "model")
+    memory.prefixes.forget("model")
     assert memory.prefixes.find(b"a") is None
     assert memory.slabs.free_slabs == 0
     memory.prefixes.release(SMALL, blocks)
@@ -198,7 +198,7 @@ class Prefixes(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(["model", "other"]))
     def forget(self, owner: str) -> None:
-        self.memory.prefixes.forget(lambda entry: entry.owner == owner)
+        self.memory.prefixes.forget(owner)
 
     @precondition(lambda self: self.transfers)
     @rule(data=st.data())

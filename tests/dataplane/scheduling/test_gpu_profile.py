@@ -38,6 +38,13 @@ def test_shipped_profiles_load(name: str) -> None:
     assert all(model.weights_bytes < profile.memory_bytes * model.gpus for model in profile.models)
 
 
+def test_a_profile_of_one_model_that_was_read_off_published_latencies() -> None:
+    latency = load_gpu_profile(PROFILES / "a100-gpt-oss.toml").nearest_model(1).latency
+    assert latency.prefill_s(512, 512**2) == pytest.approx(0.030, rel=0.05)
+    for sequences, step_s in ((12, 0.0097), (46, 0.0132), (207, 0.023)):
+        assert latency.decode_s(0, sequences) == pytest.approx(step_s, rel=0.1)
+
+
 def test_h800_prefills_faster_than_h20() -> None:
     h800, h20 = (load_gpu_profile(PROFILES / f"{name}.toml").nearest_model(15 * 10**9) for name in ("h800", "h20"))
     assert h800.latency.prefill_s(1024, 1024**2) < h20.latency.prefill_s(1024, 1024**2)

@@ -1,4 +1,4 @@
-"""`batch show`: what it says of a batch that failed."""
+"""`batch show`: what it says of a batch that failed, and of one that runs."""
 
 from typing import Any
 
@@ -37,3 +37,20 @@ def test_files_are_shown_with_the_command_that_reads_them(capsys: pytest.Capture
     assert "file-1 (tidepool batch output batch_1 -o FILE)" in shown
     assert "file-2 (tidepool batch output batch_1 --errors -o FILE)" in shown
     assert "Errors of the input file" not in shown
+
+
+def test_the_predicted_end_is_shown_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    running = _batch(status="in_progress")
+    known = {"predicted_end_at": 1_800_000_000, "at_risk": True, "reason": "too many lines"}
+    show_batch(running | {"tidepool": known}, as_json=False)
+    shown = capsys.readouterr().out
+    assert "2027-01-15" in shown
+    assert "AT RISK" in shown
+    assert "too many lines" in shown
+    show_batch(running | {"tidepool": known | {"predicted_end_at": None, "at_risk": False}}, as_json=False)
+    assert "unknown" in capsys.readouterr().out
+    for nothing in ({"tidepool": None}, {"tidepool": known | {"reason": None}}, {}):
+        show_batch(running | nothing, as_json=False)
+        shown = capsys.readouterr().out
+        assert "AT RISK" not in shown
+        assert "unknown" not in shown

@@ -139,9 +139,12 @@ def test_plans_fill_the_cheap_type_first(
 
 
 def fixed(gpu_types: Mapping[str, str]) -> Scenario:
-    """One instance of each model in each region, for good, on the GPU type that the model goes to."""
+    """One instance of each model in each region, for good, on the GPU type that the model goes to. Nothing is deferred:
+    what waits of one model makes the dispatcher look at all instances, and later requests go by that look.
+    """
     return scaled(
         "reactive",
+        traffic={"tiers": {"IW-F": 2, "IW-N": 1}},
         models=models(**{name: {gpu_type: 400.0} for name, gpu_type in gpu_types.items()}),
         fleet={"nodes": [node(region, name, slots=2) for region in REGIONS for name in sorted({*gpu_types.values()})]},
         scaling={"instances_min": 1, "instances_max": 1},

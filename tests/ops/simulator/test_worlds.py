@@ -22,7 +22,7 @@ from controlplane.planner import plan as live_plan
 from controlplane.planner import scale as live_scale
 from controlplane.planner import snapshot as live_snapshot
 from controlplane.policies.decisions import Admit, Refuse
-from ops.simulator.run import simulate
+from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import PolicyPart, Scenario
 from ops.simulator.world import loops as sim_loops
@@ -113,6 +113,27 @@ def test_the_same_seed_gives_the_same_log_and_another_seed_another(serving: str)
     assert one.result.model_dump(exclude=volatile) == same.result.model_dump(exclude=volatile)
 
 
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 1000),
+    rate_per_s=st.sampled_from([2.0, 10.0]),
+    kv_tokens=st.sampled_from([2500, 10_000]),
+    batching=st.sampled_from(["turns", "prefill-first"]),
+)
+def test_instances_that_lag_behind_give_the_log_of_those_that_keep_up(
+    seed: int, rate_per_s: float, kv_tokens: int, batching: str
+) -> None:
+    """Whether an instance is advanced when it is read, or by an event wherever something ends there."""
+    scenario = scenario_of("dedicated", rate_per_s=rate_per_s, kv_bytes=200_000 * kv_tokens)
+    policy = scenario.policy.model_copy(update={"batching": batching})
+    lagging, prompt = (build_world(scenario.model_copy(update={"policy": policy}), seed)[0] for _ in range(2))
+    prompt.events.keep_up()
+    for world in (lagging, prompt):
+        assert list(world.run())
+    assert prompt.events.count > lagging.events.count
+    assert prompt.log.digest == lagging.log.digest
+
+
 def test_what_fits_nowhere_fails_and_is_counted() -> None:
     scenario = scenario_of("dedicated", kv_bytes=200_000 * 400)
     outcome = simulate(scenario)
@@ -158,7 +179,7 @@ def test_no_policy_is_written_twice() -> None:
             if name.startswith("choose_") and name in policies:
                 assert any(value is policy for policy in policies[name]), f"{module.__name__}.{name}"
                 used.add(name)
-    routing = {"choose_route", "choose_preference", "choose_releases", "choose_backoff", "choose_admission"}
+    routing = {"choose_route", "choose_preference", "choose_releases", "choose_windows", "choose_admission"}
     assert used >= routing | {"choose_turn", "choose_group"} | {
         "choose_scale",
         "choose_slots",

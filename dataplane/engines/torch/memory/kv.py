@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_OUT, KvLocation
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned, record_event
@@ -52,7 +52,7 @@ class SequenceKv:
     keyed: int = 0
     reused: int = 0
     computing: list[bytes] = field(default_factory=list)
-    location: KvLocation = KvLocation.NONE
+    location: KvLocation = NONE
     blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     file: KvFile | None = None
@@ -135,11 +135,11 @@ class KvStore:
     @property
     def preempting(self) -> bool:
         """Whether sequences are being swapped out, or a transfer reads offloaded layers, whose slabs KV gets then."""
-        return self._arena.lent_in_transfer or any(kv.location is KvLocation.SWAPPING_OUT for kv in self._moving)
+        return self._arena.lent_in_transfer or any(kv.location is SWAPPING_OUT for kv in self._moving)
 
     @property
     def swap_out_wait_s(self) -> float:
-        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.location is KvLocation.SWAPPING_OUT)
+        leaving_bytes = sum(kv.size_bytes for kv in self._moving if kv.location is SWAPPING_OUT)
         return leaving_bytes / self.rates.kv_out.bytes_per_s
 
     def link_bytes_per_s(self, kv: SequenceKv) -> tuple[float, float]:
@@ -155,7 +155,7 @@ class KvStore:
 
     def missing_bytes(self, kv: SequenceKv, tokens: int) -> int:
         """See `KvCapacity`; in whole slabs."""
-        wanted = len(kv.host) if kv.location is KvLocation.HOST else blocks_for(tokens, kv.shape.block_tokens)
+        wanted = len(kv.host) if kv.location is HOST else blocks_for(tokens, kv.shape.block_tokens)
         missing_blocks = wanted - len(kv.blocks) - self.free_blocks(kv.shape)
         missing_slabs = -(-missing_blocks // self.device_cache.blocks_per_slab(kv.shape))
         return max(missing_slabs, 0) * self._device.slab_bytes
@@ -211,7 +211,7 @@ class KvStore:
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
-        if kv.location is KvLocation.NONE:
+        if kv.location is NONE:
             return self._begin(kv, missing)
         if missing > 0:
             blocks = self._prefixes.allocate(kv.shape, missing)
@@ -234,9 +234,9 @@ class KvStore:
         kv.reused = kv.keyed = len(placed)
         kv.computing = keys[len(placed) :]
         self._computing.update(dict.fromkeys(kv.computing, kv))
-        kv.location = KvLocation.DEVICE
+        kv.location = DEVICE
         if waits:
-            kv.location, kv.event, kv.tries = KvLocation.SWAPPING_IN, AllOf(waits), TRIES_MAX
+            kv.location, kv.event, kv.tries = SWAPPING_IN, AllOf(waits), TRIES_MAX
             self._moving.append(kv)
         return True
 
@@ -297,7 +297,7 @@ class KvStore:
         self._prefixes.forget(model)
 
     def swap_out(self, kv: SequenceKv, tokens: int) -> bool:
-        assert kv.location is KvLocation.DEVICE
+        assert kv.location is DEVICE
         needed = blocks_for(tokens, kv.shape.block_tokens)
         host = self._prefixes.allocate_host(kv.shape, needed)
         if host is None:
@@ -305,17 +305,17 @@ class KvStore:
         kv.host = host
         self._release(kv, kv.blocks[needed:])
         kv.blocks = kv.blocks[:needed]
-        kv.location, kv.tries = KvLocation.SWAPPING_OUT, 0
+        kv.location, kv.tries = SWAPPING_OUT, 0
         self._send(kv)
         return True
 
     def swap_in(self, kv: SequenceKv) -> bool:
-        assert kv.location is KvLocation.HOST
+        assert kv.location is HOST
         blocks = self._prefixes.allocate(kv.shape, len(kv.host))
         if blocks is None:
             return False
         kv.blocks, kv.keyed = blocks, 0
-        kv.location, kv.tries = KvLocation.SWAPPING_IN, 0
+        kv.location, kv.tries = SWAPPING_IN, 0
         self._send(kv)
         return True
 
@@ -350,10 +350,10 @@ class KvStore:
         if kv.host and kv.file is None:
             self.host_cache.free(kv.shape, kv.host, after=kv.event)
         kv.blocks, kv.host, kv.file, kv.keyed, kv.reused = [], [], None, 0, 0
-        kv.location, kv.event = KvLocation.NONE, PASSED
+        kv.location, kv.event = NONE, PASSED
 
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        assert kv.location is KvLocation.HOST
+        assert kv.location is HOST
         assert self._host_file is not None, "the settings require a file where KV is exported"
         shape = kv.shape
         return KvHandle(
@@ -376,7 +376,7 @@ class KvStore:
             return False
         if not all(0 <= block < slabs * (file.slab_bytes // shape.block_bytes) for block in handle.blocks):
             return False
-        kv.file, kv.host, kv.location = file, list(handle.blocks), KvLocation.HOST
+        kv.file, kv.host, kv.location = file, list(handle.blocks), HOST
         return True
 
     def _send(self, kv: SequenceKv) -> None:
@@ -387,7 +387,7 @@ class KvStore:
         ]
         after = [record_event(self._device.bytes.device)]  # the kernels that use these blocks
         kv.sent_s = time.monotonic()
-        if kv.location is KvLocation.SWAPPING_OUT:
+        if kv.location is SWAPPING_OUT:
             kv.event = self._out.submit([Copy(source=device, target=host) for device, host in pairs], after)
             self.swapped_out_total += 1
         else:
@@ -400,17 +400,17 @@ class KvStore:
 
     def _moved(self, kv: SequenceKv) -> None:
         if not kv.host:  # only its cached prefix has arrived
-            kv.location, kv.event = KvLocation.DEVICE, PASSED
+            kv.location, kv.event = DEVICE, PASSED
             return
-        rate = self.rates.kv_out if kv.location is KvLocation.SWAPPING_OUT else self.rates.kv_in
+        rate = self.rates.kv_out if kv.location is SWAPPING_OUT else self.rates.kv_in
         rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
-        if kv.location is KvLocation.SWAPPING_OUT:
+        if kv.location is SWAPPING_OUT:
             self._release(kv, kv.blocks)
-            kv.blocks, kv.location = [], KvLocation.HOST
+            kv.blocks, kv.location = [], HOST
         else:
             if kv.file is None:
                 self.host_cache.free(kv.shape, kv.host)
-            kv.host, kv.file, kv.location = [], None, KvLocation.DEVICE
+            kv.host, kv.file, kv.location = [], None, DEVICE
         kv.event = PASSED
 
     def _open(self, handle: KvHandle) -> KvFile | None:

@@ -40,12 +40,16 @@ class Memory:
     blocks: KvCache
     prefixes: PrefixCache
 
-    def allocate(self, shape: KvShape, count: int, evict: Callable[[Sequence[CachedBlock]], None]) -> list[int] | None:
-        """Allocate blocks, evicting cached ones where needed; None if even that frees too few now."""
+    def allocate(
+        self, shape: KvShape, count: int, evict: Callable[[Sequence[CachedBlock]], None], *, leaving: int = 0
+    ) -> list[int] | None:
+        """Allocate blocks, evicting cached ones where needed; None if even that frees too few now. `leaving`: how many
+        are free soon in any case.
+        """
         try:
             return self.blocks.allocate(shape, count)
         except OutOfBlocksError as error:
-            evict(self.prefixes.coldest(shape, error.missing_blocks))
+            evict(self.prefixes.coldest(shape, error.missing_blocks - leaving))
         try:
             return self.blocks.allocate(shape, count)
         except OutOfBlocksError:
@@ -92,8 +96,11 @@ class PrefixStore:
         return [transfer.event for transfer in (*self._saves, *self._loads)]
 
     def allocate(self, shape: KvShape, count: int) -> list[int] | None:
-        """Blocks in the arena. None if free memory and idle blocks are too few, or the latter are being copied."""
-        return self.device.allocate(shape, count, self.evict)
+        """Blocks in the arena. None if free memory and idle blocks are too few, or the latter are being copied; who
+        asks again meanwhile evicts no others for it.
+        """
+        leaving = self.device.prefixes.leaving_blocks(shape) if self._saves else 0
+        return self.device.allocate(shape, count, self.evict, leaving=leaving)
 
     def allocate_host(self, shape: KvShape, count: int) -> list[int] | None:
         return self.host.allocate(shape, count, self._forget_copies)
@@ -172,7 +179,7 @@ class PrefixStore:
     def forget(self, model: str) -> None:
         """Forget all of a model's KV."""
         for side in (self.device, self.host):
-            side.prefixes.forget(lambda entry: entry.owner == model)
+            side.prefixes.forget(model)
 
     def settle(self) -> None:
         """Complete the transfers that have ended, and evict ahead of need."""

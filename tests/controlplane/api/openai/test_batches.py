@@ -1,12 +1,15 @@
 """The Batch API, as the official client sees it. What a dispatcher makes of a batch is tested there."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from controlplane.policies.batch_ends import BatchEnd
 from controlplane.policies.lifecycle import BatchState
+from controlplane.store.batch_ends import write_ends
 from controlplane.store.batch_tables import Batch, File
 from controlplane.store.batches import move_batch
 from controlplane.store.tables import Role
@@ -36,10 +39,36 @@ def test_a_batch_is_accepted_listed_and_cancelled(gateway: Gateway) -> None:
     again = create(gateway, input_file_id=file.id, completion_window="1h")
     assert [b.id for b in gateway.client.batches.list(limit=1)] == [again.id, batch.id]
     assert gateway.client.batches.retrieve(batch.id).created_at == batch.created_at
+    soon = create(gateway, input_file_id=file.id, completion_window="30m")
+    assert soon.expires_at - soon.created_at == 1800
     cancelled = gateway.client.batches.cancel(batch.id)
     assert cancelled.status == "cancelling"
     assert cancelled.cancelling_at is not None
     assert gateway.client.batches.cancel(batch.id).status == "cancelling", "twice is once"
+
+
+def test_the_predicted_end_is_shown_while_a_batch_is_in_progress(gateway: Gateway) -> None:
+    batch_id = gateway.world.add_batch(lines=2, window_s=3600)
+    assert gateway.client.batches.retrieve(batch_id).model_extra == {
+        "tidepool": {"predicted_end_at": None, "at_risk": False, "reason": None}
+    }
+    with gateway.world.database.transaction() as session:
+        write_ends(session, {1: BatchEnd(in_s=7200.0, at_risk=True, reason="too much")}, now_s=0.0)
+    shown = gateway.client.batches.retrieve(batch_id)
+    extra = (shown.model_extra or {})["tidepool"]
+    assert (extra["at_risk"], extra["reason"]) == (True, "too much")
+    assert shown.expires_at is not None
+    assert 3000 < extra["predicted_end_at"] - shown.expires_at < 4000
+    scraped = gateway.http.get("/metrics").text
+    assert "tidepool_batches_at_risk 1.0" in scraped
+    late = re.search(r"^tidepool_batch_predicted_late_seconds (\S+)$", scraped, re.MULTILINE)
+    assert late is not None
+    assert 3000 < float(late[1]) < 4000
+    admin = {"Authorization": f"Bearer {gateway.world.key(Role.ADMIN)}"}
+    assert gateway.http.get("/admin/status", headers=admin).json()["batches_at_risk"] == 1
+    gateway.client.batches.cancel(batch_id)
+    assert gateway.client.batches.retrieve(batch_id).model_extra == {"tidepool": None}
+    assert "tidepool_batches_at_risk 0.0" in gateway.http.get("/metrics").text
 
 
 def test_the_whole_object(gateway: Gateway) -> None:
@@ -82,6 +111,9 @@ def test_what_a_batch_may_not_be(gateway: Gateway) -> None:
         ({"completion_window": "1d"}, 400, "completion_window"),
         ({"completion_window": "169h"}, 400, "completion_window"),
         ({"completion_window": "0h"}, 400, "completion_window"),
+        ({"completion_window": "0m"}, 400, "completion_window"),
+        ({"completion_window": "10081m"}, 400, "completion_window"),
+        ({"completion_window": "30"}, 400, "completion_window"),
         ({"input_file_id": "file-unknown"}, 404, "file_id"),
         ({"input_file_id": "x" * 65}, 400, "input_file_id"),
         ({"input_file_id": "file-\0"}, 400, ""),

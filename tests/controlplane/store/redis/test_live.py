@@ -1,4 +1,4 @@
-"""The live view, demand counters and signals in Redis."""
+"""The live view, demand counters and release windows in Redis."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from pydantic import SecretStr
 from redis import Redis
 
 from controlplane.errors import UnavailableError
-from controlplane.policies.facts import Endpoint, SlotId
+from controlplane.policies.facts import Endpoint, Window
 from controlplane.settings import Settings
-from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, instance_facts
+from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, WindowTaken, instance_facts
 from controlplane.store.tables import Model
 from ops.local.ports import free_port
 from tests.controlplane.world import PATIENCE_S, World, until
@@ -67,14 +67,31 @@ def test_demand_adds_up_and_a_gap_is_not_zero(world: World, redis_client: Redis)
     assert 0 < int(str(redis_client.ttl("tidepool:demand:120"))) <= 7200
 
 
-def test_an_endpoint_signals_once_in_an_interval(world: World) -> None:
+def test_a_window_is_shared_by_all_dispatchers(world: World, redis_client: Redis) -> None:
     west = Endpoint(model="org/tide", region="us-west")
-    assert world.live.take_signal(EAST, every_s=60)
-    assert not world.live.take_signal(EAST, every_s=60)
-    assert world.live.take_signal(west, every_s=0.05)
-    until(lambda: world.live.take_signal(west, every_s=60))
-    slots = [SlotId(node_id="n1", number=0), SlotId(node_id="n1", number=1)]
-    assert [world.live.take_signal(slot, every_s=60) for slot in [*slots, *slots]] == [True, True, False, False]
+    new, grown = Window(requests=10, stepped_s=1795459275.3208504), Window(requests=20.0, stepped_s=1795459275.3208506)
+
+    def take(dispatcher: str, before: Window | None, after: Window, *, fresh_s: float = 60, **counts: int) -> int:
+        taken = WindowTaken(before=before, after=after, **({"in_flight": 0} | counts))
+        return world.live.take_windows(dispatcher, {EAST: taken}, fresh_s=fresh_s)[EAST]
+
+    assert world.live.read_windows([EAST, west]) == {}
+    assert take("a", None, new, wanted=7) == 7
+    assert take("b", new, grown, wanted=7, urgent=2, in_flight=1) == 7, "20 - 7 - 1 - 2 = 10"
+    assert world.live.read_windows([EAST, west]) == {EAST: grown}
+    assert take("a", new, Window(requests=99.0), wanted=9, in_flight=6) == 20 - 6 - 10, "the other one has stepped it"
+    assert world.live.read_windows([EAST]) == {EAST: grown}
+    assert world.live.count_in_flight("a", {EAST: 3, west: 4}, fresh_s=60) == {EAST: 3 + 10, west: 4}
+    assert take("a", grown, new, wanted=1, in_flight=30) == 0
+    assert world.live.count_in_flight("c", {EAST: 0}, fresh_s=60) == {EAST: 40}
+    assert take("c", new, new, wanted=20, fresh_s=0) == 10, "dispatchers that are gone count no more"
+    redis_client.hset("tidepool:release:org/tide|us-east", "window", "of another version")
+    assert world.live.read_windows([EAST]) == {}
+    assert take("c", None, grown, wanted=9) == 9
+    redis_client.flushdb()
+    assert world.live.read_windows([EAST]) == {}
+    assert take("c", grown, new, wanted=9, in_flight=4) == 6, "lost with Redis, begun anew"
+    assert 0 < int(str(redis_client.ttl("tidepool:release:org/tide|us-east"))) <= 600
 
 
 def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +103,8 @@ def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest
         live.read_view,
         lambda: live.read_demand(0),
         lambda: live.count_demand({}, minute_s=0),
-        lambda: live.take_signal(EAST, every_s=1),
+        lambda: live.read_windows([EAST]),
+        lambda: live.count_in_flight("a", {EAST: 1}, fresh_s=1),
     ]
     for call in calls:
         with pytest.raises(UnavailableError):

@@ -23,6 +23,9 @@ class SpecialBytes(WordTokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_id for token_id in token_ids if token_id < 256).decode(errors="replace")
 
+    def piece(self, token_id: int) -> str | None:
+        return chr(token_id) if token_id < 128 else None
+
     def special_id(self, token: str) -> int | None:
         return next((token_id for token_id, text in SPECIALS.items() if text == token), None)
 

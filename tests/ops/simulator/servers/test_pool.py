@@ -1,5 +1,8 @@
 """The pool's slots in fast-forwards against the live engine step by step."""
 
+from collections.abc import Sequence
+from random import Random
+
 import numpy as np
 import pytest
 
@@ -63,8 +66,24 @@ def traffic(count: int, rate_per_s: float, seed: int) -> list[Request]:
 def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     rate_per_s: float, kv_tokens: int, batch_max: int, prefilled: bool, way: KvPressure
 ) -> None:
-    settings = settings_of(kv_tokens, batch_max, way)
     requests = traffic(40, rate_per_s, seed=2)
+    slot, late = compare(requests, settings_of(kv_tokens, batch_max, way), prefilled=prefilled)
+    pool = slot.engine.stats().pool
+    assert pool is not None
+    assert bool(pool.layers_moved.get("offloaded")) is (way != "swap")
+    assert late == {False, True}, "some tokens are late, others are not"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(seed: int) -> None:
+    chance = Random(seed)
+    way: KvPressure = chance.choice(["swap", "remap"])
+    settings = settings_of(chance.choice([2000, 4000, 10**6]), 64, way)
+    compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
+
+
+def compare(requests: Sequence[Request], settings: ReplaySettings, *, prefilled: bool) -> tuple[SlotProcess, set[bool]]:
+    """Serve requests on a slot, and check each token against the live engine step by step; whether tokens were late."""
     events = Events()
     made: dict[int, Served] = {}
     late: set[bool] = set()
@@ -87,9 +106,6 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
     while events.run(100):
         pass
-    pool = slot.engine.stats().pool
-    assert pool is not None
-    assert bool(pool.layers_moved.get("offloaded")) is (way != "swap")
     live = replay(requests, settings, MODELS, prefilled=prefilled)
     assert not any(served.left for served in made.values())
     for number, times_s in live.items():
@@ -102,4 +118,4 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
         if not prefilled:
             assert served.first_s == pytest.approx(times_s[0], abs=1e-6)
         late |= {late_s > 0 for late_s in lates_s}
-    assert late == {False, True}, "some tokens are late, others are not"
+    return slot, late

@@ -14,6 +14,7 @@ from dataplane.memory.slabs import SlabArena
 
 SHAPE = KvShape(layers=1, kv_heads=1, head_dim=4, block_tokens=4, itemsize=4)
 SLAB_BYTES = 2 * SHAPE.block_bytes
+LARGE = KvShape(layers=2, kv_heads=1, head_dim=4, block_tokens=4, itemsize=4)
 SLABS = 4
 TOKENS = list(range(21))
 """Five full blocks, and a token."""
@@ -120,6 +121,39 @@ def test_blocks_that_are_copied_to_host_memory_are_free_after_that_and_found_the
     assert again.location is KvLocation.DEVICE
     for number, block in enumerate(again.blocks[:5]):
         assert bool((slot.bytes_of(block) == number + 1).all())
+
+
+def test_one_that_asks_again_while_blocks_are_copied_evicts_no_others() -> None:
+    slot = Slot()
+    slot.store.drop(slot.compute())
+    other, larger = slot.sequence([90] * 16), slot.sequence([91] * 20)
+    for _ in range(3):
+        assert not slot.store.grow(other, 16)
+    assert [len(copies) for copies, _ in slot.streams["kv_out"].submitted] == [1]
+    assert not slot.store.grow(larger, 20)
+    assert [len(copies) for copies, _ in slot.streams["kv_out"].submitted] == [1, 1], "only what is missing besides"
+    slot.streams["kv_out"].end()
+    slot.settle()
+    assert slot.store.grow(other, 16)
+    again = slot.sequence()
+    assert not slot.store.grow(again, 22), "the other has the memory"
+    slot.store.drop(other)
+    assert slot.store.grow(again, 16)
+    assert (again.location, slot.store.reused_tokens(again)) == (KvLocation.DEVICE, 12)
+
+
+def test_a_slab_of_another_shape_that_is_being_copied_is_awaited() -> None:
+    slot = Slot()
+    for tokens in ([50] * 8, [60] * 8, [70] * 8, [80] * 8):
+        slot.store.drop(slot.compute(tokens))
+    large = SequenceKv(shape=LARGE, model="model", layout="layout")
+    slot.sequences.append(large)
+    for _ in range(3):
+        assert not slot.store.grow(large, 4)
+    assert [len(copies) for copies, _ in slot.streams["kv_out"].submitted] == [2], "one slab"
+    slot.streams["kv_out"].end()
+    slot.settle()
+    assert slot.store.grow(large, 4)
 
 
 def test_a_copy_that_fails_is_not_found() -> None:
