@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.api.state import State, StateDep
+from controlplane.api.system_metrics import SystemMetrics, render_system
 from controlplane.errors import SchemaError, UnavailableError
 from controlplane.planner.runs import loop_periods_s
 from controlplane.policies.readiness import (
@@ -26,10 +27,10 @@ from controlplane.policies.readiness import (
     choose_health,
     choose_late_loops,
 )
-from controlplane.store.batch_ends import read_risk
 from controlplane.store.fleet import lost_nodes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
+from controlplane.store.system_facts import SystemFacts, read_system_facts
 
 router = APIRouter(tags=["health"])
 _ANSWERS_WITHIN_S = 2.0
@@ -40,13 +41,12 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """What Postgres knows of the system's health: its own Unix time, the loops' runs, and lost nodes; or only the fault
-    of its schema. `risk`: batches that are predicted to miss their deadline, and by how many seconds at most.
+    of its schema.
     """
 
     now_s: float = 0.0
     loops: tuple[LoopFacts, ...] = ()
     lost: tuple[str, ...] = ()
-    risk: tuple[int, float] = (0, 0.0)
     schema_fault: str | None = None
 
 
@@ -105,11 +105,13 @@ async def metrics(state: StateDep, health: HealthDep) -> Response:
     """Prometheus metrics: this process's, or those of all that share its port, each series with its `process`; and
     those of the whole system.
     """
-    state.metrics.show_loops(health.stored.loops, late=health.verdict.late)
-    state.metrics.show_risk(*health.stored.risk)
+    facts = None
+    if health.stored.loops:
+        facts = await _answer(lambda: _read_facts(state), state.postgres_probes)
     own = own_metrics(state)
     told = own if state.member is None else await state.member.all_metrics(own)
-    return Response(told + state.metrics.render_system(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    system = render_system(SystemMetrics(health.verdict, health.stored.loops, facts))
+    return Response(told + system, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def own_metrics(state: State) -> bytes:
@@ -128,8 +130,13 @@ def _read_stored(state: State) -> Stored:
     with state.database.transaction() as session:
         now_s, loops = read_loop_runs(session)
         lost = lost_nodes(session, alive_s=state.settings.heartbeat_stale_s)
-        risk = read_risk(session)
-    return Stored(now_s=now_s, loops=loops, lost=lost, risk=risk)
+    return Stored(now_s=now_s, loops=loops, lost=lost)
+
+
+def _read_facts(state: State) -> SystemFacts:
+    settings = state.settings
+    with state.database.transaction() as session:
+        return read_system_facts(session, alive_s=settings.heartbeat_stale_s, quantile=settings.forecast_quantile)
 
 
 def _ping(state: State) -> bool:

@@ -7,7 +7,6 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from controlplane.policies.limits import Limit
-from controlplane.policies.readiness import Loop, LoopFacts
 from dataplane.protocol.messages import Finished
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -33,11 +32,10 @@ Family = TypeVar("Family", Counter, Histogram)
 
 
 class Metrics:
-    """The metrics of a process, and those of the whole system, which every process shows alike."""
+    """The metrics of a process. Those of the whole system are in `controlplane.api.system_metrics`."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._system = CollectorRegistry()
         self._series: dict[tuple[object, tuple[str, ...]], Counter | Histogram] = {}
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
@@ -76,17 +74,7 @@ class Metrics:
             "request_log_dropped", "Request records dropped because Postgres was unavailable or too slow."
         )
         self.streams = self._gauge("streams", "Requests that are being answered.")
-        self._loop_success_s = self._gauge_of_system(
-            "loop_last_success_timestamp_seconds", "Unix time of a loop's last success.", "loop"
-        )
-        self._loop_late = self._gauge_of_system("loop_late", "1 while a loop has not succeeded for too long.", "loop")
         self._flex_waiting = self._gauge("flex_waiting", "Flex requests that wait for spare capacity.")
-        self._batches_at_risk = self._gauge_of_system(
-            "batches_at_risk", "Batches in progress that are predicted to miss their deadline."
-        )
-        self._batch_late_s = self._gauge_of_system(
-            "batch_predicted_late_seconds", "The longest time by which a batch is predicted to miss its deadline."
-        )
 
     def _measure_stages(self) -> None:
         self._stage_s = Histogram(
@@ -120,18 +108,6 @@ class Metrics:
         self._limit_refusals.labels(limit.value).inc()
         self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
 
-    def show_loops(self, loops: tuple[LoopFacts, ...], *, late: tuple[Loop, ...]) -> None:
-        """Show when each loop last succeeded, as far as it ever did, and whether it is late."""
-        for facts in loops:
-            self._loop_late.labels(facts.loop).set(facts.loop in late)
-            if facts.last_success_s is not None:
-                self._loop_success_s.labels(facts.loop).set(facts.last_success_s)
-
-    def show_risk(self, batches: int, late_s: float) -> None:
-        """Show how many batches are predicted to miss their deadline, and by how many seconds at most."""
-        self._batches_at_risk.set(batches)
-        self._batch_late_s.set(late_s)
-
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
         self._instance_input.labels(model, instance).inc(end.prompt_tokens)
@@ -153,18 +129,11 @@ class Metrics:
         """The process's metrics in Prometheus's exposition format."""
         return generate_latest(self._registry)
 
-    def render_system(self) -> bytes:
-        """The system's."""
-        return generate_latest(self._system)
-
     def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(f"tidepool_{name}", about, labels, registry=self._registry)
 
     def _gauge(self, name: str, about: str, *labels: str) -> Gauge:
         return Gauge(f"tidepool_{name}", about, labels, registry=self._registry)
-
-    def _gauge_of_system(self, name: str, about: str, *labels: str) -> Gauge:
-        return Gauge(f"tidepool_{name}", about, labels, registry=self._system)
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, ("model", "tier"), buckets=buckets, registry=self._registry)

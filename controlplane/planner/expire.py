@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.demand import forget_demand, forget_forecasts, forget_measured_minutes
+from controlplane.store.demand import forget_demand, forget_forecasts, forget_measured_minutes, score_forecasts
 from controlplane.store.events import Event, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
@@ -53,7 +53,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
 
 
 def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: float) -> JobsRun:
-    """Delete old rows, and blobs that no row refers to."""
+    """Delete old rows, and blobs that no row refers to; sum up what is too much to sum up when it is asked for."""
     at_s = int(now_s)
     old: dict[str, Callable[..., int]] = {
         "measured_minutes": partial(forget_measured_minutes, before_s=at_s - settings.demand_keep_days * _DAY_S),
@@ -71,6 +71,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         {
             **jobs,
             "usage_added_up": partial(_once, database, partial(add_up_usage, older_s=_DAY_S)),
+            "forecasts_scored": partial(_once, database, partial(score_forecasts, now_s=at_s)),
             "blobs": partial(_delete_orphans, database, blobs),
         }
     )

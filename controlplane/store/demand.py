@@ -1,7 +1,7 @@
 """Demand per minute, and the forecasts made from it."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -15,6 +15,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     tuple_,
     union_all,
     update,
@@ -30,6 +31,8 @@ from controlplane.store.tables import Base, Json
 IW, NIW = "IW", "NIW"
 _WRITERS_TURN = 7303015
 _HOUR_S, _WINDOW_S, _MINUTE_S = 3600, 300, 60
+_SCORED_WITHIN_S, _MEASURED_AFTER_S = 6 * 3600, 300
+"""Forecasts that could not be scored for so long never are; demand of a minute is complete so long after it."""
 
 
 class DemandBucket(Base):
@@ -93,6 +96,17 @@ class Forecast(Base):
     state: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
     reason: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+
+
+class ForecastScore(Base):
+    """How the forecasts of one origin did, over all series whose hour of demand is known (`ForecastRecord`)."""
+
+    __tablename__ = "forecast_scores"
+    origin_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    hours: Mapped[int]
+    covered: Mapped[int]
+    error_sum: Mapped[float]
+    actual_sum: Mapped[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,10 +341,13 @@ def last_forecasts(session: Session, *, since_s: int, before_s: int) -> dict[End
     return {Endpoint(model=row.model, region=row.region): row for row in session.scalars(query)}
 
 
-def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int, until_s: int) -> ForecastRecord:
-    """How forecasts of `endpoints` with an origin in [since_s, until_s] did in the hour after it, where all of that
-    hour's demand is known. Peaks are of 5-minute means, as forecasts have them.
+def read_record(
+    session: Session, endpoints: Sequence[Endpoint] | None, *, since_s: int, until_s: int
+) -> ForecastRecord:
+    """How forecasts of `endpoints` (None: of all) with an origin in [since_s, until_s] did in the hour after it, where
+    all of that hour's demand is known. Peaks are of 5-minute means, as forecasts have them.
     """
+    named = None if endpoints is None else [(each.model, each.region) for each in endpoints]
     known = _known(IW, since_s=since_s, until_s=until_s + _HOUR_S, only=endpoints)
     window = ((known.c.start_s - Forecast.origin_s) // _WINDOW_S).label("window")
     forecast = (Forecast.model, Forecast.region, Forecast.origin_s, Forecast.peak_q50, Forecast.peak_upper)
@@ -341,7 +358,7 @@ def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int
             known.c.start_s >= Forecast.origin_s,
             known.c.start_s < Forecast.origin_s + _HOUR_S,
             Forecast.origin_s.between(since_s, until_s),
-            tuple_(Forecast.model, Forecast.region).in_([(each.model, each.region) for each in endpoints]),
+            true() if named is None else tuple_(Forecast.model, Forecast.region).in_(named),
         )
         .group_by(*forecast, window)
         .subquery()
@@ -361,8 +378,36 @@ def read_record(session: Session, endpoints: Sequence[Endpoint], *, since_s: int
     return ForecastRecord(hours=hours, covered=covered, error_sum=error_sum, actual_sum=actual_sum)
 
 
+def score_forecasts(session: Session, *, now_s: int) -> int:
+    """Store how the forecasts of the last hours did, as far as their hour is over, its demand is known and they have no
+    score yet; returns of how many origins.
+    """
+    over = Forecast.origin_s.between(now_s - _SCORED_WITHIN_S, now_s - _HOUR_S - _MEASURED_AFTER_S)
+    scored = exists().where(ForecastScore.origin_s == Forecast.origin_s)
+    count = 0
+    for origin_s in session.scalars(select(Forecast.origin_s).where(over, ~scored).distinct()).all():
+        record = read_record(session, None, since_s=origin_s, until_s=origin_s)
+        if record.hours:
+            session.execute(insert(ForecastScore).values(origin_s=origin_s, **asdict(record)).on_conflict_do_nothing())
+            count += 1
+    return count
+
+
+def read_scores(session: Session, *, since_s: float) -> ForecastRecord:
+    """How the forecasts with an origin after the Unix time `since_s` did together, as far as they have a score."""
+    score = ForecastScore
+    sums = (func.coalesce(func.sum(column), 0) for column in (score.hours, score.covered))
+    float_sums = (func.coalesce(func.sum(column), 0.0) for column in (score.error_sum, score.actual_sum))
+    row = session.execute(select(*sums, *float_sums).where(score.origin_s > since_s)).one()
+    return ForecastRecord(hours=int(row[0]), covered=int(row[1]), error_sum=row[2], actual_sum=row[3])
+
+
 def forget_forecasts(session: Session, *, before_s: int, count_max: int) -> int:
-    """Delete at most `count_max` forecasts with an origin before the Unix time `before_s`; returns how many."""
+    """Delete at most `count_max` forecasts with an origin before the Unix time `before_s`, and as many scores; returns
+    how many forecasts.
+    """
+    score = ForecastScore
+    delete_some(session, score, score.origin_s < before_s, order=score.origin_s, count_max=count_max)
     return delete_some(session, Forecast, Forecast.origin_s < before_s, order=Forecast.origin_s, count_max=count_max)
 
 

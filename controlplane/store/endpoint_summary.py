@@ -21,16 +21,7 @@ def read_endpoints(session: Session, facts: tuple[InstanceFacts, ...], *, stale_
     `instances` are the live ones by shown state. `utilization` (SageServe 6.1) and `remaining_tokens` are over those
     that take requests and reported within `stale_s` seconds, `load` is that of their busiest node; None without any.
     """
-    states: dict[Endpoint, Counter[str]] = {}
-    counted = (
-        select(Instance.model, Instance.region, Instance.observed, heard_of(stale_s).label("alive"), func.count())
-        .join(Node, Node.name == Instance.node)
-        .where(Instance.desired != Desired.STOPPED)
-        .group_by(Instance.model, Instance.region, Instance.observed, "alive")
-    )
-    for model, region, observed, alive, count in session.execute(counted):
-        state = shown_state(observed, node_alive=alive)
-        states.setdefault(Endpoint(model=model, region=region), Counter())[state] += count
+    states = count_instances(session, alive_s=stale_s)
     usable: dict[Endpoint, list[InstanceFacts]] = {}
     for instance in facts:
         if is_usable(instance, stale_s):
@@ -38,6 +29,23 @@ def read_endpoints(session: Session, facts: tuple[InstanceFacts, ...], *, stale_
     rows = session.execute(select(EndpointRow.model, EndpointRow.region))
     known = {Endpoint(model=model, region=region) for model, region in rows} | states.keys()
     return [_summary(each, states.get(each, Counter()), usable.get(each, [])) for each in sorted(known)]
+
+
+def count_instances(session: Session, *, alive_s: float) -> dict[Endpoint, Counter[str]]:
+    """The live instances of every endpoint by shown state; a node is alive if it sent a heartbeat in the last `alive_s`
+    seconds.
+    """
+    states: dict[Endpoint, Counter[str]] = {}
+    rows = session.execute(
+        select(Instance.model, Instance.region, Instance.observed, heard_of(alive_s).label("alive"), func.count())
+        .join(Node, Node.name == Instance.node)
+        .where(Instance.desired != Desired.STOPPED)
+        .group_by(Instance.model, Instance.region, Instance.observed, "alive")
+    )
+    for model, region, observed, alive, count in rows:
+        state = shown_state(observed, node_alive=alive)
+        states.setdefault(Endpoint(model=model, region=region), Counter())[state] += count
+    return states
 
 
 def read_unplaced(session: Session) -> list[dict[str, Any]]:

@@ -7,6 +7,10 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from controlplane.api.metrics import Metrics
+from controlplane.api.system_metrics import SystemMetrics
+from controlplane.policies.plan_explanations import ForecastRecord
+from controlplane.policies.readiness import HealthFacts, choose_health
+from controlplane.store.system_facts import PlanningFacts, QueueFacts, SystemFacts
 from dataplane.agent.measures import RequestMeasures
 from dataplane.agent.metrics import AgentCollector
 from dataplane.agent.node import Agent
@@ -30,6 +34,10 @@ def metrics_page() -> str:
         "## Gateways",
         "At the address of the API.",
         table(_HEAD, _rows(gateway_metrics())),
+        "## The whole system",
+        "Shown alike by every gateway, so take `max` over gateways, not `sum`. While Postgres is away, only"
+        " `tidepool_ready` and `tidepool_server_away` are there.",
+        table(_HEAD, _rows(system_metrics())),
         "## Node agents",
         "At the agent's own port. Names that begin with `vllm:` mean what they mean in vLLM. A slot is a worker,"
         " by its place in `TIDEPOOL_AGENT_SLOTS`.",
@@ -38,8 +46,18 @@ def metrics_page() -> str:
 
 
 def gateway_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
-    """The metrics of a gateway with the names of their labels."""
+    """The metrics that a gateway counts, with the names of their labels."""
     return _described(vars(Metrics()).values())
+
+
+def system_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """The metrics of the whole system, which every gateway shows, with the names of their labels."""
+    queue = QueueFacts(open={}, finished={}, running=0, batches={}, at_risk=0, late_s=0.0)
+    record = ForecastRecord(hours=0, covered=0, error_sum=0.0, actual_sum=0.0)
+    planning = PlanningFacts(plan=None, waiting=0, record=record, quantile=0.0)
+    facts = SystemFacts(nodes={}, gpus={}, instances={}, unplaced={}, queue=queue, planning=planning)
+    for family in SystemMetrics(choose_health(HealthFacts()), (), facts).collect():
+        yield family, _labels(family)
 
 
 def agent_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:

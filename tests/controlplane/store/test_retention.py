@@ -9,6 +9,7 @@ from controlplane.store.demand import (
     DemandBucket,
     DemandRow,
     Forecast,
+    ForecastScore,
     forget_demand,
     forget_forecasts,
     forget_measured_minutes,
@@ -57,8 +58,11 @@ def test_old_forecasts_go(world: World) -> None:
 
     with world.database.transaction() as session:
         put_forecasts(session, [forecast(0), forecast(3600)])
+        score = {"hours": 1, "covered": 1, "error_sum": 0.0, "actual_sum": 1.0}
+        session.add_all([ForecastScore(origin_s=0, **score), ForecastScore(origin_s=3600, **score)])
         assert forget_forecasts(session, before_s=3600, count_max=5) == 1
         assert list(session.scalars(select(Forecast.origin_s))) == [3600]
+        assert list(session.scalars(select(ForecastScore.origin_s))) == [3600]
 
 
 def minutes(*starts_s: int) -> list[DemandRow]:

@@ -1,0 +1,154 @@
+"""What metrics say of the whole system: counts that are cheap to read at every scrape, whatever the fleet's size."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from controlplane.policies.lifecycle import PlanState
+from controlplane.policies.plan_explanations import ForecastRecord
+from controlplane.store.batch_ends import read_progress, read_risk
+from controlplane.store.batch_tables import Batch, QueuedRequest
+from controlplane.store.demand import read_scores
+from controlplane.store.endpoint_summary import count_instances, read_unplaced
+from controlplane.store.fleet import heard_of, lost_nodes
+from controlplane.store.plans import SCHEDULE, Plan, plan_in_force
+from controlplane.store.tables import Desired, Instance, Node, Slot
+
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueFacts:
+    """The batch queue. By model: `open`: requests without a result; `finished`: completed ones since ever. `running`:
+    requests that a dispatcher holds; `at_risk`: batches that are predicted to miss their deadline, by at most `late_s`
+    seconds; `batches`: those that have not ended, by state.
+    """
+
+    open: Mapping[str, int]
+    finished: Mapping[str, int]
+    running: int
+    batches: Mapping[str, int]
+    at_risk: int
+    late_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningFacts:
+    """The plan in force, if there is one, how many plans wait for an operator, and how the forecasts of the last day
+    did against the `quantile` that they were asked for.
+    """
+
+    plan: Plan | None
+    waiting: int
+    record: ForecastRecord
+    quantile: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemFacts:
+    """The whole system at one moment. `nodes` by region and state, `gpus` by region, GPU type and state, `instances` by
+    model, region and state, `unplaced` instances by model and region.
+    """
+
+    nodes: Mapping[tuple[str, str], int]
+    gpus: Mapping[tuple[str, str, str], int]
+    instances: Mapping[tuple[str, str, str], int]
+    unplaced: Mapping[tuple[str, str], int]
+    queue: QueueFacts
+    planning: PlanningFacts
+
+
+def read_system_facts(session: Session, *, alive_s: float, quantile: float) -> SystemFacts:
+    """Read all of it. A node is alive if it sent a heartbeat in the last `alive_s` seconds."""
+    unplaced: Counter[tuple[str, str]] = Counter()
+    for each in read_unplaced(session):
+        unplaced[each["model"], each["region"]] += each["count"]
+    return SystemFacts(
+        nodes=_nodes(session, alive_s=alive_s),
+        gpus=_gpus(session, alive_s=alive_s),
+        instances={
+            (endpoint.model, endpoint.region, state): count
+            for endpoint, states in count_instances(session, alive_s=alive_s).items()
+            for state, count in states.items()
+        },
+        unplaced=unplaced,
+        queue=_queue(session),
+        planning=_planning(session, quantile),
+    )
+
+
+def _nodes(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:
+    """Lost: without heartbeats while it holds instances; silent: without either."""
+    lost = frozenset(lost_nodes(session, alive_s=alive_s))
+    counts: Counter[tuple[str, str]] = Counter()
+    for node, alive in session.execute(select(Node, heard_of(alive_s))):
+        state = "lost" if node.name in lost else "silent" if not alive else "alive" if node.accepting else "draining"
+        counts[node.region, state] += 1
+    return counts
+
+
+def _gpus(session: Session, *, alive_s: float) -> Counter[tuple[str, str, str]]:
+    """Lost: of nodes without heartbeats; pooled: of slots with a pooled instance; spot: donated; else free."""
+    spot = Instance.desired == Desired.SPOT
+    held = (
+        select(
+            Instance.node,
+            Instance.slot,
+            func.bool_or(Instance.pooled).label("pooled"),
+            func.coalesce(func.sum(Instance.gpus).filter(spot), 0).label("spot"),
+            func.coalesce(func.sum(Instance.gpus).filter(~spot), 0).label("dedicated"),
+        )
+        .where(Instance.desired != Desired.STOPPED)
+        .group_by(Instance.node, Instance.slot)
+        .subquery()
+    )
+    rows = session.execute(
+        select(Node.region, Node.gpu_type, heard_of(alive_s), Slot.gpus, held.c.pooled, held.c.spot, held.c.dedicated)
+        .join(Slot, Slot.node == Node.name)
+        .outerjoin(held, (held.c.node == Slot.node) & (held.c.slot == Slot.index))
+    )
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for region, gpu_type, alive, gpus, pooled, donated, dedicated in rows:
+        if not alive:
+            shares = {"lost": gpus}
+        elif pooled:
+            shares = {"pooled": gpus}
+        else:
+            taken = {"spot": int(donated or 0), "dedicated": int(dedicated or 0)}
+            shares = {**taken, "free": max(0, gpus - sum(taken.values()))}
+        for state in ("dedicated", "pooled", "spot", "free", "lost"):
+            counts[region, gpu_type, state] += shares.get(state, 0)
+    return counts
+
+
+def _queue(session: Session) -> QueueFacts:
+    progress = read_progress(session)
+    left: Counter[str] = Counter(dict.fromkeys(progress.finished, 0))
+    for group in progress.groups:
+        left[group.model] += group.left
+    running = select(func.count()).select_from(QueuedRequest).where(QueuedRequest.lease_until.is_not(None))
+    batches = select(Batch.state, func.count()).where(Batch.ended_at.is_(None)).group_by(Batch.state)
+    at_risk, late_s = read_risk(session)
+    return QueueFacts(
+        open=left,
+        finished=progress.finished,
+        running=session.scalar(running) or 0,
+        batches=dict(session.execute(batches).all()),
+        at_risk=at_risk,
+        late_s=late_s,
+    )
+
+
+def _planning(session: Session, quantile: float) -> PlanningFacts:
+    waiting = select(func.count()).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT)
+    now_s = session.scalar(select(func.extract("epoch", func.now())))
+    assert now_s is not None
+    return PlanningFacts(
+        plan=plan_in_force(session),
+        waiting=session.scalar(waiting) or 0,
+        record=read_scores(session, since_s=float(now_s) - _DAY_S),
+        quantile=quantile,
+    )
