@@ -140,6 +140,20 @@ class ReplayStack:
         if not await wait_until(are_ready, READY_TIMEOUT_S):
             raise TimeoutError(f"{await self.ready_endpoints()} endpoints are ready after {READY_TIMEOUT_S:g} s")
 
+    async def wait_idle(self, timeout_s: float) -> None:
+        """Until no node has a request.
+
+        Raises:
+            TimeoutError: not in time.
+        """
+
+        async def is_idle() -> bool:
+            status = await self.admin("GET", "/admin/status")
+            return not status["requests_running"] and not status["requests_waiting"]
+
+        if not await wait_until(is_idle, timeout_s):
+            raise TimeoutError(f"nodes still have requests after {timeout_s:g} s")
+
     async def ready_endpoints(self) -> int:
         """How many endpoints have an instance that is ready."""
         return len(set(await self._ready()))

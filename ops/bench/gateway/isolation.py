@@ -28,7 +28,6 @@ from ops.faults.load import Reading
 from ops.faults.percentiles import percentile
 from ops.local.replay_stack import Fleet, ReplayStack
 from ops.local.stack import Wiring
-from ops.local.waiting import wait_until
 
 TIERS = ("priority", "default")
 PROMPT_WORDS_MIN, PROMPT_WORDS_MAX = 60, 500
@@ -260,7 +259,7 @@ class _Bench:
         answers = await sending
         if batch_id is not None and took_s is None:
             await self._client.cancel(batch_id)
-        await self._wait_idle()
+        await self._stack.wait_idle(IDLE_TIMEOUT_S)
         self._flag.unlink(missing_ok=True)
         return _round(arm, number, answers, done, took_s)
 
@@ -276,14 +275,6 @@ class _Bench:
                 took_s = now_s - started_s if done == 1 else None
             await asyncio.sleep(min(1.0, started_s + seconds - now_s))
         return done, took_s
-
-    async def _wait_idle(self) -> None:
-        async def is_idle() -> bool:
-            status: dict[str, Any] = await self._stack.admin("GET", "/admin/status")
-            return not status["requests_running"] and not status["requests_waiting"]
-
-        if not await wait_until(is_idle, IDLE_TIMEOUT_S):
-            raise TimeoutError(f"requests of a batch were still there after {IDLE_TIMEOUT_S:g} s")
 
 
 def _round(arm: Arm, number: int, answers: Sequence[Answer], done: float | None, took_s: float | None) -> Round:

@@ -33,6 +33,7 @@ from dataplane.protocol.messages import (
     encode_line,
 )
 from dataplane.protocol.records import MEDIA_TYPE, encode_events, encode_text
+from ops.bench.streaming import StreamingConnection, chunk
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
 _RECORDS_HEAD = HEAD.replace(b"application/x-ndjson", MEDIA_TYPE.encode())
@@ -48,11 +49,6 @@ _OPENAI_END = (
     b"data: [DONE]\n\n"
 )
 _WORD = TopLogprob(7, " tide", tuple(b" tide"), -1.25)
-
-
-def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class _Asked(msgspec.Struct):
@@ -85,65 +81,36 @@ def _encoded(event: StreamEvent, asked: _Asked) -> bytes:
     return encode_events([event])
 
 
-class Upstream(asyncio.Protocol):
+class Upstream(StreamingConnection):
     """One connection: every POST gets the same stream, and every GET, as a router asks for health, an empty object."""
 
     def __init__(self, tokens: int, every_s: float) -> None:
+        super().__init__()
         self._tokens = tokens
         self._every_s = every_s
-        self.closed = asyncio.Event()
-        self._received = b""
-        self._transport: asyncio.Transport | None = None
-        self._task: asyncio.Task[None] | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+    def got(self) -> bytes:
+        return _EMPTY
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        self.closed.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Begin to answer once the body is whole."""
-        self._received += data
-        head, end, body = self._received.partition(b"\r\n\r\n")
-        lower = head.lower()
-        length = int(lower.split(b"content-length:")[1].split(b"\r\n")[0]) if b"content-length:" in lower else 0
-        if end and len(body) >= length:
-            self._received = b""
-            if head.startswith(b"GET"):
-                assert self._transport is not None
-                self._transport.write(_EMPTY)
-                return
-            openai = head.split(b" ", 2)[1].startswith(b"/v1/")
-            self._task = asyncio.create_task(self._openai() if openai else self._generate(body))
+    async def stream(self, path: bytes, body: bytes) -> None:
+        await (self._openai() if path.startswith(b"/v1/") else self._generate(body))
 
     async def _generate(self, body: bytes) -> None:
-        assert self._transport is not None
         asked = msgspec.json.decode(body, type=_Asked)
-        write = self._transport.write
         as_records = asked.text_frame is not None
-        write((_RECORDS_HEAD if as_records else HEAD) + chunk(_encoded(Started(prompt_tokens=3), asked)))
+        self.write((_RECORDS_HEAD if as_records else HEAD) + chunk(_encoded(Started(prompt_tokens=3), asked)))
         for number in range(self._tokens):
             await asyncio.sleep(self._every_s)
-            write(chunk(_encoded(_token(number, asked), asked)))
+            self.write(chunk(_encoded(_token(number, asked), asked)))
         end = Finished(finish_reason="length", prompt_tokens=3, completion_tokens=self._tokens)
-        write(chunk(_encoded(end, asked)) + b"0\r\n\r\n")
+        self.write(chunk(_encoded(end, asked)) + b"0\r\n\r\n")
 
     async def _openai(self) -> None:
-        assert self._transport is not None
-        write = self._transport.write
-        write(_OPENAI_HEAD)
+        self.write(_OPENAI_HEAD)
         for _ in range(self._tokens):
             await asyncio.sleep(self._every_s)
-            write(chunk(_OPENAI_CHUNK % time.monotonic_ns()))
-        write(chunk(_OPENAI_END % (self._tokens, self._tokens + 3)) + b"0\r\n\r\n")
+            self.write(chunk(_OPENAI_CHUNK % time.monotonic_ns()))
+        self.write(chunk(_OPENAI_END % (self._tokens, self._tokens + 3)) + b"0\r\n\r\n")
 
 
 def make_hop(upstream: str) -> Starlette:

@@ -114,7 +114,7 @@ class Bench:
                 notes().print(f"{batch_id}: {shown['tidepool']['reason']}", soft_wrap=True)
         took_s, failed = await watching
         refused = [each for each in await straight if each.ttft_s is None]
-        await self._wait_idle()
+        await self._stack.wait_idle(IDLE_TIMEOUT_S)
         return self._round(arm, number, answers, done=done, took_s=took_s, failed=failed + len(refused))
 
     async def _submit(self, number: int, first: int) -> list[str]:
@@ -145,14 +145,6 @@ class Bench:
     async def _done(self, jobs: Sequence[str]) -> float:
         counts = [(await self._client.batch(job))["request_counts"] for job in jobs]
         return float(sum(each["completed"] + each["failed"] for each in counts) / (self._load.lines * len(jobs)))
-
-    async def _wait_idle(self) -> None:
-        async def is_idle() -> bool:
-            status: dict[str, Any] = await self._stack.admin("GET", "/admin/status")
-            return not status["requests_running"] and not status["requests_waiting"]
-
-        if not await wait_until(is_idle, IDLE_TIMEOUT_S):
-            raise TimeoutError(f"requests of a job were still there after {IDLE_TIMEOUT_S:g} s")
 
     def _round(self, arm: Arm, number: int, answers: Sequence[Answer], **batch: Any) -> Round:
         speed = self._load.speed

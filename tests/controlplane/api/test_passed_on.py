@@ -142,6 +142,7 @@ def test_a_client_that_leaves_cancels_at_its_node(gateway: Gateway, agent: FakeA
         received += client.recv(1000)
     client.close()
     until(agent.dropped.is_set)
+    assert answer(gateway, agent, prompt="hi").endswith(b"data: [DONE]\n\n"), "others are answered"
 
 
 def test_a_failure_is_the_last_event(gateway: Gateway, agent: FakeAgent, passed: list[int]) -> None:
@@ -152,11 +153,16 @@ def test_a_failure_is_the_last_event(gateway: Gateway, agent: FakeAgent, passed:
 
 def test_a_query_that_has_ended_waits_for_no_collection_of_garbage(gateway: Gateway, agent: FakeAgent) -> None:
     """It holds the prompt."""
+
+    def queries() -> list[InFlightQuery]:
+        return [each for each in gc.get_objects() if type(each) is InFlightQuery]
+
     agent.then = "held"
     gc.collect()
     gc.disable()
     try:
         answer(gateway, agent, prompt="hi")
-        until(lambda: not any(type(each) is InFlightQuery for each in gc.get_objects()))
+        until(lambda: not queries())
+        assert not queries()
     finally:
         gc.enable()

@@ -2,6 +2,7 @@
 
 import pytest
 from sqlalchemy import create_engine, text
+from structlog.testing import capture_logs
 
 from controlplane.planner import schedule
 from controlplane.planner.runs import loop_periods_s, note, noted
@@ -57,8 +58,10 @@ def test_a_run_that_did_not_do_what_it_is_for_is_a_failure(database: Database) -
 
 def test_a_database_that_is_away_ends_no_loop() -> None:
     away = Database(create_engine(f"postgresql+psycopg://127.0.0.1:{free_port()}/x"))
-    note(away, Loop.BEAT)
+    with capture_logs() as logs:
+        note(away, Loop.BEAT)
     away.close()
+    assert [(each["event"], each["loop"]) for each in logs] == [("a run was not noted", Loop.BEAT)]
 
 
 @pytest.fixture

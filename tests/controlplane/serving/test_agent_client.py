@@ -1,8 +1,9 @@
 """The client to nodes: odd streams, and a limit that is its own."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
 
 import anyio
 import msgspec
@@ -26,6 +27,14 @@ EVENTS: list[StreamEvent] = [
 ]
 REQUEST = Generate(request_id="r", instance_id="i", model="m", tier="IW-N", prompt="x", sampling=Sampling())
 
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
 
 def ask(client: Callable[[], AgentClient]) -> list[StreamEvent]:
     """The events of one request."""
@@ -38,6 +47,27 @@ def ask(client: Callable[[], AgentClient]) -> list[StreamEvent]:
             await agents.close()
 
     return anyio.run(run)
+
+
+@asynccontextmanager
+async def node(serve: Serve, **settings: Any) -> AsyncIterator[tuple[AgentClient, str]]:
+    """A client, and the address of a node that does this with a connection whose request's head it has read."""
+    ended = anyio.Event()
+
+    async def until_left(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        with suppress(ConnectionError):
+            await serve(reader, writer)
+            await reader.read()
+        writer.close()
+        ended.set()
+
+    client = AgentClient(Settings(**settings))
+    async with await asyncio.start_server(until_left, "127.0.0.1", port := free_port()):
+        yield client, f"http://127.0.0.1:{port}"
+        await client.close()
+        with anyio.fail_after(60):
+            await ended.wait()
 
 
 @pytest.mark.parametrize("blank", [b"\n", b"\n\n", b" \n"])
@@ -58,27 +88,18 @@ def test_blank_lines_are_nothing(blank: bytes, before: int) -> None:
 def test_a_limit_of_our_own_is_no_fault_of_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one connection that this gateway may have is taken."""
     monkeypatch.setattr("controlplane.serving.agent_client._FREE_TIMEOUT_S", 0.01)
-    ended = anyio.Event()
 
-    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        line = encode_line(EVENTS[0])
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(line), line))
-        await reader.read()  # until it is left
-        writer.close()
-        ended.set()
+    async def begin(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + CHUNKED + chunk(encode_line(EVENTS[0])))
 
     async def run() -> NodeError:
-        client = AgentClient(Settings(node_connections_max=1))
-        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
-            url = f"http://127.0.0.1:{port}"
-            async with aclosing(client.generate(url, REQUEST)) as first:
-                await anext(first)
-                with pytest.raises(NodeError) as caught:
-                    await anext(client.generate(url, REQUEST))
-            await client.close()
-            with anyio.fail_after(60):
-                await ended.wait()
+        async with (
+            node(begin, node_connections_max=1) as (client, url),
+            aclosing(client.generate(url, REQUEST)) as first,
+        ):
+            await anext(first)
+            with pytest.raises(NodeError) as caught:
+                await anext(client.generate(url, REQUEST))
         return caught.value
 
     error = anyio.run(run)
@@ -105,26 +126,17 @@ def test_a_node_that_is_not_there_is_lost_and_another_may_do() -> None:
 )
 def test_a_silent_node_is_given_up(said: int, first_token_s: float, idle_s: float) -> None:
     """After so many events; by the connection's limit, or by a shorter one of ours."""
-    ended = anyio.Event()
 
-    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        lines = b"".join(map(encode_line, EVENTS[:said]))
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-        writer.write(b"%x\r\n%b\r\n" % (len(lines), lines) if lines else b"")
-        await reader.read()  # until it is left
-        writer.close()
-        ended.set()
+    async def begin(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + CHUNKED)
+        if said:
+            writer.write(chunk(b"".join(map(encode_line, EVENTS[:said]))))
 
     async def run() -> None:
-        client = AgentClient(Settings(first_token_timeout_s=first_token_s, stream_idle_timeout_s=idle_s))
-        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+        async with node(begin, first_token_timeout_s=first_token_s, stream_idle_timeout_s=idle_s) as (client, url):
             with pytest.raises(NodeError, match="was silent for too long") as caught:
-                _ = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+                _ = [events async for events in client.generate(url, REQUEST)]
             assert caught.value.retryable
-            await client.close()
-            with anyio.fail_after(60):
-                await ended.wait()
 
     anyio.run(run)
 
@@ -133,15 +145,14 @@ def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_con
     """The node sees the end of the connection in the first case, and the next request on the same one in the second."""
     connections, ended = [], anyio.Event()
 
-    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.append(writer)
         while head := await reader.readuntil(b"\r\n\r\n"):
             size_bytes = int(head.lower().partition(b"content-length: ")[2].split()[0])
             asked = msgspec.json.decode(await reader.readexactly(size_bytes), type=Generate)
-            writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(OK + CHUNKED)
             for event in EVENTS[:2] if asked.model == "endless" else EVENTS:
-                line = encode_line(event)
-                writer.write(b"%x\r\n%b\r\n" % (len(line), line))
+                writer.write(chunk(encode_line(event)))
             if asked.model == "endless":
                 assert await reader.read() == b""
                 break
@@ -151,7 +162,7 @@ def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_con
 
     async def run() -> None:
         client = AgentClient(Settings())
-        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+        async with await asyncio.start_server(serve, "127.0.0.1", port := free_port()):
             for _ in range(3):
                 events = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
                 assert [event for together in events for event in together] == EVENTS
@@ -164,14 +175,6 @@ def test_whoever_leaves_early_drops_the_request_and_a_whole_stream_keeps_its_con
             await client.close()
 
     anyio.run(run)
-
-
-OK = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 MUCH = b"a" * 65_536
@@ -199,28 +202,17 @@ NEGATIVE_COUNT = encode_line(Finished(finish_reason="stop", prompt_tokens=1, com
 def test_a_hostile_node_is_left_by_an_error_of_its_own(begins: bytes, goes_on: bytes) -> None:
     """It may go on for ever: it neither keeps the request nor fills the memory."""
 
-    ended = anyio.Event()
-
-    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        with suppress(ConnectionError):
-            writer.write(begins)
-            while goes_on:
-                writer.write(goes_on * max(1, 65_536 // len(goes_on)))
-                await writer.drain()
-            await reader.read()
-        writer.close()
-        ended.set()
+    async def go_on(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begins)
+        while goes_on:
+            writer.write(goes_on * max(1, 65_536 // len(goes_on)))
+            await writer.drain()
 
     async def run() -> None:
-        client = AgentClient(Settings())
-        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
+        async with node(go_on) as (client, url):
             with pytest.raises(NodeError) as caught, anyio.fail_after(60):
-                _ = [events async for events in client.generate(f"http://127.0.0.1:{port}", REQUEST)]
+                _ = [events async for events in client.generate(url, REQUEST)]
             assert caught.value.retryable
-            await client.close()
-            with anyio.fail_after(60):
-                await ended.wait()
 
     anyio.run(run)
 
@@ -228,22 +220,12 @@ def test_a_hostile_node_is_left_by_an_error_of_its_own(begins: bytes, goes_on: b
 @pytest.mark.parametrize("after", [encode_text((2,), 1, b"x"), encode_events(EVENTS[1:]), encode_events(EVENTS[2:])])
 def test_what_follows_the_end_is_nothing(after: bytes) -> None:
     body = encode_events(EVENTS) + after
-    ended = anyio.Event()
 
-    async def node(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+    async def all_at_once(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(OK + f"content-type: {MEDIA_TYPE}\r\n".encode() + CHUNKED + chunk(body) + b"0\r\n\r\n")
-        await reader.read()
-        writer.close()
-        ended.set()
 
     async def run() -> None:
-        client = AgentClient(Settings())
-        async with await asyncio.start_server(node, "127.0.0.1", port := free_port()):
-            url = f"http://127.0.0.1:{port}"
+        async with node(all_at_once) as (client, url):
             assert [event async for events in client.generate(url, REQUEST) for event in events] == EVENTS
-            await client.close()
-            with anyio.fail_after(60):
-                await ended.wait()
 
     anyio.run(run)

@@ -260,6 +260,7 @@ def test_a_closed_connection_waits_for_no_collection_of_garbage() -> None:
             try:
                 connection().leave(kept, at_end=False)
                 await until(lambda: connection() is None)
+                assert not kept.is_ended.is_set(), "who left is told nothing"
             finally:
                 gc.enable()
 
