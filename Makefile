@@ -16,6 +16,8 @@ DOCS_VENV ?= .venv-docs
 DOCS_LOCK := ops/requirements-docs.lock
 DOCS_WANTED := furo mermaidx myst-parser sphinx
 DOCS_READY := $(DOCS_VENV)/.ready
+CONSOLE := ops/console
+CONSOLE_READY := $(CONSOLE)/node_modules/.ready
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
@@ -26,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients bench-independent check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients bench-independent console test-console check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -83,6 +85,18 @@ test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment 
 
 test-clients: $(READY) $(CLIENTS:%=.clients/%/.ready) ## run other people's clients against a stack (2.5 GB; CLIENTS="openai llm" for some)
 	CLIENTS="$(CLIENTS)" $(BIN)/python -m pytest -n0 tests/clients $(ARGS)
+
+# The console's built files are committed: only who changes ops/console needs Node.
+$(CONSOLE_READY): $(CONSOLE)/package-lock.json
+	cd $(CONSOLE) && npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+console: $(CONSOLE_READY) ## generate the console's client, check it, and build what `tidepool api` serves at /ui (needs Node 20)
+	cd $(CONSOLE) && npm run --silent types && npm run --silent check && npm run --silent build
+
+test-console: console ## build the console anew, compare it with what is committed, and run its tests (needs Node 20)
+	cd $(CONSOLE) && npm run --silent test
+	@test -z "$$(git status --porcelain controlplane/api/console/dist)" || { git status --short controlplane/api/console/dist; echo "The console's built files are stale: commit what \`make console\` wrote."; exit 1; }
 
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)

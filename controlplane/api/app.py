@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from controlplane.api import admin, docs, errors, health, nodes, own_requests
+from controlplane.api.admin.overview import overviews_of
 from controlplane.api.anthropic import messages
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
@@ -78,6 +79,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
         client = agents or AgentClient(settings)
         state = _state_of_process(settings, client, member)
         app.state.tidepool = state
+        app.state.overviews = overviews_of(state)
         telling = contextlib.nullcontext() if member is None else member.telling(lambda: health.own_metrics(state))
         try:
             async with (

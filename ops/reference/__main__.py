@@ -1,6 +1,6 @@
-"""`python -m ops.reference`: write the generated pages of the documentation anew."""
+"""`python -m ops.reference`: write the generated pages, and the API's description for the console, anew."""
 
-from ops.reference.pages import DOCS, write_pages
+from ops.reference.pages import OPS, write_pages
 
-for path in write_pages(DOCS):
+for path in write_pages(OPS):
     print(f"written: {path}")

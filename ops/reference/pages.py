@@ -1,22 +1,24 @@
-"""The generated pages and where they lie."""
+"""The generated files and where they lie."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ops.reference.commands import commands_page
 from ops.reference.metrics import metrics_page
+from ops.reference.openapi import openapi_document
 from ops.reference.settings import settings_page
 
-DOCS = Path(__file__).parents[1] / "docs"
+OPS = Path(__file__).parents[1]
 PAGES: Mapping[str, Callable[[], str]] = {
-    "settings.md": settings_page,
-    "metrics.md": metrics_page,
-    "cli.md": commands_page,
+    "docs/settings.md": settings_page,
+    "docs/metrics.md": metrics_page,
+    "docs/cli.md": commands_page,
+    "console/openapi.json": openapi_document,
 }
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Write each page whose text differs.
+    """Write each file below `folder` whose text differs.
 
     Returns:
         the files that changed.
@@ -25,6 +27,7 @@ def write_pages(folder: Path) -> list[Path]:
     for name, generate in PAGES.items():
         path, text = folder / name, generate()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
             changed.append(path)
     return changed

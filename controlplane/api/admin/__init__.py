@@ -13,10 +13,12 @@ from controlplane.api.admin import (
     live_status,
     models,
     nodes,
+    overview,
     pins,
     plans,
     regions,
     requests,
+    search,
     spot,
     status,
     tenants,
@@ -33,7 +35,7 @@ def _operation_id(route: APIRoute) -> str:
 
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
-    *(status, live_status, regions, nodes, models, instances, spot, deletions),
+    *(overview, search, status, live_status, regions, nodes, models, instances, spot, deletions),
     *(demand, forecasts, plans, pins, keys, tenants, usage, events, requests),
 ):
     router.include_router(part.router)

@@ -10,10 +10,11 @@ from controlplane.api.admin.fields import Answer
 from controlplane.api.auth import Viewer
 from controlplane.api.metrics import Metrics
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.policies.facts import Backlog
 from controlplane.store.endpoint_summary import backlogs, read_endpoints
 
 router = APIRouter(tags=["admin: fleet"])
-_COUNT_MAX = 1000
+COUNT_MAX = 1000
 
 
 class EndpointStatus(Answer):
@@ -31,9 +32,14 @@ class QueueStatus(BaseModel):
     """What waits of a model in the NIW queue."""
 
     model: str
-    tokens: float = Field(description=f"about so many input tokens; of each batch at most {_COUNT_MAX} requests count")
+    tokens: float = Field(description=f"about so many input tokens; of each batch at most {COUNT_MAX} requests count")
     at_least: bool = Field(description="a batch has that many waiting: there may be more tokens than are said")
     due_s: float = Field(description="Unix time of the nearest deadline")
+
+    @classmethod
+    def of(cls, model: str, backlog: Backlog) -> "QueueStatus":
+        """What waits of one model."""
+        return cls(model=model, tokens=backlog.tokens, due_s=backlog.due_s, at_least=backlog.at_least)
 
 
 class ObjectiveStatus(BaseModel):
@@ -64,8 +70,7 @@ def get_live_status(session: SessionDep, state: StateDep, _: Viewer) -> LiveStat
         view_fresh=fleet.is_fresh(),
         endpoints=[EndpointStatus.model_validate(endpoint) for endpoint in endpoints],
         queues=[
-            QueueStatus(model=model, tokens=backlog.tokens, due_s=backlog.due_s, at_least=backlog.at_least)
-            for model, backlog in sorted(backlogs(session, count_max=_COUNT_MAX).items())
+            QueueStatus.of(model, backlog) for model, backlog in sorted(backlogs(session, count_max=COUNT_MAX).items())
         ],
         objectives=_objectives(state.metrics),
     )

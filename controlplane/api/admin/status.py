@@ -2,11 +2,13 @@
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
+from sqlalchemy.orm import Session
 
 from controlplane.api.admin.fields import Answer
 from controlplane.api.auth import Viewer
 from controlplane.api.health import HealthDep, SystemHealth
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.settings import Settings
 from controlplane.store.endpoint_summary import read_unplaced
 from controlplane.store.fleet import fleet_index
 from controlplane.store.summary import read_summary
@@ -101,7 +103,12 @@ class Status(BaseModel):
 @router.get("/status", summary="How the fleet is")
 def get_status(session: SessionDep, state: StateDep, health: HealthDep, _: Viewer) -> Status:
     """Health, regions, nodes, instances, batches, the queue and the plan in force."""
-    summary = read_summary(session, alive_s=state.settings.heartbeat_stale_s)
+    return status_of(session, state.settings, health)
+
+
+def status_of(session: Session, settings: Settings, health: SystemHealth) -> Status:
+    """The status as a transaction sees it."""
+    summary = read_summary(session, alive_s=settings.heartbeat_stale_s)
     here = {
         "health": health.verdict,
         "loops": _loops(health),

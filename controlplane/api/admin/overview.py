@@ -1,0 +1,129 @@
+"""The fleet at a glance, once or as a stream of server-sent events: what the console shows first."""
+
+import time
+from collections import defaultdict
+
+import anyio
+import anyio.to_thread
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import StreamingResponse
+
+from controlplane.api.admin.events import Event
+from controlplane.api.admin.live_status import COUNT_MAX, QueueStatus
+from controlplane.api.admin.status import Status, status_of
+from controlplane.api.auth import Viewer, bearer_of, require
+from controlplane.api.health import HealthDep, SystemHealth, read_health
+from controlplane.api.live_stream import LiveStream, events_of
+from controlplane.api.state import State, StateDep
+from controlplane.policies.routing import is_usable, utilization_of
+from controlplane.store import events
+from controlplane.store.endpoint_summary import backlogs
+from controlplane.store.gpu_counts import read_gpu_counts
+from controlplane.store.tables import Role
+
+router = APIRouter(tags=["admin: fleet"])
+_EVERY_S = 2.0
+_EVENTS = 20
+_QUEUES = 20
+
+
+class GpuCounts(BaseModel):
+    """GPUs by what they do."""
+
+    dedicated: int = 0
+    pooled: int = Field(0, description="of slots that several models share")
+    spot: int = Field(0, description="of donated instances")
+    free: int = 0
+    lost: int = Field(0, description="of nodes that are not heard of")
+
+
+class RegionOverview(BaseModel):
+    """A region as its live view shows it."""
+
+    name: str
+    gpus: GpuCounts
+    utilization: float | None = Field(description="effective memory utilization, 0 to 1; null: nothing is usable")
+    load: float | None = Field(description="of its busiest node; above 1 that cannot keep up with its decodes")
+
+
+class Overview(BaseModel):
+    """The whole fleet in one answer whose size depends on the number of regions, not on that of models or nodes."""
+
+    as_of_s: float = Field(description="Unix time")
+    view_fresh: bool = Field(description="false: Redis is away, and the live view is its last copy")
+    status: Status
+    regions: list[RegionOverview]
+    queues: list[QueueStatus] = Field(description=f"the {_QUEUES} of the nearest deadlines")
+    events: list[Event] = Field(description=f"the last {_EVENTS}, the newest first")
+
+
+@router.get("/overview", summary="The fleet at a glance")
+def get_overview(state: StateDep, health: HealthDep, _: Viewer) -> Overview:
+    """Regions with their GPUs and load, the queue, the plan in force, and what happened last."""
+    return _overview(state, health)
+
+
+@router.get(
+    "/live",
+    summary="The fleet at a glance, as it changes",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "an event `overview` at each change"}},
+)
+async def follow_overview(request: Request, _: Viewer) -> StreamingResponse:
+    """Server-sent events: `overview` with the answer of `GET /admin/overview`, and `away` with what cannot be read.
+    The stream ends when its caller's key or session does.
+    """
+
+    async def may_go_on() -> None:
+        await require(request, bearer_of(request), Role.VIEWER)
+
+    stream = request.app.state.overviews
+    assert isinstance(stream, LiveStream)
+    return StreamingResponse(
+        events_of(stream, may_go_on),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+    )
+
+
+def overviews_of(state: State) -> LiveStream:
+    """The stream of a process, for all who follow it."""
+    threads = anyio.CapacityLimiter(1)
+
+    async def read() -> bytes:
+        health = await read_health(state)
+        overview = await anyio.to_thread.run_sync(_overview, state, health, limiter=threads)
+        return overview.model_dump_json().encode()
+
+    return LiveStream(read, name="overview", every_s=_EVERY_S)
+
+
+def _overview(state: State, health: SystemHealth) -> Overview:
+    alive_s = state.settings.heartbeat_stale_s
+    with state.database.transaction() as session:
+        gpus = read_gpu_counts(session, alive_s=alive_s)
+        status = status_of(session, state.settings, health)
+        queues = sorted(backlogs(session, count_max=COUNT_MAX).items(), key=lambda item: item[1].due_s)[:_QUEUES]
+        page = events.list_events(session, which={}, since=None, after=None, limit=_EVENTS)
+        happened = [Event.model_validate(row) for row in page.rows]
+    usable = defaultdict(list)
+    for instance in state.fleet.instances():
+        if is_usable(instance, alive_s):
+            usable[instance.endpoint.region].append(instance)
+    return Overview(
+        as_of_s=time.time(),
+        view_fresh=state.fleet.is_fresh(),
+        status=status,
+        regions=[
+            RegionOverview(
+                name=region.name,
+                gpus=GpuCounts.model_validate(gpus.get(region.name, {})),
+                utilization=utilization_of(usable[region.name]) if usable[region.name] else None,
+                load=max((each.load for each in usable[region.name]), default=None),
+            )
+            for region in status.regions
+        ],
+        queues=[QueueStatus.of(model, backlog) for model, backlog in queues],
+        events=happened,
+    )

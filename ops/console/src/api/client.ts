@@ -1,0 +1,70 @@
+/** Calls of the API, typed by its own description. Every failure is a `Problem`, also that the gateway does not answer. */
+import createClient, { type Middleware } from "openapi-fetch";
+
+import { session } from "../lib/session.svelte";
+import type { components, paths } from "./schema";
+
+export type Schemas = components["schemas"];
+
+const SAFE = new Set(["GET", "HEAD"]);
+
+/** What the API said instead of an answer (RFC 9457), in words that a person can act on. */
+export class Problem extends Error {
+  constructor(
+    readonly status: number,
+    readonly code: string,
+    message: string,
+    readonly param: string | null = null,
+    readonly extra: Record<string, unknown> = {},
+  ) {
+    super(message);
+    this.name = "Problem";
+  }
+
+  /** What to try, where the status alone says it. */
+  get advice(): string {
+    if (this.status === 0) return "The gateway does not answer. The page goes on trying.";
+    if (this.status === 403) return "Your role may not do this. An administrator can change it.";
+    if (this.status === 409) return "Something has changed meanwhile. Look at the present state, and try again.";
+    if (this.status === 503) return "A server that this needs is away. What you see may be old; try again in a moment.";
+    return "";
+  }
+}
+
+/** The problem in a response that is no success. */
+export async function problemOf(response: Response): Promise<Problem> {
+  const text = await response.text();
+  try {
+    const body = JSON.parse(text) as Record<string, unknown>;
+    const error = (body["error"] ?? body) as Record<string, unknown>; // under /v1 in OpenAI's shape
+    const words = error["detail"] ?? error["message"] ?? response.statusText;
+    return new Problem(response.status, String(error["code"] ?? ""), String(words), (error["param"] as string) ?? null, body);
+  } catch {
+    return new Problem(response.status, "", text.slice(0, 300) || response.statusText || `HTTP ${response.status}`);
+  }
+}
+
+const credentials: Middleware = {
+  onRequest({ request }) {
+    if (!SAFE.has(request.method)) request.headers.set("X-CSRF-Token", session.csrf);
+    return request;
+  },
+  async onResponse({ response }) {
+    if (response.ok) return response;
+    const problem = await problemOf(response);
+    if (response.status === 401) session.ended(problem);
+    throw problem;
+  },
+  onError() {
+    return new Problem(0, "unreachable", "The gateway cannot be reached.");
+  },
+};
+
+export const api = createClient<paths>({ baseUrl: new URL("..", document.baseURI).pathname.replace(/\/$/, "") });
+api.use(credentials);
+
+/** The answer of a call, or its problem, thrown. */
+export async function answer<Data>(call: Promise<{ data?: Data }>): Promise<NonNullable<Data>> {
+  const { data } = await call;
+  return data as NonNullable<Data>;
+}

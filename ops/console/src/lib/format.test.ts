@@ -1,0 +1,33 @@
+import { describe, expect, it } from "vitest";
+
+import { amount, bytes, counted, distance, duration, percent, price } from "./format";
+
+const plain = (text: string) => text.replaceAll("\u202f", " ");
+
+describe("what people read", () => {
+  it.each([
+    [null, "–"], [0, "0"], [9_999, "9,999"], [12_345, "12.3K"], [1_234_567, "1.23M"], [0.5, "0.5"], [Number.NaN, "–"],
+  ])("amount %s", (value, text) => expect(amount(value)).toBe(text));
+
+  it.each([
+    [0.32, "320 ms"], [4.21, "4.2 s"], [61, "61 s"], [200, "3 min 20 s"], [7_500, "2 h 5 min"], [3600, "1 h"],
+    [273_600, "3 d 4 h"], [-200, "−3 min 20 s"], [undefined, "–"],
+  ])("duration %s", (value, text) => expect(plain(duration(value))).toBe(text));
+
+  it.each([[0, "0 B"], [1023, "1023 B"], [1024, "1.0 KiB"], [80 * 1024 ** 3, "80.0 GiB"]])("bytes %s", (value, text) =>
+    expect(plain(bytes(value))).toBe(text));
+
+  it("names units", () => {
+    expect(plain(amount(12, "tokens/s"))).toBe("12 tokens/s");
+    expect(plain(percent(0.987))).toBe("98.7 %");
+    expect(plain(price(12.5))).toBe("12.50 /h");
+    expect(counted(1, "instance")).toBe("1 instance");
+    expect(counted(0, "batch", "batches")).toBe("0 batches");
+  });
+
+  it("says how far a moment is", () => {
+    expect(plain(distance(1000, 1200))).toBe("3 min 20 s ago");
+    expect(plain(distance(1200, 1000))).toBe("in 3 min 20 s");
+    expect(distance(1000.2, 1000)).toBe("now");
+  });
+});

@@ -1,0 +1,20 @@
+/** The pages of the console, in the order of its menu. A page is loaded when it is first opened. */
+import type { Component } from "svelte";
+
+import type { Role } from "./lib/session.svelte";
+
+export interface Page {
+  /** First part of the address. */
+  path: string;
+  title: string;
+  group: "Fleet" | "Work" | "Planning" | "Access";
+  /** After `g`. */
+  key: string;
+  /** Who may see it; others have no link to it, and the API refuses them. */
+  role: Role;
+  load: () => Promise<{ default: Component }>;
+}
+
+export const PAGES: readonly Page[] = [
+  { path: "overview", title: "Overview", group: "Fleet", key: "o", role: "viewer", load: () => import("./pages/Overview.svelte") },
+];
