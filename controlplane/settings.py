@@ -52,6 +52,8 @@ class Settings(BaseSettings):
     """port that a gateway listens on; 0 for a free one"""
     api_processes: int = Field(1, ge=1, le=64)
     """processes of one gateway, which share its port; other limits of a gateway hold for each of them"""
+    api_process_silence_max_s: float = Field(30.0, ge=4)
+    """limit for one of several processes of a gateway to answer its parent, which then kills it and starts another"""
     tls_cert_file: Path | None = None
     """certificate chain of a gateway, PEM; unset: plain HTTP"""
     tls_key_file: Path | None = None

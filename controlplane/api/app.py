@@ -204,8 +204,8 @@ def server_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         access_log=False,
         timeout_graceful_shutdown=20,
         server_header=False,
+        ws="none",
         http=connection_class(settings),  # type: ignore[arg-type]
-        h11_max_incomplete_event_size=settings.header_bytes_max,
     )
 
 

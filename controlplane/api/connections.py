@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import h11
 import msgspec
 
 from controlplane.api.errors import RoutingError, problem
+from controlplane.errors import HeadersTooLargeError
 from controlplane.settings import Settings
 from dataplane.protocol.connections import WritableConnection
+from dataplane.protocol.http_server import RefusedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +45,20 @@ class PatientConnection(WritableConnection):
         self._header_timer = _stopped(self._header_timer)
         super().connection_lost(exc)
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with a problem as well, and close the connection."""
-        body = msgspec.json.encode(problem(RoutingError(msg, status=400)))
-        headers = [
-            (b"content-type", b"application/problem+json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.has_part_of_head:
+            self._watch_header()
+
+    def refusal(self, error: RefusedError) -> tuple[bytes, bytes]:
+        """Invalid HTTP is answered with a problem as well."""
+        too_large = error.status == HeadersTooLargeError.status
+        answer = HeadersTooLargeError(error.reason) if too_large else RoutingError(error.reason, status=error.status)
+        return b"application/problem+json", msgspec.json.encode(problem(answer))
 
     def _watch_header(self) -> None:
         """Limit the time for a request's head, and for the rest of a body whose answer has been sent already."""
-        is_due = self.conn.their_state is h11.IDLE or (
-            self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
-        )
-        if not is_due:
+        if self.is_answering or self.transport.is_closing():
             self._header_timer = _stopped(self._header_timer)
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(self._patience.header_s, self.transport.abort)
@@ -77,4 +73,4 @@ def _stopped(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
 def connection_class(settings: Settings) -> Callable[..., asyncio.Protocol]:
     """The factory of connections for uvicorn."""
     patience = Patience(header_s=settings.header_timeout_s, reading_s=settings.client_idle_timeout_s)
-    return partial(PatientConnection, patience=patience)
+    return partial(PatientConnection, patience=patience, head_bytes_max=settings.header_bytes_max)

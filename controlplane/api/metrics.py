@@ -1,18 +1,26 @@
 """Metrics of a gateway, with the names of Prometheus and OpenTelemetry conventions."""
 
+import functools
 from collections.abc import Callable, Container
 from enum import StrEnum
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from controlplane.errors import TidepoolError
 from controlplane.policies.limits import Limit
+from controlplane.store.request_log import CANCELLED, OK
+from dataplane.protocol.errors import DataplaneError
 from dataplane.protocol.messages import Finished
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
 
 _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 10, 60)
+
+_OTHER_CODES = frozenset({"chat_template_failed", "gateway_busy", "host_memory_full", "invalid_node_key"})
+"""Codes that are in no tree of errors that this process knows."""
+_UNKNOWN_OUTCOME = "other"
 
 
 class Stage(StrEnum):
@@ -137,3 +145,18 @@ class Metrics:
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, about, ("model", "tier"), buckets=buckets, registry=self._registry)
+
+
+def outcome_label(outcome: str) -> str:
+    """How a request ended, as a label: codes that a node has made up are one, since each value is a series for ever."""
+    return outcome if outcome in _known_outcomes() else _UNKNOWN_OUTCOME
+
+
+@functools.cache
+def _known_outcomes() -> frozenset[str]:
+    return frozenset({OK, CANCELLED, *_codes(TidepoolError), *_codes(DataplaneError)}) | _OTHER_CODES
+
+
+def _codes(kind: type[TidepoolError] | type[DataplaneError]) -> set[str]:
+    """The codes of a kind of errors and of all kinds of it."""
+    return {kind.code}.union(*map(_codes, kind.__subclasses__()))

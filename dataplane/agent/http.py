@@ -32,6 +32,7 @@ from dataplane.protocol.errors import BadRequestError, DataplaneError
 from dataplane.protocol.messages import Detokenize, Generate, Tokenize
 from dataplane.runtime.tracing import admitting
 
+_HEAD_BYTES_MAX = 65_536
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 Message = TypeVar("Message")
@@ -167,7 +168,9 @@ def server_config(agent: Agent) -> Config:
         access_log=False,
         lifespan="off",
         ws="none",
-        http=partial(WritableConnection, reading_s=settings.unread_time_max_s),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            WritableConnection, reading_s=settings.unread_time_max_s, head_bytes_max=_HEAD_BYTES_MAX
+        ),
         ssl_certfile=settings.tls_cert_file,
         ssl_keyfile=settings.tls_key_file,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),

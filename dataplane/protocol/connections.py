@@ -12,11 +12,62 @@ from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dataplane.protocol.http_server import ServerConnection
 
 _EXTENSION = "tidepool.body"
+_GATHERED_BYTES_MAX = 65_536
 _UNSENT_BYTES_MAX = 65_536
 """What the kernel buffers for a reader that does not read; the rest stays in the process, which can measure it."""
+
+
+class GatheredWrites:
+    """The writing side of a transport. What is written within one turn of the event loop, such as a head and the first
+    part of its body, becomes one write: a system call costs as much as much else of a short request. Everything else
+    is the transport's.
+    """
+
+    __slots__ = ("_loop", "_parts", "_parts_bytes", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write, at the end of this turn or when much has been gathered."""
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._parts_bytes += len(data)
+        if self._parts_bytes >= _GATHERED_BYTES_MAX:
+            self._flush()
+
+    def write_now(self, data: bytes) -> None:
+        """Write what was gathered and this."""
+        if self._parts:
+            self._parts.append(data)
+            self._flush()
+        else:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close once everything is written."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._parts:
+            parts, self._parts, self._parts_bytes = self._parts, [], 0
+            if not self._transport.is_closing():
+                self._transport.write(b"".join(parts))
 
 
 class BodyWriter:
@@ -26,7 +77,7 @@ class BodyWriter:
 
     __slots__ = ("_flow", "_transport", "on_lost", "on_room")
 
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+    def __init__(self, transport: GatheredWrites, flow: FlowControl) -> None:
         self._transport = transport
         self._flow = flow
         self.on_room: Callable[[], None] | None = None
@@ -45,7 +96,7 @@ class BodyWriter:
     def write(self, data: bytes) -> None:
         """Write a part, which must not be empty. What is written after the reader is gone is dropped."""
         if not self.lost:
-            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            self._transport.write_now(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def body_writer(scope: Any) -> BodyWriter | None:
@@ -56,7 +107,7 @@ def body_writer(scope: Any) -> BodyWriter | None:
     return writer
 
 
-class WritableConnection(H11Protocol):
+class WritableConnection(ServerConnection):
     """The connection of one client. A client that leaves more than the transport's high-water mark (64 KiB) unread, and
     does not read down to its low-water mark (16 KiB) within `reading_s` seconds, is disconnected.
     """
@@ -70,7 +121,7 @@ class WritableConnection(H11Protocol):
 
     async def _run(self, scope: Any, receive: Any, send: Any) -> None:
         """Give the request a writer, as long as it is answered."""
-        writer = BodyWriter(self.transport, self.flow)
+        writer = BodyWriter(self._gathered, self.flow)
         if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
             self._writer = writer
             scope["extensions"] = {**scope.get("extensions", {}), _EXTENSION: writer}
@@ -82,6 +133,8 @@ class WritableConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._gathered = GatheredWrites(transport, self.loop)
+        self.transport = self._gathered  # type: ignore[assignment]
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in {socket.AF_INET, socket.AF_INET6} and hasattr(socket, "TCP_NOTSENT_LOWAT"):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)

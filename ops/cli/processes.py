@@ -65,7 +65,7 @@ def api(
     """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
 
     \b
-    With several processes, one that ends is started again, and SIGTERM ends all of them when their streams have ended.
+    With several processes, one that ends or hangs is started again, and SIGTERM ends all of them when their streams have ended.
     """
     with running():
         import structlog
@@ -80,7 +80,7 @@ def api(
         if group is None and (count := processes or settings.api_processes) > 1:
             from ops.local.api_processes import run_api_processes
 
-            run_api_processes(settings.host, settings.port, count)
+            run_api_processes(settings.host, settings.port, count, silence_max_s=settings.api_process_silence_max_s)
             return
         try:
             check_schema_at_start(settings)

@@ -19,8 +19,9 @@ _STOP_TIMEOUT_S = 40.0
 """Longer than the 20 s in which a process lets its streams end, and what it then writes."""
 
 
-def run_api_processes(host: str, port: int, count: int) -> None:
-    """Run so many API processes until SIGTERM or SIGINT; a second signal kills them. `port`: 0 for a free one.
+def run_api_processes(host: str, port: int, count: int, *, silence_max_s: float) -> None:
+    """Run so many API processes until SIGTERM or SIGINT; a second signal kills them. `port`: 0 for a free one. One that
+    does not answer for `silence_max_s` is killed and started again: the kernel would give it connections for ever.
 
     Raises:
         InvalidValueError: the system cannot share a port between processes.
@@ -30,11 +31,11 @@ def run_api_processes(host: str, port: int, count: int) -> None:
     log = structlog.get_logger()
     with _reserved(host, port) as found, tempfile.TemporaryDirectory(prefix="tidepool-api-") as folder:
         members = [GroupMember(folder=Path(folder), number=number) for number in range(count)]
-        supervisor = Supervisor([_child(member, found) for member in members], report=log.warning)
+        supervisor = Supervisor([_child(member, found, silence_max_s) for member in members], report=log.warning)
         supervisor.run(lambda: log.info("all processes listen", host=host, port=found, processes=count))
 
 
-def _child(member: GroupMember, port: int) -> Child:
+def _child(member: GroupMember, port: int, silence_max_s: float) -> Child:
     return Child(
         name=f"api-{member.number}",
         argv=(
@@ -45,6 +46,7 @@ def _child(member: GroupMember, port: int) -> Child:
         log=None,
         ready=_tells(member),
         ready_timeout_s=_START_TIMEOUT_S,
+        silence_max_s=silence_max_s,
         stop_timeout_s=_STOP_TIMEOUT_S,
     )
 

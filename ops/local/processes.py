@@ -23,7 +23,8 @@ class Child:
     within about a second whether the child can serve; an exception counts as no. `after` names children that must be
     ready before this one is first started. stdout and stderr are appended to `log`, which is rotated at a start where
     it is longer than `log_bytes_max`; None: they are the supervisor's own. Without `ready` a child counts as ready when
-    it has lived for `settled_s`.
+    it has lived for `settled_s`. A child that was ready is killed and started again when `ready` has said no for
+    `silence_max_s`; None: it is not asked again.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Child:
     env: Mapping[str, str] | None = None
     ready: Callable[[], bool] | None = None
     ready_timeout_s: float = 60.0
+    silence_max_s: float | None = None
     stop_signal: signal.Signals = signal.SIGTERM
     stop_timeout_s: float = 10.0
     after: tuple[str, ...] = field(default=())
@@ -50,6 +52,8 @@ class Process:
         self.failures = 0
         self.restarts = 0
         self.started_s = 0.0
+        self.asked_s = 0.0
+        self.heard_s = 0.0
         self.next_start_s = 0.0
         self._popen: subprocess.Popen[bytes] | None = None
 
@@ -85,12 +89,14 @@ class Process:
 
     def check_ready(self, now_s: float) -> bool:
         """Ask the child's ready check, and remember a yes."""
+        self.asked_s = now_s
         try:
             ready = self.child.ready() if self.child.ready else now_s - self.started_s >= self.child.settled_s
         except Exception as error:  # reported if the child never becomes ready
             ready, self.unready_cause = False, f"{type(error).__name__}: {error}"
         if ready:
             self.ready = self.was_ready = True
+            self.heard_s = now_s
         return ready
 
     def ask_to_stop(self) -> None:

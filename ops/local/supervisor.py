@@ -27,6 +27,7 @@ TICK_S = 0.2
 START_ATTEMPTS_MAX = 3
 BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 10.0
+_CHECKS_OF_SILENCE = 4
 STEADY_S = 30.0
 """A child that has been up for so long starts its next restarts without delay again."""
 
@@ -152,6 +153,8 @@ class Supervisor:
                     self._register_with_sweeper(process)
             elif not process.ready:
                 self._check_ready(process, now_s)
+            else:
+                self._check_answers(process, now_s)
 
     def _may_start(self, child: Child) -> bool:
         """Dependencies matter at the first start only: a running child tolerates their short absence."""
@@ -185,6 +188,18 @@ class Supervisor:
                     f"{child.name} was not ready within {child.ready_timeout_s:g} s{why}\n{log_tail(child.log)}"
                 )
             self._report(f"{child.name} is not ready {child.ready_timeout_s:g} s after its restart{why}; killing it")
+            process.kill()
+
+    def _check_answers(self, process: Process, now_s: float) -> None:
+        """Kill a child that hangs, which the next tick starts again. It is asked several times before."""
+        silence_max_s = process.child.silence_max_s
+        if silence_max_s is None or now_s - process.asked_s < silence_max_s / _CHECKS_OF_SILENCE:
+            return
+        if not process.check_ready(now_s) and now_s - process.heard_s >= silence_max_s:
+            why = f" ({process.unready_cause})" if process.unready_cause else ""
+            self._report(
+                f"{process.child.name} (pid {process.pid}) has not answered for {silence_max_s:g} s{why}; killing it"
+            )
             process.kill()
 
     def _stop_all(self) -> None:

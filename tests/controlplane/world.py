@@ -221,6 +221,7 @@ REFUSALS = {
     "overloaded": Failed(status=429, code="overloaded", message="full", retryable=True),
     "wrong key": Failed(status=401, code="invalid_node_key", message="the node key is wrong"),
     "worker lost": Failed(status=503, code="worker_lost", message="the worker died", retryable=True),
+    "made up": Failed(status=429, code="made up", message="made up", retryable=True),
     "odd status": Failed(status=200, code="odd", message="odd"),
 }
 

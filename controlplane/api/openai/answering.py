@@ -13,7 +13,7 @@ from fastapi import Header, Request
 from starlette.responses import Response
 
 from controlplane.api.auth import require_model
-from controlplane.api.metrics import Stage
+from controlplane.api.metrics import Stage, outcome_label
 from controlplane.api.openai.attainment import AnswerMeasure
 from controlplane.api.openai.event_stream import EventStreamResponse, unless_gone
 from controlplane.api.request_log import note_failure, note_gone, plain
@@ -157,7 +157,7 @@ class Answering:
             if self._record.outcome != OK:
                 state.offered.note_unanswered(self._attempt)
             self._fill_record()
-            ended = (*self._labels, self._region, self._record.outcome or "internal_error")
+            ended = (*self._labels, self._region, outcome_label(self._record.outcome or "internal_error"))
             state.metrics.series(state.metrics.requests, *ended).inc()
             self._count_usage()
 

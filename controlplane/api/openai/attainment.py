@@ -2,7 +2,7 @@
 
 import time
 
-from controlplane.api.metrics import Metrics
+from controlplane.api.metrics import Metrics, outcome_label
 from controlplane.errors import TidepoolError
 from controlplane.policies.objectives import tokens_in_time
 from controlplane.serving.fan_out import TokenUsage
@@ -92,7 +92,7 @@ class AnswerMeasure:
         if self._objective is not None and error.status >= _SERVER_ERRORS:
             self._count(["failed"])
         elif error.status == _TOO_MANY:
-            self._metrics.series(self._metrics.refusals, *self._labels, error.code).inc()
+            self._metrics.series(self._metrics.refusals, *self._labels, outcome_label(error.code)).inc()
 
     def _count(self, missed: list[str]) -> None:
         self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()

@@ -216,6 +216,10 @@ def test_unicode_tenants_are_none(connect: Connect, secret: str) -> None:
 
 
 def test_wrong_methods(connect: Connect, secret: str) -> None:
-    for method in ("DELETE", "PATCH", "TRACE", "FOO", "OPTIONS"):
+    for method in ("DELETE", "PATCH", "TRACE", "OPTIONS"):
         for target in ("/v1/chat/completions", "/admin/audit", "/livez"):
             check_refused(target, raw(connect, secret, target, method=method))
+
+    status, head, body = raw(connect, secret, "/v1/chat/completions", method="FOO")  # no method of HTTP
+    assert status == body["status"] == 400
+    assert b"application/problem+json" in head

@@ -49,6 +49,16 @@ def test_when_every_node_fails_the_answer_is_ours(world: World, stream: bool) ->
         assert len(first.asked) == len(second.asked) == len(rows)
 
 
+def test_codes_that_a_node_makes_up_share_a_label(world: World) -> None:
+    """Each value of a label is a series for ever."""
+    with running_gateway(world, FakeAgent(then="made up")) as gateway:
+        assert gateway.chat(429).json()["error"]["code"] == "made up"
+        found = gateway.http.get("/metrics").text
+    assert 'outcome="other"' in found
+    assert 'reason="other"' in found
+    assert "made up" not in found
+
+
 def test_at_most_three_instances_are_tried(world: World) -> None:
     agents = [FakeAgent(then="worker lost") for _ in range(4)]
     with running_gateway(world, *agents) as gateway:

@@ -175,3 +175,15 @@ def test_a_process_that_dies_is_started_again_and_all_end_when_their_streams_hav
         group.agent.freed.set()
         assert answer.result().status_code == 200
         assert group.parent.wait(PATIENCE_S) == 0
+
+
+def test_a_process_that_hangs_is_replaced_since_it_would_get_connections_for_ever(world: World, tmp_path: Path) -> None:
+    key = world.key()
+    with group_of(world, tmp_path, api_process_silence_max_s=4.0) as group:
+        before = group.children()
+        hung = min(before)
+        os.kill(hung, signal.SIGSTOP)
+        until(lambda: len(group.children() - before) == 1 and b"is up again" in group.log.read_bytes())
+        assert hung not in group.children()
+        assert b"has not answered for 4 s" in group.log.read_bytes()
+        assert [group.chat(key).status_code for _ in range(10)] == [200] * 10

@@ -38,7 +38,7 @@ async def served(answer: Answer, *, reading_s: float = 60.0) -> AsyncIterator[in
     """The port of a server."""
     config = uvicorn.Config(
         app(answer), port=0, log_config=None, lifespan="off", ws="none",
-        http=partial(WritableConnection, reading_s=reading_s),  # type: ignore[arg-type]
+        http=partial(WritableConnection, reading_s=reading_s, head_bytes_max=10_000),  # type: ignore[arg-type]
     )  # fmt: skip
     server = uvicorn.Server(config)
     serving = asyncio.create_task(server.serve())

@@ -137,6 +137,25 @@ def test_a_child_that_ignores_its_stop_signal_is_killed_in_the_end(tmp_path: Pat
     assert any("did not stop within" in line for line in lines)
 
 
+def test_a_child_that_answers_no_more_is_killed_and_started_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    hung: set[int] = set()
+    supervisor: Supervisor
+
+    def ready() -> bool:
+        return not hung & set(supervisor.pids().values())
+
+    given = [child(tmp_path, "one", SLEEP, ready=ready, silence_max_s=1.0), child(tmp_path, "two", SLEEP)]
+    with (supervisor := Supervisor(given, report=lines.append)):
+        first = supervisor.pids()
+        wait_until(lambda: supervisor.restarts()["one"] == 0 and supervisor.pids() == first)
+        hung.add(first["one"])
+        wait_until(lambda: supervisor.restarts()["one"] == 1)
+        supervisor.wait_ready(TIMEOUT_S)
+        assert supervisor.pids()["two"] == first["two"]
+    assert f"one (pid {first['one']}) has not answered for 1 s; killing it" in lines
+
+
 @linux
 def test_a_child_that_cannot_start_is_named_with_its_last_words_and_the_others_stop(tmp_path: Path) -> None:
     broken = child(
