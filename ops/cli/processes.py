@@ -65,7 +65,7 @@ def api(
     """Run the API process: gateway, Files and Batch API, admin and node API. Settings: TIDEPOOL_*.
 
     \b
-    With several processes, one that ends or hangs is started again, and SIGTERM ends all of them when their streams have ended.
+    With several processes, one that ends or hangs is started again; SIGTERM ends all when their streams have ended.
     """
     with running():
         import structlog
