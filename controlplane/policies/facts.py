@@ -166,9 +166,9 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
 
 class GroupFacts(Struct, frozen=True, kw_only=True):
     """A batch-model group: the waiting requests of one model in one batch. They share its tenant, its age and its
-    deadline, `left_s` from now. `waiting`: counted up to a limit. `tokens`: of prompt and completion together, the mean
-    of the group's completed requests; None: none has completed. `input_tokens`: of a prompt, the mean of the group's
-    estimates; None: not known.
+    deadline, `left_s` from now. `waiting`: counted up to a limit; `left`: all requests without a result. `tokens`: of
+    prompt and completion together, the mean of the group's completed requests; None: none has completed.
+    `input_tokens`: of a prompt, the mean of the group's estimates; None: not known.
     """
 
     batch: int
@@ -177,6 +177,7 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     age_s: float
     left_s: float
     waiting: int
+    left: int
     tokens: float | None = None
     input_tokens: float | None = None
 

@@ -18,8 +18,9 @@ requests in flight there, one for all dispatchers (additive increase, multiplica
 
 It is at least the paper's signals (SageServe 6.2): one request below 60 % utilization, two below 50 %. An interactive
 request waits for the prefill that runs when it arrives. So beside interactive requests, batches have `beside_share` of
-the time for prefills, at most that of two signals at once, or the signals each second if these are more. An urgent
-request needs room but no window, so that a batch goes faster as its deadline comes near.
+the time for prefills, at most that of two signals at once, or the signals each second if these are more; or as many
+begin each second as have to, so that no batch becomes urgent: its lines left divided by the time left until then, a
+rate that rises while it is not reached. An urgent request needs room but no window.
 
 Then order: urgent requests before others, tenants in rotation, and of a tenant the nearest deadline. Models that share
 a slot share its memory, and have it in time slices.
@@ -91,6 +92,9 @@ def choose_windows(
     endpoints = _endpoints(facts.instances, settings)
     waiting = {group.model for group in facts.groups}
     beside = {slot for endpoint in facts.interactive for slot in map(_slot, endpoints.get(endpoint, ()))}
+    counts: Counter[str] = Counter()
+    for endpoint, instances in endpoints.items():
+        counts[endpoint.model] += len(instances)
     windows = {}
     for endpoint, instances in endpoints.items():
         if endpoint.model not in waiting:
@@ -103,7 +107,8 @@ def choose_windows(
         )
         window = _step(facts, endpoint, instances, trouble, now_s, settings)
         if is_beside and not _is_held(window, now_s, settings):
-            window = _beside_interactive(window, facts, endpoint, instances, now_s, settings)
+            needed_per_s = _needed_per_s(facts, endpoint.model, settings) * len(instances) / counts[endpoint.model]
+            window = _beside_interactive(window, facts, endpoint, instances, needed_per_s, now_s, settings)
         windows[endpoint] = window
     return windows
 
@@ -187,6 +192,7 @@ def _beside_interactive(
     facts: ReleaseFacts,
     endpoint: Endpoint,
     instances: list[InstanceFacts],
+    needed_per_s: float,
     now_s: float,
     settings: ReleaseSettings,
 ) -> Window:
@@ -196,13 +202,23 @@ def _beside_interactive(
     prefills_s = [tokens * each.prefill_token_s for each in instances if each.prefill_token_s]
     by_share = sum(settings.beside_share / prefill_s for prefill_s in prefills_s)
     utilization = _Rooms({endpoint: instances}, settings).utilization(endpoint)
-    per_s = max(by_share, _signals(utilization, settings) / settings.signal_s)
+    per_s = max(by_share, _signals(utilization, settings) / settings.signal_s, needed_per_s)
     saved_s = min(now_s - window.begun_s, 2 * settings.signal_s)
     begin = int(per_s * saved_s + _ROUNDING)
     if begin < 1:
         return replace(window, requests=min(window.requests, float(in_flight)))
     requests = min(max(window.requests, in_flight + 1.0), float(in_flight + begin))
     return replace(window, requests=requests, begun_s=now_s - saved_s + begin / per_s)
+
+
+def _needed_per_s(facts: ReleaseFacts, model: str, settings: ReleaseSettings) -> float:
+    """The least steady rate, over all endpoints of the model, at which its batches end before they become urgent."""
+    lines, per_s = 0, 0.0
+    for calm_s, left in sorted((_calm_s(each, settings), each.left) for each in facts.groups if each.model == model):
+        if calm_s > 0:
+            lines += left
+            per_s = max(per_s, lines / calm_s)
+    return per_s
 
 
 def _mean_input_tokens(facts: ReleaseFacts, model: str, settings: ReleaseSettings) -> float:
@@ -456,4 +472,10 @@ class _Taker:
 
 
 def _is_urgent(group: GroupFacts, settings: ReleaseSettings) -> bool:
-    return group.age_s > settings.aged_s or group.left_s < settings.left_share * (group.age_s + group.left_s)
+    return _calm_s(group, settings) < 0
+
+
+def _calm_s(group: GroupFacts, settings: ReleaseSettings) -> float:
+    """The time until the group becomes urgent."""
+    kept_s = settings.left_share * (group.age_s + group.left_s)
+    return min(settings.aged_s - group.age_s, group.left_s - kept_s)

@@ -85,7 +85,7 @@ _GROUPS = text(
            CAST(extract(epoch FROM now() - open.created_at) AS float8),
            CAST(extract(epoch FROM open.deadline_at - now()) AS float8) AS left_s, first.waiting,
            CAST(ended.tokens / nullif(ended.completed, 0) AS float8),
-           CAST(open.input_tokens AS float8) / open.requests
+           CAST(open.input_tokens AS float8) / open.requests, open.requests - coalesce(ended.requests, 0)
     FROM (
         SELECT batches.number, tenant, model, created_at, deadline_at, models.tokens AS input_tokens, models.requests,
                row_number() OVER (PARTITION BY model, tenant ORDER BY deadline_at, batches.number) AS rank,
@@ -103,7 +103,9 @@ _GROUPS = text(
         ) AS due
     ) AS first
     CROSS JOIN LATERAL (
-        SELECT sum(input_tokens + output_tokens) AS tokens, sum(completed) AS completed FROM batch_counts
+        SELECT sum(input_tokens + output_tokens) AS tokens, sum(completed) AS completed,
+               CAST(sum(completed + failed) AS integer) AS requests
+        FROM batch_counts
         WHERE batch_number = open.number AND batch_counts.model = open.model
     ) AS ended
     WHERE first.waiting > 0
@@ -133,8 +135,9 @@ def batch_groups(
             waiting=waiting,
             tokens=tokens,
             input_tokens=prompt,
+            left=open_lines,
         )
-        for batch, tenant, model, age, left, waiting, tokens, prompt in sorted(
+        for batch, tenant, model, age, left, waiting, tokens, prompt, open_lines in sorted(
             rows, key=lambda row: (row.left_s, row.number)
         )
     )

@@ -127,6 +127,7 @@ class Deferred:
             tenant=TENANT,
             model=model,
             waiting=len(queue),
+            left=len(queue) + sum(count for endpoint, count in self._in_flight.items() if endpoint.model == model),
             input_tokens=self._tokens[model] / len(queue),
             age_s=age_s,
             left_s=self._window_s - age_s,

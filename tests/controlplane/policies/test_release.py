@@ -42,7 +42,7 @@ def instance(
 
 
 def group(waiting: int = 10_000, batch: int = 1, model: str = "tide", tenant: str = "a", **changes: Any) -> GroupFacts:
-    values: dict[str, Any] = {"age_s": HOUR_S, "left_s": 23 * HOUR_S, "tokens": 10.0}
+    values: dict[str, Any] = {"age_s": HOUR_S, "left_s": 23 * HOUR_S, "left": waiting, "tokens": 10.0}
     return GroupFacts(batch=batch, tenant=tenant, model=model, waiting=waiting, **(values | changes))
 
 
@@ -382,7 +382,7 @@ def test_beside_interactive_requests_batches_begin_rarely_and_nothing_replaces_w
     def stepped(window: Window, at_s: float, in_flight: int, *fleet: InstanceFacts, other: str = "tide") -> Window:
         given = facts(
             list(fleet),
-            [group(tokens=5000.0, input_tokens=100.0)],
+            [group(tokens=5000.0, input_tokens=100.0, left=0)],
             windows={EAST: window},
             in_flight={EAST: in_flight},
             interactive=frozenset({Endpoint(model=other, region="east")}),
@@ -403,3 +403,58 @@ def test_beside_interactive_requests_batches_begin_rarely_and_nothing_replaces_w
     assert stepped(full, 100.1, 30, *fast, other="x").requests == 400 * 1.25, "nobody asks for this model"
     shared = [*slow, instance("0", model="x")]
     assert stepped(full, 100.1, 30, *shared, other="x").requests == 30, "nor for one on its slots"
+
+
+def begun(groups: list[GroupFacts], seconds: float, *, wait_s: float = 0.0, model: str = "tide") -> int:
+    """How many requests of the model begin beside interactive ones, on instances that would begin one a second each, in
+    one region with one and another with two.
+    """
+    regions = {"east": 1, "west": 2}
+    fleet = [
+        instance(f"{region}{n}", model=model, region=region, prefill_token_s=0.001, prefill_urgent_wait_s=wait_s)
+        for region, count in regions.items()
+        for n in range(count)
+    ]
+    endpoints = [Endpoint(model=model, region=region) for region in regions]
+    windows, in_flight = dict.fromkeys(endpoints, Window(stepped_s=100.0, begun_s=100.0)), Counter[Endpoint]()
+    for tick in range(int(10 * seconds)):
+        given = ReleaseFacts(
+            groups=tuple(groups),
+            instances=tuple(fleet),
+            windows=windows,
+            in_flight=in_flight,
+            interactive=frozenset(endpoints),
+        )
+        windows = dict(choose_windows(given, frozenset(), 100.1 + tick / 10, SETTINGS))
+        in_flight = Counter({each: max(in_flight[each], int(windows[each].requests)) for each in endpoints})
+    return in_flight.total()
+
+
+SMALL = {"tokens": 1.0, "input_tokens": 50.0}
+
+
+def due(left: int, calm_s: float, **changes: Any) -> GroupFacts:
+    """A group that becomes urgent in so many seconds."""
+    return group(left, left_s=calm_s + 0.25 * HOUR_S, age_s=0.75 * HOUR_S - calm_s, **(SMALL | changes))
+
+
+@given(left=st.integers(0, 60_000), calm_s=st.floats(60, 2000), more=st.integers(0, 60_000))
+def test_beside_interactive_requests_a_batch_begins_as_fast_as_it_has_to(left: int, calm_s: float, more: int) -> None:
+    fewer, faster = begun([due(left, calm_s)], 2.0), begun([due(left + more, calm_s)], 2.0)
+    per_s = min(max(left / calm_s, 3.0), 3 * SETTINGS.growth)
+    assert fewer >= 1.8 * per_s - 2, "but what a tick begins, and a part of one in each region"
+    assert faster >= fewer
+    if (left + more) / calm_s > 10 and more > left and left / calm_s < 40:
+        assert faster > fewer, "the one that would be late"
+    assert begun([due(left, calm_s)], 2.0, wait_s=0.6) == 0, "first tokens would be late"
+
+
+def test_a_batch_goes_faster_long_before_it_is_urgent_and_behind_those_due_before() -> None:
+    assert begun([due(9000, 900.0)], 2.0) == pytest.approx(20, abs=2), "ten a second"
+    assert begun([due(9000, 450.0)], 2.0) == pytest.approx(40, abs=2), "at the present rate it would be late"
+    both = [due(9000, 900.0), due(9000, 1200.0, batch=2)]
+    assert begun(both, 2.0) == pytest.approx(30, abs=2), "18,000 in 1,200 s"
+    assert begun([due(3000, 900.0), *both[1:]], 2.0) == pytest.approx(20, abs=2), "12,000 in 1,200 s"
+    elsewhere = [due(3000, 900.0), due(90_000, 900.0, batch=2, model="x")]
+    assert begun(elsewhere, 2.0) == begun(elsewhere[:1], 2.0), "another model's lines"
+    assert begun([due(9000, -1.0)], 2.0) == begun([due(0, 900.0)], 2.0), "urgent ones need no window"

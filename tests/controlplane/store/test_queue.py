@@ -109,7 +109,7 @@ def test_groups_are_what_waits_by_batch_and_model_the_nearest_deadline_first(wor
     claim(world, count=2)
     with world.database.transaction() as session:
         [left] = queue.batch_groups(session)
-    assert (left.batch, left.waiting) == (second.batch, 1)
+    assert (left.batch, left.waiting, left.left) == (second.batch, 1, 3)
 
 
 def test_a_look_has_a_limit_and_one_tenants_many_batches_hide_no_other(world: World) -> None:
@@ -155,6 +155,7 @@ def test_the_size_of_a_groups_requests_is_the_mean_of_those_that_completed(world
         queue.finish(session, ended)
         queue.finish(session, [Outcome(claim=by_line[5], error={"code": "no"})])
         assert {group.model: group.tokens for group in queue.batch_groups(session)} == {MODEL: 70.0, "other": 1001.0}
+        assert {group.model: group.left for group in queue.batch_groups(session)} == {MODEL: 4, "other": 1}
 
 
 @pytest.mark.parametrize("loss", ["expired", "taken by another", "finished", "cancelled"])

@@ -22,7 +22,7 @@ FULL = InstanceFacts(
     remaining_tokens=10,
     sent_tokens=0,
 )
-GROUP = GroupFacts(batch=1, tenant="acme", model="tide", age_s=10.0, left_s=80_000.0, waiting=7)
+GROUP = GroupFacts(batch=1, tenant="acme", model="tide", age_s=10.0, left_s=80_000.0, waiting=7, left=7)
 
 
 def test_arrivals_are_drawn_once_for_all_arms() -> None:
