@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-clients bench-independent console test-console check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-clients bench-independent console test-console check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -101,6 +101,13 @@ test-console: console ## build the console anew, compare it with what is committ
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 
+test-alerts: ## test the alert rules by promtool (Debian's package prometheus, installed where this is root)
+	@command -v promtool > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus > /dev/null; } || true
+	@if command -v promtool > /dev/null; \
+	then promtool check config ops/deploy/prometheus.yaml && promtool test rules ops/deploy/alerts/tests/*.yaml; \
+	else echo "The alert rules were not tested: there is no promtool, and only root on Debian can install it here (package prometheus)."; fi
+
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -111,8 +118,9 @@ format: $(READY) ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-reference: $(READY) ## write the settings, metrics and command line pages of ops/docs anew
+reference: $(READY) ## write the settings, metrics and command line pages of ops/docs, and the boards, anew
 	$(BIN)/python -m ops.reference
+	$(BIN)/python -m ops.deploy.boards
 
 $(DOCS_READY): $(DOCS_LOCK)
 	$(PYTHON) -m venv $(DOCS_VENV)

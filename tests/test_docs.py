@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = (*ROOT.glob("*.md"), *(ROOT / "ops").glob("*.md"), *(ROOT / "ops/docs").glob("*.md"))
+PAGES = (*ROOT.glob("*.md"), *(ROOT / "ops").glob("*.md"), *(ROOT / "ops/docs").rglob("*.md"))
 DECISIONS = tuple((ROOT / "ops/decisions").glob("*.md"))
 _FENCE = re.compile(r"^ *(```|~~~).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]+`")

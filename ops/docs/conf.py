@@ -15,7 +15,7 @@ from docutils.parsers.rst import Directive
 _ROOT = Path(__file__).parents[2]
 _NAVIGATION = {
     "Concepts": ("concepts", "architecture", "life-of-a-request", "life-of-a-batch", "life-of-a-plan"),
-    "Operation": ("deploy", "operate", "security", "support", "limits"),
+    "Operation": ("deploy", "operate", "monitoring", "security", "support", "limits"),
     "Reference": ("api", "tools-and-reasoning", "cli", "settings", "metrics"),
     "In depth": ("data-plane", "forecasting-and-planning", "scaling", "simulator", "results"),
 }
@@ -27,7 +27,7 @@ html_theme = "furo"
 html_copy_source = False
 html_show_copyright = False
 root_doc = "ops/docs/index"
-include_patterns = ["*.md", "ops/*.md", "ops/docs/*.md", "ops/decisions/*.md"]
+include_patterns = ["*.md", "ops/*.md", "ops/docs/**/*.md", "ops/decisions/*.md"]
 exclude_patterns = [".*", "build", "tests"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 6
@@ -56,6 +56,7 @@ def _add_navigation(app: Any, name: str, content: list[str]) -> None:
         content[0] += _tree(heading, *(page for page in pages if (_ROOT / "ops/docs" / f"{page}.md").exists()))
     named = {page for pages in _NAVIGATION.values() for page in (*pages, "index")}
     others = sorted(path.stem for path in (_ROOT / "ops/docs").glob("*.md") if path.stem not in named)
+    content[0] += _tree("Runbooks of alerts", "runbooks/*")
     content[0] += _tree("More", *others, "/*", "/ops/*")
     content[0] += _tree("Decisions", "../decisions/*")
 

@@ -21,6 +21,7 @@ _INTRODUCTION = """\
 Gateways and node agents answer `GET /metrics` in Prometheus' text format, without a key: keep that path inside your
 network. Dispatchers, workers, forecasters and beat expose no endpoint: they write when they last succeeded into
 Postgres, and every gateway shows that as `tidepool_loop_last_success_timestamp_seconds` and `tidepool_loop_late`.
+Boards, alerts and how to scrape are on [Monitoring](monitoring.md).
 
 A counter has the suffix `_total`. A histogram has the samples `_bucket`, `_sum` and `_count`."""
 _HEAD = ("metric", "type", "labels", "meaning")

@@ -1,0 +1,1 @@
+"""The source of the Grafana boards in `ops/deploy/dashboards`; `python -m ops.deploy.boards` writes them."""
