@@ -291,7 +291,9 @@ def models_of(session: Session, batch: Batch) -> list[str]:
 
 
 def forget_requests(session: Session, batch: Batch) -> None:
-    """Delete the requests and results of a batch whose output files are written; its models' speeds keep its counts."""
+    """Delete the requests and results of a batch whose output files are written; its models' speeds keep its counts,
+    and it keeps the names of its models.
+    """
     completed = (
         select(BatchCount.model, func.sum(BatchCount.completed))
         .where(BatchCount.batch_number == batch.number)
@@ -301,5 +303,5 @@ def forget_requests(session: Session, batch: Batch) -> None:
     ended = upsert(BatchSpeed).from_select(["model", "ended"], completed)
     added = {"ended": BatchSpeed.ended + ended.excluded.ended}
     session.execute(ended.on_conflict_do_update(index_elements=["model"], set_=added))
-    for table in (BatchRequest, BatchResult, BatchCount, BatchModel):
+    for table in (BatchRequest, BatchResult, BatchCount):
         session.execute(delete(table).where(table.batch_number == batch.number))

@@ -110,7 +110,7 @@ def backlogs(session: Session, *, count_max: int | None = None) -> dict[str, Bac
         )
         .join(Batch, Batch.number == BatchModel.batch_number)
         .join(counted, counted.c.waiting > 0)
-        .where(Batch.state == BatchState.IN_PROGRESS)
+        .where(Batch.state == BatchState.IN_PROGRESS, Batch.ended_at.is_(None))
         .group_by(BatchModel.model)
     )
     return {

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from controlplane.api.admin import (
+    batches,
     deletions,
     demand,
     events,
@@ -36,6 +37,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, regions, nodes, models, instances, spot, deletions),
-    *(demand, forecasts, plans, pins, keys, tenants, usage, events, requests),
+    *(demand, forecasts, plans, pins, keys, tenants, usage, batches, events, requests),
 ):
     router.include_router(part.router)

@@ -18,7 +18,7 @@ _NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 _MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 _NODE = r"^[^\x00-\x1f\x7f-\x9f/]{1,200}$"
-_ID = r"^[^\x00-\x1f\x7f-\x9f/]{1,64}$"
+ID_PATTERN = r"^[^\x00-\x1f\x7f-\x9f/]{1,64}$"
 _TEXT = r"^[^\x00]*$"
 NODE_NAME = re.compile(_NODE)
 
@@ -45,12 +45,12 @@ RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
 ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
 NodePath = Annotated[str, Path(pattern=_NODE, examples=["node-us-east-1"])]
-PinPath = Annotated[str, Path(pattern=_ID, examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+PinPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 NodeName = Annotated[str, Field(pattern=_NODE, examples=["node-us-east-1"])]
-PlanPath = Annotated[str, Path(pattern=_ID, examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
-InstancePath = Annotated[str, Path(pattern=_ID, examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+PlanPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+InstancePath = Annotated[str, Path(pattern=ID_PATTERN, examples=["inst_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 RequestPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9_-]{1,64}$", examples=["req_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
-KeyPath = Annotated[str, Path(pattern=_ID, examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
+KeyPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]
 After = Annotated[

@@ -17,4 +17,5 @@ export interface Page {
 
 export const PAGES: readonly Page[] = [
   { path: "overview", title: "Overview", group: "Fleet", key: "o", role: "viewer", load: () => import("./pages/Overview.svelte") },
+  { path: "batches", title: "Batches", group: "Work", key: "b", role: "viewer", load: () => import("./pages/BatchesPage.svelte") },
 ];

@@ -113,8 +113,9 @@ def test_the_counts_of_an_ended_batch_are_its_last_ones(world: World) -> None:
         move_batch(session, batch, BatchState.FINALIZING)
         move_batch(session, batch, BatchState.COMPLETED)
         assert counts_of(session, [batch])[batch_id] == BatchCounts(total=2, completed=2, input_tokens=14)
-        for table in (BatchCount, BatchModel, BatchRequest, BatchResult, QueuedRequest):
+        for table in (BatchCount, BatchRequest, BatchResult, QueuedRequest):
             assert session.scalar(select(func.count()).select_from(table)) == 0, "the files hold them"
+        assert list(session.scalars(select(BatchModel.model))) == ["tide"]
 
 
 def test_a_batch_that_ends_while_it_is_looked_at_keeps_its_counts(world: World) -> None:

@@ -27,11 +27,20 @@ export class Pages<Row> {
     if (this.more && !this.loading) await this.#take(this.#next);
   }
 
-  async #take(after: string | number | null): Promise<void> {
+  /** Ask for as many rows as are here again, and show them all at once: nobody's place in the list is lost. */
+  async refresh(): Promise<void> {
+    if (!this.loading) await this.#take(null, this.rows.length);
+  }
+
+  async #take(after: string | number | null, atLeast = 0): Promise<void> {
     const asked = ++this.#asked;
     this.loading = true;
     try {
-      const page = await this.ask(after);
+      let page = await this.ask(after);
+      while (page.has_more && page.data.length < atLeast && asked === this.#asked) {
+        const more = await this.ask(page.next);
+        page = { ...more, data: [...page.data, ...more.data] };
+      }
       if (asked !== this.#asked) return;
       this.rows = after === null ? page.data : [...this.rows, ...page.data];
       this.more = page.has_more;
@@ -48,9 +57,19 @@ export class Pages<Row> {
   }
 }
 
-/** Pages for a component: the first page comes anew when what `ask` reads changes. */
-export function pages<Row>(ask: (after: string | number | null) => Promise<Page<Row>>): Pages<Row> {
+/**
+ * Pages for a component: the first page comes anew when what `ask` reads changes, and what is shown every `everyS`
+ * seconds while the page is seen. 0: only then.
+ */
+export function pages<Row>(ask: (after: string | number | null) => Promise<Page<Row>>, everyS = 0): Pages<Row> {
   const found = new Pages(ask);
-  $effect(() => void found.load());
+  $effect(() => {
+    void found.load();
+    if (everyS === 0) return;
+    const timer = setInterval(() => {
+      if (!document.hidden) void found.refresh();
+    }, everyS * 1000);
+    return () => clearInterval(timer);
+  });
   return found;
 }
