@@ -22,7 +22,7 @@ from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
 from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
 from controlplane.api.openai.openapi import DocumentedApi
-from controlplane.api.process_group import GroupMember, shared_sockets
+from controlplane.api.process_group import GroupMember, bound_sockets
 from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
 from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
@@ -213,7 +213,7 @@ def serve(settings: Settings, member: GroupMember | None = None) -> None:
     """Run the API process until SIGTERM or SIGINT. `member`: it is one of several that share the port.
 
     Raises:
-        InvalidValueError: the system cannot share a port.
+        InvalidValueError: the port is in use, or the system cannot share it.
     """
-    sockets = None if member is None else shared_sockets(settings.host, settings.port)
+    sockets = bound_sockets(settings.host, settings.port, shared=member is not None)
     _Server(server_config(make_app(settings, member=member), settings)).run(sockets)

@@ -95,13 +95,12 @@ def _labelled(sample: str, process: str) -> str:
     return f'{sample[:space]}{{process="{process}"}}{sample[space:]}'
 
 
-def shared_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to every address of a host, that other processes may bind too. They do not listen yet: a process
-    that starts gets no connections before it can answer them.
+def bound_sockets(host: str, port: int, *, shared: bool) -> list[socket.socket]:
+    """Sockets bound to every address of a host; `shared`: other processes may bind them too. They do not listen yet: a
+    process that starts gets no connections before it can answer them.
 
     Raises:
-        InvalidValueError: the system cannot share a port.
-        OSError: an address cannot be used; another process may have it to itself.
+        InvalidValueError: an address cannot be used, or the system cannot share a port.
     """
     found: list[socket.socket] = []
     try:
@@ -110,20 +109,25 @@ def shared_sockets(host: str, port: int) -> list[socket.socket]:
         ):
             one = socket.socket(family, kind)
             found.append(one)
-            _share(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                _share(one)
             if family == socket.AF_INET6:
                 one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             one.bind(address)
-    except BaseException:
+    except BaseException as error:
         for one in found:
             one.close()
+        if isinstance(error, OSError):
+            raise InvalidValueError(
+                f"settings TIDEPOOL_HOST, TIDEPOOL_PORT: cannot listen at {host}, port {port}: {error.strerror}"
+            ) from error
         raise
     return found
 
 
 def _share(one: socket.socket) -> None:
     try:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     except (AttributeError, OSError) as error:
         raise InvalidValueError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from controlplane.api.process_group import GroupMember, shared_sockets
+from controlplane.api.process_group import GroupMember, bound_sockets
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor
 
@@ -24,8 +24,7 @@ def run_api_processes(host: str, port: int, count: int, *, silence_max_s: float)
     does not answer for `silence_max_s` is killed and started again: the kernel would give it connections for ever.
 
     Raises:
-        InvalidValueError: the system cannot share a port between processes.
-        OSError: the port is in use by others.
+        InvalidValueError: the port is in use by others, or the system cannot share one between processes.
         SupervisorError: the processes do not start.
     """
     log = structlog.get_logger()
@@ -66,11 +65,11 @@ def _tells(member: GroupMember) -> Callable[[], bool]:
 @contextmanager
 def _reserved(host: str, port: int) -> Iterator[int]:
     """Keep a port from others while the block runs. Sockets that do not listen receive no connections."""
-    sockets = shared_sockets(host, port)
+    sockets = bound_sockets(host, port, shared=True)
     try:
         found: int = sockets[0].getsockname()[1]
         if port == 0:
-            sockets += shared_sockets(host, found)  # that port, at every address
+            sockets += bound_sockets(host, found, shared=True)  # that port, at every address
         yield found
     finally:
         for one in sockets:

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.api import process_group
 from controlplane.api.app import serve
-from controlplane.api.process_group import GroupMember, merged, shared_sockets
+from controlplane.api.process_group import GroupMember, bound_sockets, merged
 from controlplane.errors import InvalidValueError
 from controlplane.settings import Settings
 from controlplane.store.tenants import Tenant, put_tenant
@@ -49,10 +49,13 @@ def test_a_label_may_hold_what_else_ends_a_line() -> None:
 
 
 def test_a_port_is_shared_only_with_those_who_share_it() -> None:
-    [first] = shared_sockets("127.0.0.1", 0)
+    [first] = bound_sockets("127.0.0.1", 0, shared=True)
     port = first.getsockname()[1]
-    with first, shared_sockets("127.0.0.1", port)[0], socket.socket() as alone, pytest.raises(OSError, match="in use"):
-        alone.bind(("127.0.0.1", port))
+    with first, bound_sockets("127.0.0.1", port, shared=True)[0]:
+        first.listen()
+        named = f"TIDEPOOL_PORT: cannot listen at 127.0.0.1, port {port}: Address already in use"
+        with pytest.raises(InvalidValueError, match=named):
+            bound_sockets("127.0.0.1", port, shared=False)
 
 
 def test_a_process_that_starts_gets_no_connections(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +71,7 @@ def test_a_process_that_starts_gets_no_connections(settings: Settings, monkeypat
 def test_a_system_that_cannot_share_a_port_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(process_group.socket, "SO_REUSEPORT")
     with pytest.raises(InvalidValueError, match="api_processes: this system cannot share a port"):
-        shared_sockets("127.0.0.1", 0)
+        bound_sockets("127.0.0.1", 0, shared=True)
 
 
 @dataclass(frozen=True)

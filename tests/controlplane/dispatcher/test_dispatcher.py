@@ -205,6 +205,31 @@ def test_batches_that_wait_cost_no_statement_until_postgres_notifies(world: Worl
         asyncio.run(run())
 
 
+def test_a_dispatcher_whose_listener_was_ended_misses_nothing(world: World) -> None:
+    """What is submitted while nobody listens is found when it listens again; the next poll is an hour away."""
+
+    def listeners() -> set[int]:
+        listening = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+        with world.database.transaction() as session:
+            return set(session.scalars(text(listening)))
+
+    async def run() -> None:
+        async with dispatchers(world, intervals=Intervals(batches_s=0.05, poll_s=3600.0)):
+            assert (await ended(world, world.add_batch(lines=3))).state == "completed"
+            for _ in range(3):
+                await holds(listeners)
+                [pid] = listeners()
+                with world.database.transaction() as session:
+                    assert session.scalar(text(f"SELECT pg_terminate_backend({pid})"))
+                await holds(lambda pid=pid: pid not in listeners())
+                batches = [world.add_batch(lines=3), world.add_batch()]
+                assert [(await ended(world, each)).state for each in batches] == ["completed", "failed"]
+
+    with served(FakeAgent().app) as url:
+        world.serve("n1", url)
+        asyncio.run(run())
+
+
 def test_batches_without_capacity_cost_no_statement_until_there_is_some(world: World, about_batches: list[str]) -> None:
     async def run() -> None:
         async with dispatchers(world, intervals=Intervals(batches_s=0.05)):
