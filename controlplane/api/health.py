@@ -30,7 +30,7 @@ from controlplane.policies.readiness import (
 from controlplane.store.fleet import lost_nodes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
-from controlplane.store.system_facts import SystemFacts, read_system_facts
+from controlplane.store.system_facts import read_system_facts
 
 router = APIRouter(tags=["health"])
 _ANSWERS_WITHIN_S = 2.0
@@ -105,12 +105,13 @@ async def metrics(state: StateDep, health: HealthDep) -> Response:
     """Prometheus metrics: this process's, or those of all that share its port, each series with its `process`; and
     those of the whole system.
     """
-    facts = None
-    if health.stored.loops:
-        facts = await _answer(lambda: _read_facts(state), state.postgres_probes)
+    system = (
+        await _answer(lambda: _render_system(state, health), state.postgres_probes) if health.stored.loops else None
+    )
+    if system is None:
+        system = render_system(SystemMetrics(health.verdict, health.stored.loops, None))
     own = own_metrics(state)
     told = own if state.member is None else await state.member.all_metrics(own)
-    system = render_system(SystemMetrics(health.verdict, health.stored.loops, facts))
     return Response(told + system, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -133,10 +134,12 @@ def _read_stored(state: State) -> Stored:
     return Stored(now_s=now_s, loops=loops, lost=lost)
 
 
-def _read_facts(state: State) -> SystemFacts:
+def _render_system(state: State, health: SystemHealth) -> bytes:
+    """The metrics of the system; of a large fleet they take long to read and to write, so a thread does both."""
     settings = state.settings
     with state.database.transaction() as session:
-        return read_system_facts(session, alive_s=settings.heartbeat_stale_s, quantile=settings.forecast_quantile)
+        facts = read_system_facts(session, alive_s=settings.heartbeat_stale_s, quantile=settings.forecast_quantile)
+    return render_system(SystemMetrics(health.verdict, health.stored.loops, facts))
 
 
 def _ping(state: State) -> bool:

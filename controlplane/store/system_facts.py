@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
+from sqlalchemy import false, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import PlanState
@@ -98,27 +98,32 @@ def _gpus(session: Session, *, alive_s: float) -> Counter[tuple[str, str, str]]:
             Instance.node,
             Instance.slot,
             func.bool_or(Instance.pooled).label("pooled"),
-            func.coalesce(func.sum(Instance.gpus).filter(spot), 0).label("spot"),
-            func.coalesce(func.sum(Instance.gpus).filter(~spot), 0).label("dedicated"),
+            func.sum(Instance.gpus).filter(spot).label("spot"),
+            func.sum(Instance.gpus).filter(~spot).label("dedicated"),
         )
         .where(Instance.desired != Desired.STOPPED)
         .group_by(Instance.node, Instance.slot)
         .subquery()
     )
+    pooled = func.coalesce(held.c.pooled, false())
     rows = session.execute(
-        select(Node.region, Node.gpu_type, heard_of(alive_s), Slot.gpus, held.c.pooled, held.c.spot, held.c.dedicated)
+        select(
+            Node.region,
+            Node.gpu_type,
+            heard_of(alive_s).label("alive"),
+            func.sum(Slot.gpus),
+            func.sum(Slot.gpus).filter(pooled),
+            func.sum(held.c.spot).filter(~pooled),
+            func.sum(held.c.dedicated).filter(~pooled),
+        )
         .join(Slot, Slot.node == Node.name)
         .outerjoin(held, (held.c.node == Slot.node) & (held.c.slot == Slot.index))
+        .group_by(Node.region, Node.gpu_type, "alive")
     )
     counts: Counter[tuple[str, str, str]] = Counter()
-    for region, gpu_type, alive, gpus, pooled, donated, dedicated in rows:
-        if not alive:
-            shares = {"lost": gpus}
-        elif pooled:
-            shares = {"pooled": gpus}
-        else:
-            taken = {"spot": int(donated or 0), "dedicated": int(dedicated or 0)}
-            shares = {**taken, "free": max(0, gpus - sum(taken.values()))}
+    for region, gpu_type, alive, total, *sums in rows:
+        taken = dict(zip(("pooled", "spot", "dedicated"), (int(each or 0) for each in sums), strict=True))
+        shares = {**taken, "free": max(0, total - sum(taken.values()))} if alive else {"lost": total}
         for state in ("dedicated", "pooled", "spot", "free", "lost"):
             counts[region, gpu_type, state] += shares.get(state, 0)
     return counts
