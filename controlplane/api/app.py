@@ -104,6 +104,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
         description=_DESCRIPTION,
         lifespan=lifespan,
         routes=_routes(),
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # `Traces` and `Metrics` are this process's
         docs_url=None,
         redoc_url=None,
     )

@@ -118,15 +118,16 @@ class Metrics:
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
-        self._instance_input.labels(model, instance).inc(end.prompt_tokens)
-        self._instance_cached.labels(model, instance).inc(end.cached_tokens)
+        self.series(self._instance_input, model, instance).inc(end.prompt_tokens)
+        self.series(self._instance_cached, model, instance).inc(end.cached_tokens)
         self._counted.add((model, instance))
 
     def keep_instances(self, present: Container[str]) -> None:
         """Drop the counts of instances that are gone."""
         for labels in [labels for labels in self._counted if labels[1] not in present]:
-            self._instance_input.remove(*labels)
-            self._instance_cached.remove(*labels)
+            for family in (self._instance_input, self._instance_cached):
+                family.remove(*labels)
+                self._series.pop((family, labels), None)
             self._counted.remove(labels)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:

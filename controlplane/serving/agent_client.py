@@ -54,7 +54,8 @@ class AgentClient:
         stream = NodeStream(first_token_s=self._first_token_s, idle_s=self._idle_s, pass_on=pass_on)
         accept = {} if request.text_frame is None else {"accept": MEDIA_TYPE}
         with _node_errors(url):
-            async with self._connection():
+            await self._take_turn()
+            try:
                 sent = {**self._headers, **accept, **(headers or {})}
                 connection = await self._connections.post(f"{url}/generate", sent, msgspec.json.encode(request), stream)
                 try:
@@ -63,22 +64,34 @@ class AgentClient:
                         yield events
                 finally:
                     connection.leave(stream, at_end=stream.has_finished)
+            finally:
+                self._free.release()
 
     async def ask(self, url: str, question: msgspec.Struct, answer: type[Answered]) -> Answered:
         """The answer to a question that a node answers at once; raises as `generate`."""
         reply = NodeReply(silence_s=self._first_token_s)
         with _node_errors(url):
-            async with self._connection(), asyncio.timeout(self._first_token_s):
-                connection = await self._connections.post(url, self._headers, msgspec.json.encode(question), reply)
-                try:
-                    body = await reply.body()
-                finally:
-                    connection.leave(reply, at_end=False)
+            await self._take_turn()
+            try:
+                async with asyncio.timeout(self._first_token_s):
+                    connection = await self._connections.post(url, self._headers, msgspec.json.encode(question), reply)
+                    try:
+                        body = await reply.body()
+                    finally:
+                        connection.leave(reply, at_end=False)
+            finally:
+                self._free.release()
             return msgspec.json.decode(body, type=answer)
 
-    @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncGenerator[None, None]:
-        """Limit the connections of this process."""
+    async def _take_turn(self) -> None:
+        """Limit the connections of this process. Whoever takes a turn releases it.
+
+        Raises:
+            NodeError: none was free in time.
+        """
+        if not self._free.locked():  # no timer for what does not wait
+            await self._free.acquire()
+            return
         try:
             async with asyncio.timeout(_FREE_TIMEOUT_S):
                 await self._free.acquire()
@@ -86,10 +99,6 @@ class AgentClient:
             raise NodeError(
                 "this gateway has no connection left; try again", status=429, code="gateway_busy"
             ) from error
-        try:
-            yield
-        finally:
-            self._free.release()
 
 
 @contextlib.contextmanager

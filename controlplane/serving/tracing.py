@@ -3,7 +3,7 @@ process may set up at its start, it does nothing. No span is made per token.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -14,24 +14,20 @@ from controlplane.policies.decisions import Route
 tracer = trace.get_tracer("tidepool.control")
 
 
-@contextmanager
-def step(name: str) -> Iterator[None]:
+def step(name: str) -> AbstractContextManager[object]:
     """A span around a part of a request's work, a child of the current span if that is recorded."""
-    if not trace.get_current_span().is_recording():
-        yield
-        return
-    with tracer.start_as_current_span(name):
-        yield
+    return tracer.start_as_current_span(name) if trace.get_current_span().is_recording() else nullcontext()
 
 
-@contextmanager
-def attempting(request_id: str, route: Route) -> Iterator[dict[str, str]]:
+def attempting(request_id: str, route: Route) -> AbstractContextManager[dict[str, str]]:
     """A span around one attempt at an instance and its stream, a child of the current span if that is recorded. Yields
     the headers by which the node's spans become its children.
     """
-    if not trace.get_current_span().is_recording():
-        yield {}
-        return
+    return _attempt(request_id, route) if trace.get_current_span().is_recording() else nullcontext({})
+
+
+@contextmanager
+def _attempt(request_id: str, route: Route) -> Iterator[dict[str, str]]:
     attributes = {
         "tidepool.request_id": request_id,
         "tidepool.instance_id": route.instance_id,

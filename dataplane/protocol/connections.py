@@ -88,6 +88,19 @@ class BodyWriter:
         """Whether the reader is gone, or is being disconnected."""
         return self._transport.is_closing()
 
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call `on_lost` when the reader is gone, at once if it is already. What else it sends is read, so that its end
+        is noticed.
+        """
+        self.on_lost = on_lost
+        self._flow.resume_reading()
+        if self.lost:
+            on_lost()
+
+    def unwatch(self) -> None:
+        """Call nothing when the reader is gone."""
+        self.on_lost = None
+
     @property
     def full(self) -> bool:
         """Whether the reader has left more unread than the transport's high-water mark (64 KiB)."""

@@ -1,7 +1,7 @@
 """Server-sent events, and clients that disconnect before their answer is ready."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from controlplane.api.request_log import CLIENT_GONE
 from controlplane.errors import TidepoolError
+from dataplane.protocol.connections import body_writer
 
 T = TypeVar("T")
 
@@ -27,13 +28,13 @@ class EventStreamResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with _ended_by_disconnect(receive):
+            with _ended_by_disconnect(scope, receive):
                 await self.stream_response(send)
-        except ClientGoneError:
-            pass
-        finally:
+        except BaseException as error:  # without one, the lines have come to their end
             with anyio.CancelScope(shield=True):
                 await self._lines.aclose()
+            if not isinstance(error, ClientGoneError):
+                raise
 
 
 class ClientGoneError(TidepoolError):
@@ -49,29 +50,38 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientGoneError: it did.
     """
-    with _ended_by_disconnect(request.receive):
+    with _ended_by_disconnect(request.scope, request.receive):
         return await work
 
 
 @contextmanager
-def _ended_by_disconnect(receive: Receive) -> Iterator[None]:
-    """Cancel the block when the client disconnects. One plain task watches it, since a task group costs as much as all
-    else that a short request needs; the scope is anyio's, so that what is shielded is not cancelled.
+def _ended_by_disconnect(scope: Scope, receive: Receive) -> Iterator[None]:
+    """Cancel the block when the client disconnects. The scope is anyio's, so that what is shielded is not cancelled.
 
     Raises:
         ClientGoneError: it did.
     """
+    with anyio.CancelScope() as block:
+        stop = _watch(scope, receive, block.cancel)
+        try:
+            yield
+        finally:
+            stop()
+    if block.cancelled_caught:
+        raise ClientGoneError("the client went away")
+
+
+def _watch(scope: Scope, receive: Receive, on_lost: Callable[[], None]) -> Callable[[], object]:
+    """Call `on_lost` when the client disconnects, until the result is called. The connection does it where it can, else
+    a task that waits for it: even a plain task costs more than most of a short request.
+    """
+    if (writer := body_writer(scope)) is not None:
+        writer.watch(on_lost)
+        return writer.unwatch
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        scope.cancel()
+        on_lost()
 
-    with anyio.CancelScope() as scope:
-        watcher = asyncio.create_task(watch())
-        try:
-            yield
-        finally:
-            watcher.cancel()
-    if scope.cancelled_caught:
-        raise ClientGoneError("the client went away")
+    return asyncio.create_task(watch()).cancel
