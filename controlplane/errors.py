@@ -1,6 +1,7 @@
 """The control plane's exception tree. Each class carries its HTTP status and a stable code; the edge translates."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 class TidepoolError(Exception):
@@ -28,6 +29,10 @@ class TidepoolError(Exception):
             self.retry_after_s = retry_after_s
         if retry_helps is not None:
             self.retry_helps = retry_helps
+
+    def extensions(self) -> dict[str, Any]:
+        """Members that a problem of this kind has besides those that all have."""
+        return {}
 
 
 class InvalidValueError(TidepoolError):
@@ -72,6 +77,22 @@ class AuthenticationError(TidepoolError):
 
     status = 401
     code = "invalid_api_key"
+
+
+class SignInNeededError(AuthenticationError):
+    """No session. `ways`: how a person may sign in; `oidc_name`: what the OpenID provider is called, if there is
+    one.
+    """
+
+    code = "sign_in_needed"
+
+    def __init__(self, message: str, *, ways: tuple[str, ...], oidc_name: str | None) -> None:
+        super().__init__(message)
+        self.ways = ways
+        self.oidc_name = oidc_name
+
+    def extensions(self) -> dict[str, Any]:
+        return {"sign_in": list(self.ways), "oidc_name": self.oidc_name}
 
 
 class PermissionDeniedError(TidepoolError):
@@ -132,6 +153,9 @@ class InUseError(ConflictError):
     def __init__(self, what: str, used_by: tuple[Use, ...]) -> None:
         super().__init__(f"{what} is in use: {'; '.join(use.words() for use in used_by)}")
         self.used_by = used_by
+
+    def extensions(self) -> dict[str, Any]:
+        return {"used_by": [asdict(use) for use in self.used_by]}
 
 
 class StaleIndexError(ConflictError):

@@ -63,6 +63,17 @@ class Settings(BaseSettings):
     cors_origins: str = Field("", max_length=4096)
     """origins of web pages that may call the API, separated by commas; *: any"""
 
+    console_url: str | None = Field(None, max_length=1024, pattern=r"^https?://[A-Za-z0-9.:\[\]-]+(/[^?#\s]*)?$")
+    """address of the API as browsers of the console reach it; unset: the one that each request names"""
+    console_idle_s: int = Field(3600, ge=60)
+    """a console session ends after this long in which the person did nothing"""
+    console_session_s: int = Field(12 * 3600, ge=60)
+    """a console session ends after this long"""
+    console_sign_ins_per_minute: int = Field(20, ge=1)
+    """attempts per minute to sign in to the console from one address"""
+    console_sign_ins_all_per_minute: int = Field(600, ge=1)
+    """attempts per minute to sign in to the console from all addresses"""
+
     database_pool_size: int = Field(10, ge=1, le=200)
     """Postgres connections that one process keeps open at most"""
     database_timeout_s: int = Field(10, ge=1, le=300)

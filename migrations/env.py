@@ -6,6 +6,7 @@ from sqlalchemy import create_engine, pool
 from controlplane.settings import Settings, psycopg_url
 from controlplane.store import (
     batch_tables,
+    console,
     demand,
     events,
     keys,
@@ -20,6 +21,7 @@ from controlplane.store import (
 
 for module, table in (
     (batch_tables, "batches"),
+    (console, "console_sessions"),
     (demand, "forecasts"),
     (events, "events"),
     (keys, "api_keys"),

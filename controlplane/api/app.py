@@ -15,7 +15,11 @@ from controlplane.api.admin.overview import overviews_of
 from controlplane.api.anthropic import messages
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
-from controlplane.api.credentials import KeyCache
+from controlplane.api.console import files as console_files
+from controlplane.api.console import sessions as console_sessions
+from controlplane.api.console.built_files import built_console
+from controlplane.api.console.files import ConsoleHeaders
+from controlplane.api.credentials import KeyCache, SessionCache, following_revocations
 from controlplane.api.direct import DirectRoutes, direct_routes
 from controlplane.api.garbage import collect_less_often
 from controlplane.api.methods import HeadRequests, allow_origins
@@ -88,7 +92,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
                 state.demand.flushing(),
                 state.usage.flushing(),
                 state.limits.running(),
-                state.keys.following(state.live),
+                following_revocations(state.live, state.keys, state.sessions),
                 state.background.running(),
                 telling,
             ):
@@ -129,7 +133,14 @@ def _routes() -> list[BaseRoute]:
         (KeyScope.BATCH, batches.router),
     ):
         api.include_router(router, dependencies=[Depends(needs(Role.CLIENT, scope))])
-    for router in (nodes.router, health.router, admin.router, docs.router):
+    for router in (
+        nodes.router,
+        health.router,
+        admin.router,
+        docs.router,
+        console_sessions.router,
+        console_files.router,
+    ):
         api.include_router(router)
     return api.routes
 
@@ -151,6 +162,8 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         live=live,
         blobs=open_blobs(settings),
         keys=KeyCache(database, settings),
+        sessions=SessionCache(database, settings),
+        console=built_console(),
         fleet=fleet,
         sender=sender,
         questions=NodeQuestions(fleet, client, settings),
@@ -174,6 +187,7 @@ def _wrap(app: FastAPI, settings: Settings) -> None:
     app.add_middleware(UploadGate)
     app.add_middleware(RequestRecords)
     app.add_middleware(Traces)
+    app.add_middleware(ConsoleHeaders)
     allow_origins(app, settings)
     app.add_middleware(AnswerHeaders)
     app.add_middleware(HeadRequests)

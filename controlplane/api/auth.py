@@ -1,16 +1,18 @@
-"""Who may do what. A key comes as `Authorization: Bearer`, or as Anthropic's clients send it, as `x-api-key`; its role
-decides.
+"""Who may do what. A key comes as `Authorization: Bearer`, or as Anthropic's clients send it, as `x-api-key`; a
+person's browser sends the cookie of a session, which is as good as a key of its role. The role decides.
 """
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Collection
 from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from controlplane.api.browsers import require_own_page, session_secret
 from controlplane.api.credentials import Caller
-from controlplane.api.state import state_of
-from controlplane.errors import AuthenticationError, PermissionDeniedError, UnknownModelError
+from controlplane.api.state import State, state_of
+from controlplane.errors import AuthenticationError, PermissionDeniedError, UnavailableError, UnknownModelError
 from controlplane.store.keys import KeyScope
 from controlplane.store.tables import Role
 
@@ -39,30 +41,55 @@ async def authenticate(request: Request, credentials: Credentials) -> Caller:
     """The caller of a request.
 
     Raises:
-        AuthenticationError: the request has no key, or an invalid one.
+        AuthenticationError: the request has no key and no session, or an invalid one.
+        PermissionDeniedError: it has a session's cookie, but no page of ours sent it.
     """
-    return await _identified(request, None if credentials is None else credentials.credentials)
+    return await identify(request, None if credentials is None else credentials.credentials)
 
 
-async def _identified(request: Request, bearer: str | None) -> Caller:
+async def identify(request: Request, bearer: str | None) -> Caller:
+    """The caller of a request, by its key or its session.
+
+    Raises:
+        AuthenticationError: the request has neither, or an invalid one.
+        PermissionDeniedError: it has a session's cookie, but no page of ours sent it.
+    """
     secret = request.headers.get("x-api-key") if bearer is None else bearer
-    if not secret:
+    if secret:
+        caller = await state_of(request).keys.find(secret)
+    elif cookie := session_secret(request):
+        return await signed_in(request, cookie)
+    else:
         raise AuthenticationError(NO_KEY)
-    caller = await state_of(request).keys.find(secret)
+    request.state.caller = caller
+    return caller
+
+
+async def signed_in(request: Request, secret: str) -> Caller:
+    """The person whose session has this secret.
+
+    Raises:
+        AuthenticationError: the session has ended.
+        PermissionDeniedError: no page of ours sent the request.
+    """
+    state = state_of(request)
+    caller = await state.sessions.find(secret)
+    require_own_page(request, state.settings, secret=secret)
     request.state.caller = caller
     return caller
 
 
 async def require(request: Request, bearer: str | None, role: Role, scope: KeyScope | None = None) -> Caller:
-    """The caller of a request, whose key has the rights of `role` and, for a part of `/v1`, that `scope`.
+    """The caller of a request, whose key or session has the rights of `role` and, for a part of `/v1`, that `scope`.
 
     Raises:
-        AuthenticationError: the request has no key, or an invalid one.
-        PermissionDeniedError: the key is not for this.
+        AuthenticationError: the request has no key and no session, or an invalid one.
+        PermissionDeniedError: the key or the session is not for this.
     """
-    caller = await _identified(request, bearer)
+    caller = await identify(request, bearer)
     if caller.role not in MAY[role]:
-        raise PermissionDeniedError(f"this needs the role '{role.value}'; the key's role is '{caller.role.value}'")
+        whose = "the key's role" if caller.session is None else "your role"
+        raise PermissionDeniedError(f"this needs the role '{role.value}'; {whose} is '{caller.role.value}'")
     if scope is not None and caller.scopes is not None and scope not in caller.scopes:
         names = ", ".join(sorted(caller.scopes))
         raise PermissionDeniedError(f"this needs the scope '{scope.value}'; the key's scopes are: {names}")
@@ -96,6 +123,15 @@ def require_model(caller: Caller, model: str) -> None:
     """Raise UnknownModelError unless the key is for this model."""
     if not may_use(caller, model):
         raise UnknownModelError(f"The model '{model}' does not exist.", param="model")
+
+
+def notify_gateways(state: State, hashes: Collection[str]) -> None:
+    """Of secrets that work no more, once it is committed. Without Redis they learn it after `key_cache_s`."""
+    for cache in (state.keys, state.sessions):
+        cache.forget(frozenset(hashes))
+    if hashes:
+        with contextlib.suppress(UnavailableError):
+            state.live.note_revoked(hashes)
 
 
 Client = Annotated[Caller, Depends(_caller)]

@@ -1,21 +1,27 @@
-"""A cache of the keys that a gateway has seen recently: most requests need no query to authenticate."""
+"""Caches of the keys and the console sessions that a gateway has seen recently: most requests need no query to
+authenticate.
+"""
 
 import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import anyio
 import anyio.to_thread
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from controlplane.errors import AuthenticationError, UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.serving.background import in_background
 from controlplane.settings import Settings
-from controlplane.store.keys import KeyScope, find_with_tenant, hash_secret
+from controlplane.store.console import FoundSession, SessionSource, find_session
+from controlplane.store.keys import ApiKey, KeyScope, find_with_tenant, hash_secret
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
@@ -29,8 +35,26 @@ _LOADS_MAX = 10
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignedIn:
+    """A person's session at the console, and when it ends. `subject`, `issuer`: the same in all sessions of the person.
+    Times are Unix times.
+    """
+
+    id: str
+    source: SessionSource
+    subject: str
+    issuer: str | None
+    name: str
+    began_s: float
+    idle_ends_s: float
+    ends_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Caller:
-    """The owner of a key. `scopes`, `models`: None is all; `node`: the only node that a node's key may act for."""
+    """The owner of a key, or a person with a session. `name` is for the audit. `key_id`: the session's id of a person
+    without a key; `scopes`, `models`: None is all; `node`: the only node that a node's key may act for.
+    """
 
     key_id: str
     name: str
@@ -40,6 +64,7 @@ class Caller:
     models: frozenset[str] | None = None
     node: str | None = None
     limits: TenantLimits = field(default_factory=TenantLimits)
+    session: SignedIn | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +81,12 @@ class _Known:
         return now_s - self.at_s < keep_s and now_s < self.good_until_s
 
 
-class KeyCache:
-    """Keys by the hash of their secret. A revoked key stops working after a second, by way of Redis, or after
-    `key_cache_s`. While Postgres is unavailable, known keys work for five minutes, and invalid ones stay invalid.
+class CallerCache(ABC):
+    """Callers by the hash of their secret. A revoked secret stops working after a second, by way of Redis, or after
+    `key_cache_s`. While Postgres is unavailable, known ones work for five minutes, and invalid ones stay invalid.
     """
+
+    _refusal: ClassVar[str]
 
     def __init__(self, database: Database, settings: Settings) -> None:
         self._database = database
@@ -67,24 +94,24 @@ class KeyCache:
         self._good: dict[str, _Known] = {}
         self._bad: dict[str, _Known] = {}
         self._loading: dict[str, tuple[float, asyncio.Task[_Known]]] = {}
-        self._load_threads, self._follow_threads = anyio.CapacityLimiter(_LOADS_MAX), anyio.CapacityLimiter(1)
+        self._load_threads = anyio.CapacityLimiter(_LOADS_MAX)
 
     async def find(self, secret: str) -> Caller:
         """The caller of a secret.
 
         Raises:
-            AuthenticationError: the key is unknown, revoked or expired.
+            AuthenticationError: the secret is unknown, revoked or expired.
         """
         hashed = hash_secret(secret)
         known = self._good.get(hashed) or self._bad.get(hashed)
         if known is None or not known.is_good_for(self._settings.key_cache_s):
             known = await self._ask(hashed, secret, known)
         if known.caller is None:
-            raise AuthenticationError("Incorrect API key provided.")
+            raise AuthenticationError(self._refusal)
         return known.caller
 
     def knows_any(self) -> bool:
-        """Whether some key works without Postgres."""
+        """Whether some secret works without Postgres."""
         return any(known.is_good_for(_STALE_KEY_KEEP_S) for known in self._good.values())
 
     def forget(self, hashes: frozenset[str]) -> None:
@@ -92,17 +119,9 @@ class KeyCache:
         for hashed in hashes & self._good.keys():
             self._note(hashed, _Known(caller=None, at_s=time.monotonic()))
 
-    @contextlib.asynccontextmanager
-    async def following(self, live: LiveStore) -> AsyncIterator[None]:
-        """Read revocations from Redis every second while the block runs."""
-        async with in_background(self._follow(live)):
-            yield
-
-    async def _follow(self, live: LiveStore) -> None:
-        while True:
-            with contextlib.suppress(UnavailableError):  # then keys are read again after `key_cache_s`
-                self.forget(await anyio.to_thread.run_sync(live.read_revoked, limiter=self._follow_threads))
-            await asyncio.sleep(_FOLLOW_EVERY_S)
+    def renew(self, hashed: str) -> None:
+        """Read a secret again when it comes next."""
+        self._good.pop(hashed, None)
 
     async def _ask(self, hashed: str, secret: str, last: _Known | None) -> _Known:
         """What Postgres knows, or, while it is unavailable or slow, what it knew last. Concurrent requests with one key
@@ -142,19 +161,95 @@ class KeyCache:
     def _read(self, secret: str) -> _Known:
         at_s = time.monotonic()
         with self._database.transaction() as session:
-            found = find_with_tenant(session, secret)
-            if found is None:
-                return _Known(caller=None, at_s=at_s)
-            row = found.row
-            caller = Caller(
-                key_id=row.id,
-                name=row.name,
-                tenant=row.tenant,
-                role=Role(row.role),
-                scopes=None if row.scopes is None else frozenset(KeyScope(scope) for scope in row.scopes),
-                models=None if row.models is None else frozenset(row.models),
-                node=row.node,
-                limits=limits_of(found.tenant, self._settings),
-            )
-        good_until_s = math.inf if found.good_for_s is None else at_s + found.good_for_s
-        return _Known(caller=caller, at_s=at_s, good_until_s=good_until_s)
+            caller, good_for_s = self._look_up(session, secret)
+        return _Known(caller=caller, at_s=at_s, good_until_s=at_s + good_for_s)
+
+    @abstractmethod
+    def _look_up(self, session: Session, secret: str) -> tuple[Caller | None, float]:
+        """The caller of a secret, and for how many seconds it is good still; None: it is not good."""
+
+
+class KeyCache(CallerCache):
+    """API keys."""
+
+    _refusal = "Incorrect API key provided."
+
+    def _look_up(self, session: Session, secret: str) -> tuple[Caller | None, float]:
+        found = find_with_tenant(session, secret)
+        if found is None:
+            return None, math.inf
+        row = found.row
+        caller = Caller(
+            key_id=row.id,
+            name=row.name,
+            tenant=row.tenant,
+            role=Role(row.role),
+            scopes=_scopes(row),
+            models=_models(row),
+            node=row.node,
+            limits=limits_of(found.tenant, self._settings),
+        )
+        return caller, math.inf if found.good_for_s is None else found.good_for_s
+
+
+class SessionCache(CallerCache):
+    """Sessions of people at the console."""
+
+    _refusal = "The session has ended. Sign in again."
+
+    def _look_up(self, session: Session, secret: str) -> tuple[Caller | None, float]:
+        found = find_session(session, secret, self._settings)
+        if found is None:
+            return None, math.inf
+        good_for_s = (min(found.idle_ends_at, found.ends_at) - found.now).total_seconds()
+        return caller_of_session(found, self._settings), good_for_s
+
+
+def caller_of_session(found: FoundSession, settings: Settings) -> Caller:
+    """The person of a session, with the rights of the key that it began with."""
+    row, key = found.row, found.key
+    signed_in = SignedIn(
+        id=row.id,
+        source=SessionSource(row.source),
+        subject=row.subject,
+        issuer=row.issuer,
+        name=row.name,
+        began_s=row.created_at.timestamp(),
+        idle_ends_s=found.idle_ends_at.timestamp(),
+        ends_s=found.ends_at.timestamp(),
+    )
+    return Caller(
+        key_id=row.key_id or row.id,
+        name=row.audit_name,
+        tenant=row.tenant,
+        role=Role(row.role),
+        scopes=None if key is None else _scopes(key),
+        models=None if key is None else _models(key),
+        limits=limits_of(found.tenant, settings),
+        session=signed_in,
+    )
+
+
+def _scopes(key: ApiKey) -> frozenset[KeyScope] | None:
+    return None if key.scopes is None else frozenset(KeyScope(scope) for scope in key.scopes)
+
+
+def _models(key: ApiKey) -> frozenset[str] | None:
+    return None if key.models is None else frozenset(key.models)
+
+
+@contextlib.asynccontextmanager
+async def following_revocations(live: LiveStore, *caches: CallerCache) -> AsyncIterator[None]:
+    """Read revocations from Redis every second while the block runs."""
+    async with in_background(_follow(live, caches)):
+        yield
+
+
+async def _follow(live: LiveStore, caches: Sequence[CallerCache]) -> None:
+    threads = anyio.CapacityLimiter(1)
+    while True:
+        with contextlib.suppress(UnavailableError):  # then secrets are read again after `key_cache_s`
+            revoked = await anyio.to_thread.run_sync(live.read_revoked, limiter=threads)
+            for cache in caches:
+                cache.forget(revoked)
+        await asyncio.sleep(_FOLLOW_EVERY_S)

@@ -4,7 +4,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
 from http import HTTPStatus
 from typing import Any
 
@@ -19,7 +18,6 @@ from starlette.requests import ClientDisconnect
 
 from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, record_of
 from controlplane.errors import (
-    InUseError,
     InvalidValueError,
     NotFoundError,
     SchemaError,
@@ -57,8 +55,7 @@ class InternalError(TidepoolError):
 
 
 def problem(error: TidepoolError) -> dict[str, Any]:
-    """An RFC 9457 problem; `code` and `param` are extensions of ours, `used_by` one of refused deletions."""
-    used_by = {"used_by": [asdict(use) for use in error.used_by]} if isinstance(error, InUseError) else {}
+    """An RFC 9457 problem; `code` and `param` are extensions of ours, and some kinds have more."""
     return {
         "type": f"urn:tidepool:problem:{error.code}",
         "title": HTTPStatus(error.status).phrase,
@@ -66,7 +63,7 @@ def problem(error: TidepoolError) -> dict[str, Any]:
         "detail": error.message,
         "code": error.code,
         "param": error.param,
-        **used_by,
+        **error.extensions(),
     }
 
 

@@ -10,11 +10,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controlplane.api.auth import NO_KEY
+from controlplane.api.auth import bearer_of, identify
 from controlplane.api.errors import error_response, translate_database
-from controlplane.api.state import state_of
 from controlplane.errors import (
-    AuthenticationError,
     HeadersTooLargeError,
     RequestTimeoutError,
     TidepoolError,
@@ -142,8 +140,8 @@ def _too_large(bytes_max: int) -> TooLargeError:
 
 
 class UploadGate:
-    """Answers 401 to uploads without a valid key before it reads their body: the framework would read the whole form
-    before it authenticates. The endpoint checks what the key may do.
+    """Answers 401 to uploads without a valid key or session before it reads their body: the framework would read the
+    whole form before it authenticates. The endpoint checks what the caller may do.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -152,11 +150,8 @@ class UploadGate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_UPLOAD_PATHS):
             request = Request(scope)
-            kind, _, secret = request.headers.get("authorization", "").partition(" ")
             try:
-                if kind.lower() != "bearer":
-                    raise AuthenticationError(NO_KEY)
-                await state_of(request).keys.find(secret)
+                await identify(request, bearer_of(request))
             except TidepoolError as error:
                 await error_response(request, error)(scope, receive, send)
                 return

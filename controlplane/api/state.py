@@ -8,7 +8,8 @@ import anyio
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
-from controlplane.api.credentials import KeyCache
+from controlplane.api.console.built_files import ConsoleFiles
+from controlplane.api.credentials import KeyCache, SessionCache
 from controlplane.api.metrics import Metrics
 from controlplane.api.process_group import GroupMember
 from controlplane.api.tenant_limits import LimitKeeper
@@ -50,6 +51,8 @@ class State:
     live: LiveStore
     blobs: BlobStore
     keys: KeyCache
+    sessions: SessionCache
+    console: ConsoleFiles
     fleet: FleetCache
     sender: Sender
     questions: NodeQuestions

@@ -36,6 +36,8 @@ from controlplane.store.redis.limits import Charge, LimitStore
 log = structlog.get_logger()
 _AWAY_RETRY_S = 1.0
 _RETRY_AFTER_MIN_S = 0.1
+_LOCAL_MAX = 10_000
+"""Tenants, and addresses that sign in, whose usage a gateway counts by itself; then it begins anew."""
 _UNITS = {Limit.REQUESTS: "requests per minute", Limit.TOKENS: "tokens per minute", Limit.RUNNING: "requests at once"}
 
 
@@ -87,6 +89,23 @@ class LimitKeeper:
         finally:
             with anyio.CancelScope(shield=True):
                 await self._settle(charge, 0)
+
+    async def attempt(self, what: str, per_minute: int) -> None:
+        """Count an attempt at something that may be tried `per_minute`. `what` is no tenant's name.
+
+        Raises:
+            RateLimitError: it was tried too often.
+        """
+        limits = TenantLimits(requests_per_minute=per_minute)
+        charge = Charge(tenant=what, limits=limits, tokens=0, lease=f"{self._gateway}.{uuid_utils.uuid7().hex}")
+        limits, admission, _ = await self._admit(charge)
+        if admission.refused is not None:
+            wait_s = max(_RETRY_AFTER_MIN_S, retry_after_s(admission.refused, admission.usage, 0, limits))
+            raise RateLimitError(
+                f"Too many attempts ({what}): {per_minute} a minute are allowed. Try again in {math.ceil(wait_s)} s.",
+                retry_after_s=wait_s,
+            )
+        del self._charges[charge.lease]  # it has no tokens to return and no lease to renew
 
     async def _metered(
         self, request: Request, caller: Caller, in_flight: InFlightQuery, stream: ChoiceStream
@@ -150,6 +169,8 @@ class LimitKeeper:
         usage = replace(self._local.get(charge.tenant, Usage()), running=running)
         tokens = min(charge.tokens, limits.tokens_per_minute or charge.tokens)
         admission = choose_admission(usage, tokens, limits, time.monotonic())
+        if len(self._local) >= _LOCAL_MAX and charge.tenant not in self._local:
+            self._local.clear()
         self._local[charge.tenant] = admission.usage
         return admission
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.console import ConsoleFlow, ConsoleLink, ConsoleSession
 from controlplane.store.demand import forget_demand, forget_forecasts, forget_measured_minutes, score_forecasts
 from controlplane.store.events import Event, note_lost
 from controlplane.store.files import expire_files, known_files
@@ -63,6 +64,9 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "events": partial(delete_older, column=Event.at, keep_s=settings.event_keep_days * _DAY_S),
         "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),
         "responses": partial(delete_older, column=ResponseRow.created_at, keep_s=settings.response_keep_days * _DAY_S),
+        "console_sessions": partial(delete_older, column=ConsoleSession.ends_at, keep_s=_DAY_S),
+        "console_links": partial(delete_older, column=ConsoleLink.ends_at, keep_s=_DAY_S),
+        "console_flows": partial(delete_older, column=ConsoleFlow.ends_at, keep_s=_DAY_S),
         "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
         "usage": partial(delete_older, column=UsageHour.hour, keep_s=settings.usage_keep_days * _DAY_S),
     }

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, Identity, func, inspect, or_, select
+from sqlalchemy import CheckConstraint, ColumnElement, Identity, func, inspect, or_, select
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -72,10 +72,12 @@ class AuditEvent(Base):
 
 
 class IdempotencyKey(Base):
-    """The answer already given to a POST with this key, so that a retry changes nothing."""
+    """The answer already given to a POST with this key, so that a retry changes nothing. `api_key_id`: of the caller; a
+    session's id where a person signed in without a key.
+    """
 
     __tablename__ = "idempotency_keys"
-    api_key_id: Mapped[str] = mapped_column(ForeignKey("api_keys.id"), primary_key=True)
+    api_key_id: Mapped[str] = mapped_column(primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
     request_hash: Mapped[str]
     status: Mapped[int | None]
@@ -137,7 +139,7 @@ def find_key(session: Session, secret: str) -> ApiKey | None:
     """The key of this secret if it is neither revoked nor expired, and the secret not replaced."""
     hashed = hash_secret(secret)
     is_old = (ApiKey.old_secret_hash == hashed) & (ApiKey.old_until > func.now())
-    return session.scalar(select(ApiKey).where((ApiKey.secret_hash == hashed) | is_old, *_good()))
+    return session.scalar(select(ApiKey).where((ApiKey.secret_hash == hashed) | is_old, *is_good()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ def rotate_key(session: Session, key_id: str, *, overlap_s: int) -> NewKey:
         NotFoundError: no such key.
         ConflictError: it is revoked or has expired.
     """
-    row = session.scalar(select(ApiKey).where(ApiKey.id == key_id, *_good()).with_for_update())
+    row = session.scalar(select(ApiKey).where(ApiKey.id == key_id, *is_good()).with_for_update())
     if row is None:
         get_key(session, key_id)
         raise ConflictError(f"key '{key_id}' is revoked or has expired; make a new one", param="key_id")
@@ -181,7 +183,8 @@ def rotate_key(session: Session, key_id: str, *, overlap_s: int) -> NewKey:
     return NewKey(row=row, secret=secret)
 
 
-def _good() -> tuple[ColumnElement[bool], ...]:
+def is_good() -> tuple[ColumnElement[bool], ...]:
+    """Conditions that a key is neither revoked nor expired."""
     return ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now())
 
 
@@ -199,7 +202,7 @@ def revoke_key(session: Session, key_id: str) -> ApiKey:
     """
     row = get_key(session, key_id)
     admins = session.scalars(
-        select(ApiKey.id).where(ApiKey.role == Role.ADMIN, *_good()).order_by(ApiKey.id).with_for_update()
+        select(ApiKey.id).where(ApiKey.role == Role.ADMIN, *is_good()).order_by(ApiKey.id).with_for_update()
     ).all()
     if list(admins) == [key_id]:
         raise ConflictError(f"key '{key_id}' is the last admin key; make another one first", param="key_id")

@@ -1,6 +1,5 @@
 """API keys and the audit."""
 
-import contextlib
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
@@ -25,10 +24,11 @@ from controlplane.api.admin.fields import (
     page_of,
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
-from controlplane.api.auth import MAY, Admin, Viewer
-from controlplane.api.state import SessionDep, State, StateDep
-from controlplane.errors import InvalidValueError, UnavailableError
+from controlplane.api.auth import MAY, Admin, Viewer, notify_gateways
+from controlplane.api.state import SessionDep, StateDep
+from controlplane.errors import InvalidValueError
 from controlplane.store import keys
+from controlplane.store.console import end_sessions_of_key
 from controlplane.store.keys import ApiKey, KeyScope
 from controlplane.store.rows import list_rows
 from controlplane.store.tables import Role
@@ -141,10 +141,12 @@ def create_key(request: KeyRequest, session: SessionDep, state: StateDep, caller
 def revoke_key(
     key_id: KeyPath, session: SessionDep, state: StateDep, caller: Admin, after_commit: BackgroundTasks
 ) -> Key:
-    """The key stops working within seconds, everywhere. The last admin key cannot be revoked (409)."""
+    """The key stops working within seconds, everywhere, and console sessions that began with it end. The last admin key
+    cannot be revoked (409).
+    """
     with audited(session, caller, "key.revoke", ApiKey, key_id):
         row = keys.revoke_key(session, key_id)
-    after_commit.add_task(notify_gateways, state, hashes_of(row))
+    after_commit.add_task(notify_gateways, state, hashes_of(row) | end_sessions_of_key(session, key_id))
     return Key.model_validate(row)
 
 
@@ -158,27 +160,21 @@ def rotate_key(
     after_commit: BackgroundTasks,
 ) -> MadeKey:
     """The key keeps its id and rights. The present secret works for `overlap_s` more; one that a rotation before left
-    working ends now. 409 where the key is revoked or has expired.
+    working ends now. Console sessions that began with the key end when the present secret does. 409 where the key is
+    revoked or has expired.
     """
     known = hashes_of(keys.get_key(session, key_id))
     with audited(session, caller, "key.rotate", ApiKey, key_id):
         made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
     still_good = hashes_of(made.row) if rotation.overlap_s else {made.row.secret_hash}
-    after_commit.add_task(notify_gateways, state, known - still_good)
+    ended = end_sessions_of_key(session, key_id, after_s=rotation.overlap_s)
+    after_commit.add_task(notify_gateways, state, (known - still_good) | ended)
     return MadeKey(**keys.snapshot(made.row), secret=made.secret)
 
 
 def hashes_of(row: ApiKey) -> set[str]:
     """Of the secrets that a key has, for `notify_gateways`."""
     return {hashed for hashed in (row.secret_hash, row.old_secret_hash) if hashed is not None}
-
-
-def notify_gateways(state: State, hashes: set[str]) -> None:
-    """Of secrets that work no more, once it is committed. Without Redis they learn it after `key_cache_s`."""
-    state.keys.forget(frozenset(hashes))
-    if hashes:
-        with contextlib.suppress(UnavailableError):
-            state.live.note_revoked(hashes)
 
 
 @router.get("/audit", summary="List changes")

@@ -40,6 +40,8 @@ CHOICES = {
     ("demand_spans", "until_s"): 2,
     ("api_keys", "role"): "node",
     ("events", "kind"): "node",
+    ("console_sessions", "source"): "oidc",
+    ("console_sessions", "role"): "viewer",
 }
 
 

@@ -1,0 +1,252 @@
+"""Sessions of people: signing in with a key, what the session is, and logging out, here or everywhere."""
+
+import ipaddress
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, BackgroundTasks, Depends, Request, Response
+from pydantic import BaseModel, Field
+from sqlalchemy.orm import Session
+
+from controlplane.api.admin.fields import Body
+from controlplane.api.admin.problems import PROBLEMS, described
+from controlplane.api.auth import notify_gateways, signed_in
+from controlplane.api.browsers import (
+    CSRF_HEADER,
+    SESSION_COOKIE,
+    cookie_of,
+    csrf_token,
+    drop_cookie,
+    require_own_page,
+    session_secret,
+    set_cookie,
+)
+from controlplane.api.credentials import Caller, SignedIn, caller_of_session
+from controlplane.api.state import SessionDep, State, StateDep, state_of
+from controlplane.errors import AuthenticationError, PermissionDeniedError, RateLimitError, SignInNeededError
+from controlplane.settings import Settings
+from controlplane.store.console import (
+    Identity,
+    NewSession,
+    SessionSource,
+    begin_session,
+    end_session,
+    end_sessions_of,
+    find_session,
+    identity_of,
+    note_seen,
+)
+from controlplane.store.keys import find_key, record
+from controlplane.store.tables import Role
+
+PEOPLE = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)
+"""Roles that keys of people have."""
+_SECRET_CHARS_MAX = 512
+
+
+class SignIn(Body):
+    """How a person signs in."""
+
+    key: str = Field(
+        min_length=1, max_length=_SECRET_CHARS_MAX, description="an API key of the role viewer, operator or admin"
+    )
+
+
+class SessionInfo(BaseModel):
+    """A person's session. Times are Unix times by the server's clock, which is at `now_s`."""
+
+    name: str = Field(examples=["admin"])
+    role: Literal["viewer", "operator", "admin"]
+    tenant: str = Field(examples=["default"])
+    source: Literal["key", "link", "oidc"] = Field(description="how the person signed in")
+    csrf_token: str = Field(description=f"goes into the header {CSRF_HEADER} of every request that changes something")
+    signed_in_s: float
+    idle_ends_s: float = Field(description="when the session ends unless the person does something before")
+    ends_s: float = Field(description="when the session ends at the latest")
+    now_s: float
+
+
+class Ended(BaseModel):
+    """Sessions that have ended."""
+
+    ended: int = Field(description="how many")
+
+
+def sign_in_needed(settings: Settings, message: str) -> SignInNeededError:
+    """No session, and how a person may begin one."""
+    return SignInNeededError(message, ways=("key",), oidc_name=None)
+
+
+_PROBLEMS = {status: PROBLEMS[status] for status in (400, 403, 413, 503, "default")} | {
+    401: described(
+        SignInNeededError("You are not signed in.", ways=("key",), oidc_name=None), "No session, or a wrong key."
+    ),
+    429: described(RateLimitError("Too many attempts to sign in."), "Too many attempts to sign in."),
+}
+router = APIRouter(
+    prefix="/ui",
+    tags=["console"],
+    responses=_PROBLEMS,
+    generate_unique_id_function=lambda route: f"console_{route.name}",
+)
+
+
+async def _person(request: Request) -> Caller:
+    """The person whose session's cookie a request has; none else."""
+    secret = session_secret(request)
+    settings = state_of(request).settings
+    if secret is None:
+        raise sign_in_needed(settings, "You are not signed in.")
+    try:
+        return await signed_in(request, secret)
+    except AuthenticationError as error:
+        raise sign_in_needed(settings, error.message) from None
+
+
+Person = Annotated[Caller, Depends(_person)]
+
+
+async def check_attempt(request: Request) -> None:
+    """Refuse to sign in whom another site's page sends, and who tries too often."""
+    state = state_of(request)
+    require_own_page(request, state.settings, secret=None)
+    await state.limits.attempt(f"sign-in from {_address(request)}", state.settings.console_sign_ins_per_minute)
+    await state.limits.attempt("sign-in from anywhere", state.settings.console_sign_ins_all_per_minute)
+
+
+@router.post("/session", summary="Sign in", dependencies=[Depends(check_attempt)])
+def sign_in(
+    body: SignIn,
+    request: Request,
+    response: Response,
+    session: SessionDep,
+    state: StateDep,
+    after_commit: BackgroundTasks,
+) -> SessionInfo:
+    """The answer sets the session's cookie. A session that the browser had before ends."""
+    key = find_key(session, body.key)
+    if key is None:
+        raise AuthenticationError("Incorrect API key provided.", param="key")
+    if Role(key.role) not in PEOPLE:
+        roles = ", ".join(PEOPLE)
+        raise PermissionDeniedError(
+            f"key: keys of the role '{key.role}' are for programs; people sign in with one of: {roles}", param="key"
+        )
+    before = _end_present(request, session)
+    after_commit.add_task(notify_gateways, state, before)
+    made = begin(session, identity_of(key, SessionSource.KEY), request, state.settings)
+    set_cookie(response, request, SESSION_COOKIE, made.secret, lasts_s=state.settings.console_session_s)
+    return _read_again(response, session, state, made.secret)
+
+
+@router.get("/session", summary="The session")
+def get_session(request: Request, response: Response, caller: Person) -> SessionInfo:
+    """Whose session the browser's cookie is of; the problem of a 401 says how to sign in."""
+    return _info(response, caller, cookie_of(request, SESSION_COOKIE))
+
+
+@router.post("/session/seen", summary="Keep the session")
+def keep_session(
+    request: Request, response: Response, session: SessionDep, state: StateDep, caller: Person
+) -> SessionInfo:
+    """The person did something: the idle limit counts anew. No other request moves it."""
+    note_seen(session, _session_of(caller).id)
+    secret = cookie_of(request, SESSION_COOKIE) or ""
+    return _read_again(response, session, state, secret)
+
+
+@router.delete("/session", summary="Log out")
+def log_out(
+    request: Request,
+    response: Response,
+    session: SessionDep,
+    state: StateDep,
+    caller: Person,
+    after_commit: BackgroundTasks,
+) -> Ended:
+    """The session ends, everywhere within seconds."""
+    hashes = _end_present(request, session)
+    record(session, actor=caller.name, action="session.end", subject=_session_of(caller).id)
+    after_commit.add_task(notify_gateways, state, hashes)
+    drop_cookie(response, request, SESSION_COOKIE)
+    return Ended(ended=len(hashes))
+
+
+@router.delete("/sessions", summary="Log out everywhere")
+def log_out_everywhere(
+    request: Request,
+    response: Response,
+    session: SessionDep,
+    state: StateDep,
+    caller: Person,
+    after_commit: BackgroundTasks,
+) -> Ended:
+    """All sessions of the person end, in whatever browser they are."""
+    person = _session_of(caller)
+    hashes = end_sessions_of(session, subject=person.subject, issuer=person.issuer)
+    record(session, actor=caller.name, action="session.end_all", subject=person.id, after={"ended": len(hashes)})
+    after_commit.add_task(notify_gateways, state, hashes)
+    drop_cookie(response, request, SESSION_COOKIE)
+    return Ended(ended=len(hashes))
+
+
+def begin(session: Session, identity: Identity, request: Request, settings: Settings) -> NewSession:
+    """Begin a session, with a line in the audit."""
+    made = begin_session(session, identity, settings)
+    told = {"source": identity.source, "role": identity.role, "tenant": identity.tenant, "subject": identity.subject}
+    record(
+        session,
+        actor=made.row.audit_name,
+        action="session.begin",
+        subject=made.row.id,
+        after=told | {"issuer": identity.issuer, "address": _address(request)},
+    )
+    return made
+
+
+def _end_present(request: Request, session: Session) -> frozenset[str]:
+    """End the session that the browser has; returns the hashes of ended secrets."""
+    secret = cookie_of(request, SESSION_COOKIE)
+    return frozenset() if secret is None else end_session(session, secret)
+
+
+def _read_again(response: Response, session: Session, state: State, secret: str) -> SessionInfo:
+    """The session as it is now."""
+    found = find_session(session, secret, state.settings)
+    if found is None:
+        raise sign_in_needed(state.settings, "The session has ended. Sign in again.")
+    state.sessions.renew(found.row.secret_hash)
+    return _info(response, caller_of_session(found, state.settings), secret)
+
+
+def _session_of(caller: Caller) -> SignedIn:
+    assert caller.session is not None, "checked by `_person`"
+    return caller.session
+
+
+def _info(response: Response, caller: Caller, secret: str | None) -> SessionInfo:
+    response.headers["Cache-Control"] = "no-store"
+    person = _session_of(caller)
+    return SessionInfo(
+        name=person.name,
+        role=caller.role.value,
+        tenant=caller.tenant,
+        source=person.source,
+        csrf_token=csrf_token(secret or ""),
+        signed_in_s=person.began_s,
+        idle_ends_s=min(person.idle_ends_s, person.ends_s),
+        ends_s=person.ends_s,
+        now_s=time.time(),
+    )
+
+
+def _address(request: Request) -> str:
+    """The address that attempts are counted by; of IPv6 the network that one customer has."""
+    host = request.client.host if request.client is not None else "unknown"
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        return str(address.ipv4_mapped or ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
