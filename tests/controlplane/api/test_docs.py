@@ -90,7 +90,9 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
 def test_head_is_known_wherever_get_is(api: TestClient, secrets: dict[str, str], document: dict[str, Any]) -> None:
     headers = {"Authorization": f"Bearer {secrets['admin']}"}
     gets = {path: methods["get"] for path, methods in document["paths"].items() if "get" in methods}
-    streams = {path for path, get in gets.items() if "text/event-stream" in get["responses"].get("200", {}).get("content", ())}
+    streams = {
+        path for path, get in gets.items() if "text/event-stream" in get["responses"].get("200", {}).get("content", ())
+    }
     paths = [path for path in gets if "{" not in path and path not in streams]  # a stream has no end
     assert {"/health", "/v1/models"} <= set(paths)
     for path in ("/", "/docs", *paths):
