@@ -39,6 +39,7 @@ from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
+from controlplane.serving.objectives import ObjectiveCounter
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS
 from controlplane.serving.pooling_requests import EMBEDDINGS, RERANK, SCORE
@@ -91,6 +92,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
                 state.fleet.following(),
                 state.demand.flushing(),
                 state.usage.flushing(),
+                state.objectives.flushing(),
                 state.limits.running(),
                 following_revocations(state.live, state.keys, state.sessions),
                 state.background.running(),
@@ -173,6 +175,7 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         metrics=metrics,
         limits=LimitKeeper(LimitStore(settings), metrics, settings),
         usage=UsageCounter(database),
+        objectives=ObjectiveCounter(database),
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
         responses=stored,
         background=BackgroundResponses(stored, count_max=settings.background_responses_max),

@@ -18,6 +18,7 @@ from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
+from controlplane.serving.objectives import ObjectiveCounter
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
@@ -62,6 +63,7 @@ class State:
     metrics: Metrics
     limits: LimitKeeper
     usage: UsageCounter
+    objectives: ObjectiveCounter
     requests: RequestLog
     responses: StoredResponses
     background: BackgroundResponses

@@ -16,6 +16,7 @@ from controlplane.store.events import Event, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import IdempotencyKey
+from controlplane.store.objectives import forget_objectives
 from controlplane.store.plans import forget_plans
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.request_log import LoggedRequest
@@ -26,6 +27,7 @@ from controlplane.store.usage import UsageHour, add_up_usage
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
+_OBJECTIVES_KEEP_S = 8 * _DAY_S
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
@@ -60,6 +62,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "measured_minutes": partial(forget_measured_minutes, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "demand": partial(forget_demand, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "forecasts": partial(forget_forecasts, before_s=at_s - settings.forecast_keep_days * _DAY_S),
+        "objectives": partial(forget_objectives, before_s=at_s - _OBJECTIVES_KEEP_S),
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
         "events": partial(delete_older, column=Event.at, keep_s=settings.event_keep_days * _DAY_S),
         "stopped_instances": partial(forget_stopped, keep_s=settings.instance_keep_days * _DAY_S),

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.batch_ends import BatchEnd, GroupProgress, SpeedSample
 from controlplane.policies.lifecycle import BatchState, InstanceState
-from controlplane.store.batch_tables import Batch, BatchSpeed
+from controlplane.store.batch_tables import Batch, BatchModel, BatchSpeed
 from controlplane.store.fleet import heard_of
 from controlplane.store.tables import Desired, Instance, Node, Profile
 from dataplane.protocol.tiers import InstanceKind
@@ -183,6 +183,23 @@ def read_risk(session: Session) -> tuple[int, float]:
         )
     ).one()
     return row[0], max(0.0, float(row[1] or 0.0))
+
+
+def ends_by_model(session: Session) -> dict[str, tuple[float | None, int]]:
+    """Of the batches in progress, by model: the Unix time of the latest predicted end, as far as ends are predicted,
+    and how many are predicted to miss their deadline.
+    """
+    rows = session.execute(
+        select(
+            BatchModel.model,
+            func.extract("epoch", func.max(Batch.predicted_end_at)),
+            func.count().filter(Batch.at_risk),
+        )
+        .join(Batch, Batch.number == BatchModel.batch_number)
+        .where(Batch.state == BatchState.IN_PROGRESS, Batch.ended_at.is_(None))
+        .group_by(BatchModel.model)
+    )
+    return {model: (None if end_s is None else float(end_s), at_risk) for model, end_s, at_risk in rows}
 
 
 def _time(at_s: float) -> datetime:

@@ -48,14 +48,22 @@ def count_instances(session: Session, *, alive_s: float) -> dict[Endpoint, Count
     return states
 
 
-def read_unplaced(session: Session) -> list[dict[str, Any]]:
+def read_unplaced(session: Session, *, limit: int | None = None) -> list[dict[str, Any]]:
     """Instances that the last run of scaling could not place, by model and region: `model`, `region`, `gpu_type` (None:
-    any), `count` and `reason`.
+    any), `count` and `reason`. `limit`: of the endpoints with some.
     """
-    rows = session.scalars(
-        select(EndpointRow).where(EndpointRow.unplaced.is_not(None)).order_by(EndpointRow.model, EndpointRow.region)
+    rows = session.execute(
+        select(EndpointRow.model, EndpointRow.region, EndpointRow.unplaced)
+        .where(EndpointRow.unplaced.is_not(None))
+        .order_by(EndpointRow.model, EndpointRow.region)
+        .limit(limit)
     )
-    return [{"model": row.model, "region": row.region, **each} for row in rows for each in row.unplaced or ()]
+    return [{"model": model, "region": region, **each} for model, region, unplaced in rows for each in unplaced or ()]
+
+
+def count_unplaced(session: Session) -> int:
+    """How many endpoints have instances without a place."""
+    return session.scalar(select(func.count()).where(EndpointRow.unplaced.is_not(None))) or 0
 
 
 def note_outcome(

@@ -14,6 +14,7 @@ from controlplane.api.admin import (
     live_status,
     models,
     nodes,
+    objectives,
     overview,
     pins,
     plans,
@@ -36,7 +37,7 @@ def _operation_id(route: APIRoute) -> str:
 
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
-    *(overview, search, status, live_status, regions, nodes, models, instances, spot, deletions),
+    *(overview, search, status, live_status, objectives, regions, nodes, models, instances, spot, deletions),
     *(demand, forecasts, plans, pins, keys, tenants, usage, batches, events, requests),
 ):
     router.include_router(part.router)

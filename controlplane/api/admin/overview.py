@@ -2,11 +2,13 @@
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 
 import anyio
 import anyio.to_thread
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from sqlalchemy.orm import Session
 from starlette.responses import StreamingResponse
 
 from controlplane.api.admin.events import Event
@@ -18,14 +20,18 @@ from controlplane.api.live_stream import LiveStream, events_of
 from controlplane.api.state import State, StateDep
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.store import events
-from controlplane.store.endpoint_summary import backlogs
+from controlplane.store.batch_ends import ends_by_model
+from controlplane.store.endpoint_summary import backlogs, count_unplaced
 from controlplane.store.gpu_counts import read_gpu_counts
+from controlplane.store.objectives import BUCKET_S, read_kept
 from controlplane.store.tables import Role
 
 router = APIRouter(tags=["admin: fleet"])
 _EVERY_S = 2.0
 _EVENTS = 20
 _QUEUES = 20
+_UNPLACED = 20
+_DAY_S = 86_400
 
 
 class GpuCounts(BaseModel):
@@ -38,6 +44,16 @@ class GpuCounts(BaseModel):
     lost: int = Field(0, description="of nodes that are not heard of")
 
 
+class TierObjectives(BaseModel):
+    """How a tier's objectives were kept by the answers of a region."""
+
+    tier: str = Field(examples=["IW-F"])
+    answers_now: int = Field(description="in the last 10 to 20 minutes")
+    kept_now: int
+    answers_day: int = Field(description="in the last 24 hours")
+    kept_day: int
+
+
 class RegionOverview(BaseModel):
     """A region as its live view shows it."""
 
@@ -45,6 +61,14 @@ class RegionOverview(BaseModel):
     gpus: GpuCounts
     utilization: float | None = Field(description="effective memory utilization, 0 to 1; null: nothing is usable")
     load: float | None = Field(description="of its busiest node; above 1 that cannot keep up with its decodes")
+    objectives: list[TierObjectives] = Field(description="by tier, of those that had answers")
+
+
+class QueueOverview(QueueStatus):
+    """What waits of a model, and when it will be done."""
+
+    predicted_end_s: float | None = Field(description="Unix time, of its last batch; null: not known")
+    batches_at_risk: int = Field(description="its batches that are predicted to miss their deadline")
 
 
 class Overview(BaseModel):
@@ -52,9 +76,10 @@ class Overview(BaseModel):
 
     as_of_s: float = Field(description="Unix time")
     view_fresh: bool = Field(description="false: Redis is away, and the live view is its last copy")
-    status: Status
+    status: Status = Field(description=f"with the unplaced instances of the first {_UNPLACED} endpoints")
+    endpoints_unplaced: int = Field(description="endpoints with instances that have no place")
     regions: list[RegionOverview]
-    queues: list[QueueStatus] = Field(description=f"the {_QUEUES} of the nearest deadlines")
+    queues: list[QueueOverview] = Field(description=f"the {_QUEUES} of the nearest deadlines")
     events: list[Event] = Field(description=f"the last {_EVENTS}, the newest first")
 
 
@@ -103,8 +128,10 @@ def _overview(state: State, health: SystemHealth) -> Overview:
     alive_s = state.settings.heartbeat_stale_s
     with state.database.transaction() as session:
         gpus = read_gpu_counts(session, alive_s=alive_s)
-        status = status_of(session, state.settings, health)
-        queues = sorted(backlogs(session, count_max=COUNT_MAX).items(), key=lambda item: item[1].due_s)[:_QUEUES]
+        status = status_of(session, state.settings, health, unplaced_max=_UNPLACED)
+        without_place = count_unplaced(session)
+        queues = _queues(session)
+        objectives = _objectives(session)
         page = events.list_events(session, which={}, since=None, after=None, limit=_EVENTS)
         happened = [Event.model_validate(row) for row in page.rows]
     usable = defaultdict(list)
@@ -115,15 +142,41 @@ def _overview(state: State, health: SystemHealth) -> Overview:
         as_of_s=time.time(),
         view_fresh=state.fleet.is_fresh(),
         status=status,
+        endpoints_unplaced=without_place,
         regions=[
             RegionOverview(
                 name=region.name,
                 gpus=GpuCounts.model_validate(gpus.get(region.name, {})),
                 utilization=utilization_of(usable[region.name]) if usable[region.name] else None,
                 load=max((each.load for each in usable[region.name]), default=None),
+                objectives=objectives[region.name],
             )
             for region in status.regions
         ],
-        queues=[QueueStatus.of(model, backlog) for model, backlog in queues],
+        queues=queues,
         events=happened,
     )
+
+
+def _queues(session: Session) -> list[QueueOverview]:
+    waiting = sorted(backlogs(session, count_max=COUNT_MAX).items(), key=lambda item: item[1].due_s)[:_QUEUES]
+    ends = ends_by_model(session) if waiting else {}
+    queues = []
+    for model, backlog in waiting:
+        end_s, at_risk = ends.get(model, (None, 0))
+        known = QueueStatus.of(model, backlog)
+        queues.append(QueueOverview(**dict(known), predicted_end_s=end_s, batches_at_risk=at_risk))
+    return queues
+
+
+def _objectives(session: Session) -> Mapping[str, list[TierObjectives]]:
+    """By region."""
+    now_s = int(time.time())
+    kept: dict[str, list[TierObjectives]] = defaultdict(list)
+    now_since_s = now_s // BUCKET_S * BUCKET_S - BUCKET_S
+    counts = read_kept(session, since_s=now_s - _DAY_S, now_since_s=now_since_s)
+    for region, tier, day, kept_day, now, kept_now in counts:
+        kept[region].append(
+            TierObjectives(tier=tier, answers_now=now, kept_now=kept_now, answers_day=day, kept_day=kept_day)
+        )
+    return kept

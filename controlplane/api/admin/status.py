@@ -1,5 +1,7 @@
 """The summary of the whole system."""
 
+from datetime import datetime
+
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
@@ -35,6 +37,7 @@ class PlanStatus(Answer):
     state: str
     status: str = Field(description="the solver's", examples=["optimal"])
     window_start_s: int
+    applied_at: datetime | None = Field(description="null: it is being applied")
     objective_per_hour: float | None
     reason: str
 
@@ -106,14 +109,14 @@ def get_status(session: SessionDep, state: StateDep, health: HealthDep, _: Viewe
     return status_of(session, state.settings, health)
 
 
-def status_of(session: Session, settings: Settings, health: SystemHealth) -> Status:
-    """The status as a transaction sees it."""
+def status_of(session: Session, settings: Settings, health: SystemHealth, *, unplaced_max: int | None = None) -> Status:
+    """The status as a transaction sees it, with the unplaced instances of at most so many endpoints."""
     summary = read_summary(session, alive_s=settings.heartbeat_stale_s)
     here = {
         "health": health.verdict,
         "loops": _loops(health),
         "fleet_index": fleet_index(session),
-        "unplaced": read_unplaced(session),
+        "unplaced": read_unplaced(session, limit=unplaced_max),
     }
     return Status.model_validate(summary | here)
 

@@ -160,6 +160,7 @@ class Answering:
             ended = (*self._labels, self._region, outcome_label(self._record.outcome or "internal_error"))
             state.metrics.series(state.metrics.requests, *ended).inc()
             self._count_usage()
+            self._count_objective()
 
     def pass_on_to(self, writer: BodyWriter) -> None:
         """From now on, write text to the client within the callback that received it, unless the client does not keep
@@ -209,6 +210,12 @@ class Answering:
             input_tokens=query.usage().prompt_tokens,
             output_tokens=query.output_tokens,
         )
+
+    def _count_objective(self) -> None:
+        """Count the answer in the region that served it; one that none served in the region that it came from."""
+        region = self._record.region or self.query.first.origin
+        if self._measure.kept is not None and region is not None:
+            self._state.objectives.count(self._labels[0], region, self._labels[1], self._measure.kept)
 
     def _fill_record(self) -> None:
         record, query = self._record, self.query

@@ -6,6 +6,7 @@ from controlplane.api.metrics import Metrics, outcome_label
 from controlplane.errors import TidepoolError
 from controlplane.policies.objectives import tokens_in_time
 from controlplane.serving.fan_out import TokenUsage
+from controlplane.store.objectives import Kept
 from dataplane.protocol.tiers import Objective
 
 _SERVER_ERRORS = 500
@@ -29,7 +30,7 @@ class _Pace:
 
 class AnswerMeasure:
     """Measures the answer to one request, which has one choice or several, from the request's arrival (`arrived_s`, by
-    `time.monotonic`) to its end.
+    `time.monotonic`) to its end. `kept`: how it kept its objective, once that is known; None: it has none.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class AnswerMeasure:
         self._arrived_s = arrived_s
         self._paces: dict[int, _Pace] = {}
         self._in_time = 0
+        self.kept: Kept | None = None
 
     @property
     def first_token_s(self) -> float | None:
@@ -82,10 +84,11 @@ class AnswerMeasure:
             metrics.series(metrics.per_token_s, *labels).observe(tbt_s)
         if self._objective is None:
             return
+        tokens = sum(pace.tokens for pace in paces)
         metrics.series(metrics.slo_tokens, *labels, "true").inc(self._in_time)
-        metrics.series(metrics.slo_tokens, *labels, "false").inc(sum(pace.tokens for pace in paces) - self._in_time)
+        metrics.series(metrics.slo_tokens, *labels, "false").inc(tokens - self._in_time)
         kept = {"ttft": ttft_s <= self._objective.ttft_s, "tbt": tbt_s <= self._objective.tbt_s}
-        self._count([name for name, met in kept.items() if not met])
+        self._count([name for name, met in kept.items() if not met], tokens, self._in_time)
 
     def failed(self, error: TidepoolError) -> None:
         """Record a failure, or a refusal for lack of capacity; errors of the client miss no objective."""
@@ -94,7 +97,8 @@ class AnswerMeasure:
         elif error.status == _TOO_MANY:
             self._metrics.series(self._metrics.refusals, *self._labels, outcome_label(error.code)).inc()
 
-    def _count(self, missed: list[str]) -> None:
+    def _count(self, missed: list[str], tokens: int = 0, in_time: int = 0) -> None:
+        self.kept = Kept(answers=1, kept=int(not missed), tokens=tokens, tokens_in_time=in_time)
         self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()
         for objective in missed:
             self._metrics.series(self._metrics.slo_violations, *self._labels, objective).inc()

@@ -52,7 +52,7 @@ def value_of(column: Column[Any]) -> Any:
     kinds: list[tuple[type[Any] | tuple[type[Any], ...], Any]] = [
         ((JSONB, sqltypes.JSON), {"k": "v"}),
         (sqltypes.Boolean, False),
-        (sqltypes.Integer, 60 if column.name == "start_s" else 1),
+        (sqltypes.Integer, 600 if column.name == "start_s" else 1),
         (sqltypes.Float, 1.5),
         (sqltypes.DateTime, datetime(2026, 1, 1, tzinfo=UTC)),
         (sqltypes.LargeBinary, b"x"),
