@@ -21,7 +21,6 @@ from controlplane.api.console.built_files import built_console
 from controlplane.api.console.files import ConsoleHeaders
 from controlplane.api.credentials import KeyCache, SessionCache, following_revocations
 from controlplane.api.direct import DirectRoutes, direct_routes
-from controlplane.api.garbage import collect_less_often
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
 from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
@@ -38,6 +37,7 @@ from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.background_responses import BackgroundResponses
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.garbage import collect_less_often
 from controlplane.serving.node_questions import NodeQuestions
 from controlplane.serving.objectives import ObjectiveCounter
 from controlplane.serving.offered_load import OfferedLoad

@@ -27,6 +27,7 @@ from controlplane.policies.readiness import Loop
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.garbage import collect_less_often
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
@@ -185,6 +186,7 @@ def serve(settings: Settings) -> None:
     """Run a dispatcher until SIGTERM or SIGINT."""
 
     async def main() -> None:
+        collect_less_often()
         task = asyncio.create_task(Dispatcher(settings).run())
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT):

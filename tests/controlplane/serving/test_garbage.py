@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from controlplane.api.garbage import collect_less_often
+from controlplane.serving.garbage import collect_less_often
 
 
 @pytest.fixture(autouse=True)
