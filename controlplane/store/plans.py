@@ -9,12 +9,12 @@ from typing import Any
 import uuid_utils
 from sqlalchemy import CheckConstraint, ForeignKey, Index, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy.orm import Mapped, Session, defer, mapped_column
 
 from controlplane.errors import ConflictError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
-from controlplane.store.rows import require
+from controlplane.store.rows import Page, matching, page, require
 from controlplane.store.tables import Base, Json, one_of
 
 AUTOMATIC = "automatic"
@@ -125,6 +125,12 @@ def is_planned(session: Session, window_start_s: int) -> bool:
 def get_plan(session: Session, plan_id: str) -> Plan:
     """A plan by its id; NotFoundError where there is none."""
     return require(session, Plan, plan_id, param="plan_id")
+
+
+def list_plans(session: Session, *, state: PlanState | None, after: str | None, limit: int) -> Page[Plan]:
+    """One page of plans, the newest first, without what they could not serve and their pools: those may be long."""
+    query = select(Plan).where(*matching(Plan, {"state": state})).options(defer(Plan.unserved), defer(Plan.pools))
+    return page(session, query, after=after, limit=limit, newest_first=True)
 
 
 def inputs_of(session: Session, plan_id: str) -> Json | None:

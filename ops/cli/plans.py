@@ -9,6 +9,7 @@ from ops.cli.ids import PlanId, whole_id
 from ops.cli.plan_plot import plot_plan
 from ops.cli.plan_solve import print_schema, solve
 from ops.client.api import connected
+from ops.client.console import console_link, open_page
 from ops.client.plan import show_plan
 from ops.client.screen import (
     AsJson,
@@ -62,18 +63,24 @@ def list_plans(
 
 @plans.command("show")
 @examples(
-    "tidepool plan show latest --changes-only", "tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"
+    "tidepool plan show latest --changes-only",
+    "tidepool plan show --explain plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23",
+    "tidepool plan show --web",
 )
 def show(
     context: typer.Context,
-    plan_id: PlanId,
+    plan_id: PlanId = "current",
     explain: Annotated[bool, typer.Option("--explain", help="Print an explanation in sentences.")] = False,
     changes_only: Annotated[bool, typer.Option("--changes-only", help="Leave unchanged counts out.")] = False,
+    web: Annotated[bool, typer.Option("--web", help="Print the link to it in the console, and open it.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan: now, change, why."""
+    """Show a plan: now, change, why. By default the one in force."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
+        if web:
+            open_page(console_link(api, "plans", plan_id))
+            return
         answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
     if explain and not as_json:
         typer.echo(answer["text"])

@@ -17,6 +17,7 @@ from controlplane.api.admin import (
     objectives,
     overview,
     pins,
+    plan_changes,
     plans,
     regions,
     requests,
@@ -38,6 +39,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, objectives, regions, nodes, models, instances, spot, deletions),
-    *(demand, forecasts, plans, pins, keys, tenants, usage, batches, events, requests),
+    *(demand, forecasts, plans, plan_changes, pins, keys, tenants, usage, batches, events, requests),
 ):
     router.include_router(part.router)

@@ -17,11 +17,11 @@ from controlplane.planner.draft import DraftOf
 from controlplane.planner.explain import explanation_of
 from controlplane.planner.plan import draft_plan, hour_nearest
 from controlplane.planner.schedule import enqueue
+from controlplane.policies.lifecycle import PlanState
 from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
 from controlplane.store.plans import Plan, PlanEntry
-from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
 
@@ -162,9 +162,11 @@ def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Ope
 
 
 @router.get("/plans", summary="List plans")
-def list_plans(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[PlanView]:
+def list_plans(
+    session: SessionDep, _: Viewer, state: PlanState | None = None, limit: Limit = 20, after: After = None
+) -> PageOf[PlanView]:
     """The newest first."""
-    return page_of(PlanView, list_rows(session, Plan, after=after, limit=limit, newest_first=True))
+    return page_of(PlanView, plans.list_plans(session, state=state, after=after, limit=limit))
 
 
 @router.get("/plans/{plan_id}", summary="A plan")

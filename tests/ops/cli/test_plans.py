@@ -1,8 +1,12 @@
 """`tidepool plan` and `tidepool batch` against an API."""
 
 import json
+import os
 import time
+import webbrowser
 from pathlib import Path
+
+import pytest
 
 from tests.ops.cli.running import Run
 
@@ -47,6 +51,22 @@ def test_a_plan_is_explained_drawn_and_rolled_back(fleet: Run, tmp_path: Path) -
     assert "Approved by admin" in fleet("plan", "show", "--explain", restored).out
     problem = json.loads(fleet("plan", "inputs", "--problem", made[2]).out)
     assert problem["regions"] == ["us-east"]
+
+
+def test_a_plan_in_the_browser(fleet: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no plan is in force" in fleet("plan", "show", "--web").err
+    plan_id = fleet("plan", "create", "--json").json["plan"]["id"]
+    link = f"{os.environ['TIDEPOOL_URL']}/ui/#/plans/{plan_id}"
+    assert fleet("plan", "show", "latest", "--web").out == f"{link}\n"
+    assert opened == []
+    monkeypatch.setenv("DISPLAY", ":0")
+    fleet("plan", "approve", plan_id)
+    assert fleet("plan", "show", "--web").out == f"{link}\n"
+    assert opened == [link]
 
 
 def test_batches(fleet: Run, tmp_path: Path) -> None:
