@@ -101,11 +101,12 @@ test-console: console ## build the console anew, compare it with what is committ
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 
-test-alerts: ## test the alert rules by promtool (Debian's package prometheus, installed where this is root)
+test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus (Debian's package, installed where this is root)
 	@command -v promtool > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
 	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus > /dev/null; } || true
 	@if command -v promtool > /dev/null; \
-	then promtool check config ops/deploy/prometheus.yaml && promtool test rules ops/deploy/alerts/tests/*.yaml; \
+	then promtool check config ops/deploy/prometheus.yaml && promtool test rules ops/deploy/alerts/tests/*.yaml \
+	  && $(BIN)/python -m pytest -n0 -q tests/controlplane/api/test_prometheus.py; \
 	else echo "The alert rules were not tested: there is no promtool, and only root on Debian can install it here (package prometheus)."; fi
 
 lint: $(READY) ## ruff, mypy --strict, import contracts

@@ -139,7 +139,7 @@ def _queue(session: Session) -> QueueFacts:
     at_risk, late_s = read_risk(session)
     return QueueFacts(
         open=left,
-        finished=progress.finished,
+        finished=dict.fromkeys(left, 0) | dict(progress.finished),
         running=session.scalar(running) or 0,
         batches=dict(session.execute(batches).all()),
         at_risk=at_risk,

@@ -3,7 +3,7 @@
 from ops.deploy.boards.board import MODEL, REGION, Board, Panel
 
 _KEPT = (
-    '1 - sum by (tier) (rate(tidepool_slo_requests_total{{model=~"$model", met="false"}}[{window}]))'
+    'sum by (tier) (rate(tidepool_slo_requests_total{{model=~"$model", met="true"}}[{window}]))'
     ' / sum by (tier) (rate(tidepool_slo_requests_total{{model=~"$model"}}[{window}]))'
 )
 

@@ -14,10 +14,10 @@ def _rate(metric: str, by: str, of: str = _OF) -> str:
     return f"sum by ({by}) (rate({metric}{{{of}}}[$__rate_interval]))"
 
 
-def _share(metric: str, by: str, met: str) -> str:
-    """The share of a metric with the label `met` of that value."""
-    some = _rate(metric, by, f'{_OF}, met="{met}"')
-    return f"{some} / {_rate(metric, by)}"
+def _kept(metric: str, by: str) -> str:
+    """The share of a metric that met the objectives."""
+    met = _rate(metric, by, _OF + ', met="true"')
+    return f"{met} / {_rate(metric, by)}"
 
 
 SERVING = Board(
@@ -84,7 +84,7 @@ SERVING = Board(
                 about="Share of answers that missed an objective, the ten worst models. Above 5 %: open the model in"
                 " the console; its instances, their load and the reason of the last change are there.",
                 unit="percentunit",
-                queries={"{{model}}": f"topk(10, {_share('tidepool_slo_requests_total', 'model', 'false')})"},
+                queries={"{{model}}": f"topk(10, 1 - {_kept('tidepool_slo_requests_total', 'model')})"},
                 page="models",
                 width=12,
                 bad_above=0.05,
@@ -103,7 +103,7 @@ SERVING = Board(
                 about="Share of tokens that came when they were due. It falls before whole answers miss their"
                 " objective.",
                 unit="percentunit",
-                queries={"{{tier}}": _share("tidepool_slo_tokens_total", "tier", "true")},
+                queries={"{{tier}}": _kept("tidepool_slo_tokens_total", "tier")},
                 page="models",
                 width=6,
                 top=1,

@@ -1,42 +1,47 @@
 """What boards and alerts ask for is what a running gateway and a running node really export, label by label."""
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from ops.deploy.boards.all import BOARDS
-from tests.controlplane.api.gateway import running_gateway
+from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import World
-from tests.dataplane.replay_node import KEY, instance, running_node
-from tests.ops.deploy.exported import TARGET_LABELS, exported
+from tests.dataplane.replay_node import KEY, Node, instance, running_node
+from tests.ops.deploy.exported import AGENT, GATEWAY, TARGET_LABELS, exported
 from tests.ops.deploy.promql import metrics_of
 from tests.ops.deploy.test_alerts import RULES
 
 
+@contextlib.asynccontextmanager
+async def monitored(world: World) -> AsyncIterator[tuple[Gateway, Node]]:
+    """A gateway that has answered and refused a request, the node that answered, a queue and a plan."""
+    async with running_node() as node:
+        url = str(node.client.base_url).rstrip("/")
+        world.join("n0", url=url)
+        held = world.place("n0")
+        await node.hold(1, instance(held))
+        world.report("n0", held, region="us-east", url=url)
+        world.add_batch(lines=3)
+        world.in_force((("tide", "us-east", 1),))
+        with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
+            await asyncio.to_thread(gateway.chat, max_tokens=3)
+            await asyncio.to_thread(gateway.chat, 404, model="nobody")
+            yield gateway, node
+
+
 @pytest.fixture
 def scraped(world: World) -> dict[str, str]:
-    """`/metrics` of a gateway and of the node that answered its requests, by job."""
-
-    def ask(gateway) -> str:
-        gateway.client.chat.completions.create(model="tide", messages=[{"role": "user", "content": "hi"}], max_tokens=3)
-        gateway.chat(404, model="nobody")
-        return gateway.http.get("/metrics").text
+    """`/metrics` of both, by job."""
 
     async def run() -> dict[str, str]:
-        async with running_node() as node:
-            url = str(node.client.base_url).rstrip("/")
-            world.join("n0", url=url)
-            held = world.place("n0")
-            await node.hold(1, instance(held))
-            world.report("n0", held, region="us-east", url=url)
-            world.add_batch(lines=3)
-            world.in_force((("tide", "us-east", 1),))
-            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                of_gateway = await asyncio.to_thread(ask, gateway)
-            return {"tidepool-gateway": of_gateway, "tidepool-agent": (await node.client.get("/metrics")).text}
+        async with monitored(world) as (gateway, node):
+            of_gateway = await asyncio.to_thread(gateway.http.get, "/metrics")
+            return {GATEWAY: of_gateway.text, AGENT: (await node.client.get("/metrics")).text}
 
     return asyncio.run(run())
 

@@ -9,7 +9,6 @@ from tests.ops.deploy.exported import Sample
 
 _OF_COUNTERS = {"rate", "irate", "increase"}
 _OF_GAUGES = {"deriv", "delta", "idelta", "predict_linear"}
-_VARIABLES = ((r"\$__rate_interval|\$__range|\$__interval", "5m"), (r"\$\{?\w+\}?", "x"))
 
 
 def faults(expr: str, known: Mapping[str, Sample]) -> Iterator[str]:
@@ -22,10 +21,13 @@ def metrics_of(expr: str) -> Iterator[str]:
     yield from _metrics(_parsed(expr))
 
 
+def filled(expr: str, *, rate_interval: str = "5m") -> str:
+    """An expression with values for Grafana's variables; "All" is chosen everywhere."""
+    return re.sub(r"\$\{?\w+\}?", ".*", expr.replace("$__rate_interval", rate_interval))
+
+
 def _parsed(expr: str) -> promql.Expr:
-    for variable, value in _VARIABLES:
-        expr = re.sub(variable, value, expr)
-    return promql.parse(expr)
+    return promql.parse(filled(expr))
 
 
 def _faults(node: promql.Expr, known: Mapping[str, Sample]) -> Iterator[str]:
