@@ -31,9 +31,7 @@ class TenantLimits:
 
     def meter_interactive(self) -> bool:
         """Whether interactive requests have a limit."""
-        return any(
-            limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.concurrent_max)
-        )
+        return (self.requests_per_minute, self.tokens_per_minute, self.concurrent_max) != (None, None, None)
 
     def share(self, gateways: int) -> "TenantLimits":
         """The even share of one of so many gateways, at least 1."""

@@ -119,13 +119,19 @@ class InFlightQuery:
 
     def usage(self) -> TokenUsage:
         """The tokens of the choices that have ended."""
-        leading = [leader.end for leader in self.leaders if leader.end is not None]
-        ends = [choice.end for choice in self.choices if choice.end is not None]
+        prompt_tokens = cached_tokens = completion_tokens = reasoning_tokens = 0
+        for number, choice in enumerate(self.choices):
+            if (end := choice.end) is not None:
+                completion_tokens += end.completion_tokens
+                reasoning_tokens += end.reasoning_tokens
+                if number % self.query.best_of == 0:
+                    prompt_tokens += end.prompt_tokens
+                    cached_tokens += end.cached_tokens
         return TokenUsage(
-            prompt_tokens=sum(end.prompt_tokens for end in leading),
-            completion_tokens=sum(end.completion_tokens for end in ends),
-            cached_tokens=sum(end.cached_tokens for end in leading),
-            reasoning_tokens=sum(end.reasoning_tokens for end in ends),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cached_tokens=cached_tokens,
+            reasoning_tokens=reasoning_tokens,
         )
 
 

@@ -68,26 +68,26 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
         InvalidValueError: `origin` is no region, or `max_tokens` alone is beyond the model's context.
     """
     arrived_s = time.monotonic()
-    state = state_of(request)
-    record: RequestRecord = request.state.record
+    state, own = state_of(request), request.state
+    record: RequestRecord = own.record
     record.model, record.tier = plain(query.model), query.tier.value
     if state.draining:
         raise UnavailableError("this gateway is shutting down; try again", retry_after_s=1)
     model = await state.fleet.model(query.model)
-    require_model(request.state.caller, model.name)
-    messages = query.choices(request.state.request_id)
-    attempt = await _attempt(request)
+    require_model(own.caller, model.name)
+    messages = query.choices(own.request_id)
+    attempt = await _attempt(request, own.caller.tenant)
     in_flight = InFlightQuery.of(
         state.fleet, model, query, messages, tenant=attempt.tenant, origin=_origin(state, origin)
     )
-    answering = Answering(state, in_flight, arrived_s, attempt, record, request.state.stages)
-    request.state.stages.end(Stage.PREPARE)
+    answering = Answering(state, in_flight, arrived_s, attempt, record, own.stages)
+    own.stages.end(Stage.PREPARE)
     return answering, state.limits.limited(request, in_flight, answering.events())
 
 
-async def _attempt(request: Request) -> Attempt:
+async def _attempt(request: Request, tenant: str) -> Attempt:
     again = request.headers.get(ATTEMPT_HEADER, "0") != "0"
-    return Attempt(tenant=request.state.caller.tenant, body=await request.body(), again=again)
+    return Attempt(tenant=tenant, body=await request.body(), again=again)
 
 
 def _origin(state: State, given: str | None) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dataplane.protocol.connections import BodyWriter, WritableConnection, body_writer
+from dataplane.protocol.connections import BodyWriter, GatheredWrites, WritableConnection, body_writer
 from tests.event_loop import asynchronous, until
 
 Answer = Callable[[BodyWriter], Awaitable[None]]
@@ -162,3 +162,66 @@ async def test_what_a_client_leaves_behind_waits_for_no_collection_of_garbage() 
             await until(lambda: not left())
         finally:
             gc.enable()
+
+
+class Written:
+    """A transport that keeps what is written to it."""
+
+    def __init__(self) -> None:
+        self.writes: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed
+        self.writes.append(data)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+
+@asynchronous
+async def test_what_is_written_within_one_turn_is_one_write_in_its_order() -> None:
+    written = Written()
+    transport = GatheredWrites(written, asyncio.get_running_loop())  # type: ignore[arg-type]
+    transport.write(b"head ")
+    transport.write(b"body")
+    assert written.writes == []
+    await asyncio.sleep(0)
+    assert written.writes == [b"head body"]
+    transport.write(b"more ")
+    transport.write_now(b"at once")
+    assert written.writes[1:] == [b"more at once"]
+    transport.write_now(b"alone")
+    transport.write(b"x" * 65_536)
+    assert written.writes[2:] == [b"alone", b"x" * 65_536], "much does not wait"
+    transport.write(b"end")
+    transport.close()
+    assert written.writes[4:] == [b"end"]
+    assert written.closed
+    transport.write(b"to nobody")
+    await asyncio.sleep(0)
+    assert len(written.writes) == 5
+
+
+@asynchronous
+async def test_who_watches_a_reader_is_told_once_it_is_gone_and_not_after_it_stopped_to_watch() -> None:
+    told: list[str] = []
+
+    async def watch(writer: BodyWriter) -> None:
+        gone = asyncio.Event()
+        writer.watch(lambda: told.append("never"))
+        writer.unwatch()
+        writer.watch(gone.set)
+        writer.write(b"x")
+        await gone.wait()
+        writer.watch(lambda: told.append("at once"))
+
+    async with served(watch) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(REQUEST * 2)  # another one waits, so that the connection would not be read
+        await reader.readuntil(b"x\r\n")
+        writer.close()
+        await until(lambda: told == ["at once"])
