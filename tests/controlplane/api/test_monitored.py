@@ -40,8 +40,10 @@ def scraped(world: World) -> dict[str, str]:
 
     async def run() -> dict[str, str]:
         async with monitored(world) as (gateway, node):
-            of_gateway = await asyncio.to_thread(gateway.http.get, "/metrics")
-            return {GATEWAY: of_gateway.text, AGENT: (await node.client.get("/metrics")).text}
+            of_gateway = ""
+            while "tidepool_plan_in_force" not in of_gateway:  # a busy machine may need a second try
+                of_gateway = (await asyncio.to_thread(gateway.http.get, "/metrics")).text
+            return {GATEWAY: of_gateway, AGENT: (await node.client.get("/metrics")).text}
 
     return asyncio.run(run())
 

@@ -16,17 +16,25 @@ from controlplane.store.tables import Desired
 from ops.local.ports import free_port
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.planner.test_expected import a_forecast
-from tests.controlplane.world import FakeAgent, World
+from tests.controlplane.world import FakeAgent, World, until
 
 Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scraped(gateway: Gateway) -> Series:
-    answer = gateway.http.get("/metrics")
-    assert answer.status_code == 200
+    """All series. Where Postgres is there, what is read from it is waited for: a busy machine may need a second try."""
+    texts: list[str] = []
+
+    def is_complete() -> bool:
+        answer = gateway.http.get("/metrics")
+        assert answer.status_code == 200
+        texts.append(answer.text)
+        return 'server_away{server="postgres"} 1.0' in answer.text or "tidepool_plan_in_force" in answer.text
+
+    until(is_complete)
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(answer.text)
+        for family in text_string_to_metric_families(texts[-1])
         for sample in family.samples
     }
 
