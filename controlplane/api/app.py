@@ -16,6 +16,7 @@ from controlplane.api.anthropic import messages
 from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.console import files as console_files
+from controlplane.api.console import links as console_links
 from controlplane.api.console import sessions as console_sessions
 from controlplane.api.console.built_files import built_console
 from controlplane.api.console.files import ConsoleHeaders
@@ -141,6 +142,7 @@ def _routes() -> list[BaseRoute]:
         admin.router,
         docs.router,
         console_sessions.router,
+        console_links.router,
         console_files.router,
     ):
         api.include_router(router)

@@ -24,7 +24,7 @@ _ICON = "data:image/svg+xml,<svg xmlns=%22http://www.w3.org/2000/svg%22/>"
 PLACES = {
     "openai_base_url": "/v1",
     "models": "/v1/models",
-    "console": "/ui",
+    "console": "/ui/",
     "documentation": "/docs",
     "openapi": "/openapi.json",
     "health": "/health",

@@ -19,6 +19,8 @@ from controlplane.store.keys import ApiKey, hash_secret, is_good
 from controlplane.store.tables import Base, Role, one_of
 from controlplane.store.tenants import Tenant
 
+_LINK_LASTS = timedelta(minutes=10)
+
 
 class SessionSource(StrEnum):
     """How a person signed in."""
@@ -113,6 +115,14 @@ class NewSession:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NewLink:
+    """A link just made; `secret` is not to be had again."""
+
+    secret: str
+    ends_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
 class FoundSession:
     """A session that is good at `now`, the key that it began with, if it was one, and the row of its tenant, if it has
     one.
@@ -181,6 +191,23 @@ def end_sessions_of_key(session: Session, key_id: str, *, after_s: int = 0) -> f
     ends_at = func.least(ConsoleSession.ends_at, func.now() + timedelta(seconds=after_s))
     session.execute(update(ConsoleSession).where(of_key, *_open()).values(ends_at=ends_at))
     return frozenset()
+
+
+def make_link(session: Session, key_id: str) -> NewLink:
+    """Make a link that signs in once, with the rights of a key."""
+    secret = secrets.token_urlsafe(32)
+    row = ConsoleLink(secret_hash=hash_secret(secret), key_id=key_id, ends_at=func.now() + _LINK_LASTS)
+    session.add(row)
+    session.flush()
+    return NewLink(secret=secret, ends_at=row.ends_at)
+
+
+def use_link(session: Session, secret: str) -> ApiKey | None:
+    """Use a link up; returns the key that made it. None: it was used or is too old, or its key is not good."""
+    good = (ConsoleLink.secret_hash == hash_secret(secret), ConsoleLink.used_at.is_(None))
+    used = update(ConsoleLink).where(*good, ConsoleLink.ends_at > func.now()).values(used_at=func.now())
+    key_id = session.scalar(used.returning(ConsoleLink.key_id))
+    return session.scalar(select(ApiKey).where(ApiKey.id == key_id, *is_good()))
 
 
 def _end(session: Session, which: ColumnElement[bool]) -> frozenset[str]:

@@ -26,6 +26,10 @@ COMMANDS = {
         "status:show_status",
         "Show the fleet: health, loops, regions, instances, batches, the plan in force.",
     ),
+    "console": (
+        "console:show_console",
+        "Print a link to the web console that signs in once, within ten minutes, with the rights of the admin key.",
+    ),
     "top": ("top:show_top", "Watch regions, endpoints, queues and objectives until Ctrl-C."),
     "events": ("events:show_events", "Show events of instances, nodes and plans, the newest first."),
     "audit": (

@@ -43,7 +43,7 @@ def demo(
     demand: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Your own demand, CSV, instead of generated.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's home folder.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Let it run on until Ctrl-C, and keep its home folder.")] = False,
     tiny: Tiny = False,
 ) -> None:
     """Run the main job once, end to end, and stop."""

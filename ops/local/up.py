@@ -11,6 +11,7 @@ from rich.console import Console
 
 from dataplane.runtime.logs import LogSettings
 from ops.client.api import Api, open_api
+from ops.client.console import sign_in_link
 from ops.client.home import EmbeddedError, forget_api_url, write_api_url
 from ops.local.pretrained import pretrained_model
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
@@ -50,6 +51,7 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
                 if late := wait_served(api, screen.print):
                     message = f"not served yet: {', '.join(late)}; see the logs of the agents"
                     screen.print(message, style="yellow")
+        screen.print_console(stack)
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
@@ -65,6 +67,18 @@ class _Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self._console = None if as_json else Console(stderr=True)
+
+    def print_console(self, stack: LocalStack) -> None:
+        """The console's address. A link that signs in is for the terminal alone, never for the log."""
+        if self._console is None:
+            log.info("the console", url=f"{stack.url}/ui/")
+            return
+        with open_api(stack.url, stack.keys["admin"]) as api:
+            self._console.print(
+                f"console {sign_in_link(api)}\n(signs in once, within ten minutes; `tidepool console` prints another)",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def print(self, line: str, style: str | None = None) -> None:
         if self._console is None:

@@ -1,6 +1,7 @@
 """`/ui`: the console's files. Every path that is no file is its page, whose script shows what the path names."""
 
 from fastapi import APIRouter, Request, Response
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.api.browsers import root_of, route_path
@@ -22,8 +23,13 @@ _HEADERS = [
 
 
 @router.get("/ui")
+async def entrance(request: Request) -> Response:
+    """To where the page's relative addresses lead to what they name."""
+    return RedirectResponse(f"{root_of(request.scope)}/ui/")
+
+
 @router.get("/ui/{path:path}")
-async def console(request: Request, state: StateDep, path: str = "") -> Response:
+async def console(request: Request, state: StateDep, path: str) -> Response:
     """A file of the console, or its page."""
     found = state.console.find(path)
     if found is None and path.startswith(ASSETS):

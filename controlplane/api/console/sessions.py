@@ -23,7 +23,13 @@ from controlplane.api.browsers import (
 )
 from controlplane.api.credentials import Caller, SignedIn, caller_of_session
 from controlplane.api.state import SessionDep, State, StateDep, state_of
-from controlplane.errors import AuthenticationError, PermissionDeniedError, RateLimitError, SignInNeededError
+from controlplane.errors import (
+    AuthenticationError,
+    InvalidValueError,
+    PermissionDeniedError,
+    RateLimitError,
+    SignInNeededError,
+)
 from controlplane.settings import Settings
 from controlplane.store.console import (
     Identity,
@@ -35,21 +41,21 @@ from controlplane.store.console import (
     find_session,
     identity_of,
     note_seen,
+    use_link,
 )
 from controlplane.store.keys import find_key, record
 from controlplane.store.tables import Role
 
 PEOPLE = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)
 """Roles that keys of people have."""
-_SECRET_CHARS_MAX = 512
+_Secret = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class SignIn(Body):
-    """How a person signs in."""
+    """How a person signs in: one of the two."""
 
-    key: str = Field(
-        min_length=1, max_length=_SECRET_CHARS_MAX, description="an API key of the role viewer, operator or admin"
-    )
+    key: _Secret | None = Field(None, description="an API key of the role viewer, operator or admin")
+    link: _Secret | None = Field(None, description="the secret of a sign-in link, which is good once")
 
 
 class SessionInfo(BaseModel):
@@ -124,17 +130,10 @@ def sign_in(
     after_commit: BackgroundTasks,
 ) -> SessionInfo:
     """The answer sets the session's cookie. A session that the browser had before ends."""
-    key = find_key(session, body.key)
-    if key is None:
-        raise AuthenticationError("Incorrect API key provided.", param="key")
-    if Role(key.role) not in PEOPLE:
-        roles = ", ".join(PEOPLE)
-        raise PermissionDeniedError(
-            f"key: keys of the role '{key.role}' are for programs; people sign in with one of: {roles}", param="key"
-        )
+    identity = _identity(session, body)
     before = _end_present(request, session)
     after_commit.add_task(notify_gateways, state, before)
-    made = begin(session, identity_of(key, SessionSource.KEY), request, state.settings)
+    made = begin(session, identity, request, state.settings)
     set_cookie(response, request, SESSION_COOKIE, made.secret, lasts_s=state.settings.console_session_s)
     return _read_again(response, session, state, made.secret)
 
@@ -202,6 +201,34 @@ def begin(session: Session, identity: Identity, request: Request, settings: Sett
         after=told | {"issuer": identity.issuer, "address": _address(request)},
     )
     return made
+
+
+def _identity(session: Session, body: SignIn) -> Identity:
+    """Who signs in.
+
+    Raises:
+        InvalidValueError: it is not said by one of the two.
+        AuthenticationError: the key or the link is not good.
+        PermissionDeniedError: the key is none of a person's.
+    """
+    if (body.key is None) == (body.link is None):
+        raise InvalidValueError("key: give either a key or a link", param="key")
+    if body.link is not None:
+        key = use_link(session, body.link)
+        if key is None:
+            raise AuthenticationError(
+                "The link was used, or is older than ten minutes. `tidepool console` prints another.", param="link"
+            )
+        return identity_of(key, SessionSource.LINK)
+    key = find_key(session, body.key or "")
+    if key is None:
+        raise AuthenticationError("Incorrect API key provided.", param="key")
+    if Role(key.role) not in PEOPLE:
+        raise PermissionDeniedError(
+            f"key: keys of the role '{key.role}' are for programs; people sign in with one of: {', '.join(PEOPLE)}",
+            param="key",
+        )
+    return identity_of(key, SessionSource.KEY)
 
 
 def _end_present(request: Request, session: Session) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """The main job once, end to end, as a newcomer would do it by hand: fleet, interactive, pool, batch, plan."""
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ops.client.api import open_api
+from ops.client.console import sign_in_link
 from ops.client.screen import output
 from ops.local.demo.plan import plan
 from ops.local.demo.pool import pool
@@ -30,8 +32,8 @@ SIMPLE_QUESTION = "What is the capital of France?"
 
 
 def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) -> None:
-    """Run the demo in a home of its own, which is removed at the end unless `keep`; with `tiny`, without the
-    pretrained model.
+    """Run the demo in a home of its own, which is removed at the end. `keep`: its processes run on until Ctrl-C, and
+    the home stays; `tiny`: without the pretrained model.
 
     Raises:
         DemoError: a step failed.
@@ -55,6 +57,8 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
             stack.supervisor.start()
         try:
             _steps(console, stack, models, pretrained, demand)
+            if keep:
+                _wait(console, stack)
         finally:
             with console.status("Stopping every process ..."):
                 stack.stop()
@@ -66,6 +70,16 @@ def main(*, demand: Path | None = None, keep: bool = False, tiny: bool = False) 
     else:
         shutil.rmtree(home)
     console.print(f"\n[bold green]Done[/] in {time.monotonic() - began_s:.0f} s; no process is left behind.")
+
+
+def _wait(console: Console, stack: LocalStack) -> None:
+    """Let the stack run until Ctrl-C, and say where its console is."""
+    with open_api(stack.url, stack.keys["admin"]) as admin:
+        console.print(f"\nThe console, signed in by a link that works once: {sign_in_link(admin)}", soft_wrap=True)
+    console.print("Everything runs on until Ctrl-C.")
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(1)
 
 
 def _steps(

@@ -49,15 +49,18 @@ def page(api: TestClient, tmp_path: Path) -> TestClient:
 
 
 def test_every_path_that_is_no_file_is_the_page(page: TestClient) -> None:
-    for path in ("/ui", "/ui/", "/ui/plans/plan_1", "/ui/index.html", "/ui/../ui/x"):
+    for path in ("/ui/", "/ui/plans/plan_1", "/ui/index.html", "/ui/../ui/x"):
         answer = page.get(path)
         assert answer.status_code == 200, path
         assert answer.content == PAGE % (b"/ui/", b"/ui/"), path
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         assert answer.headers["cache-control"] == "no-cache"
-    again = page.get("/ui", headers={"If-None-Match": answer.headers["etag"]})
+    entrance = page.get("/ui", follow_redirects=False)
+    assert (entrance.status_code, entrance.headers["location"]) == (307, "/ui/")
+    assert page.get("/ui").url.path == "/ui/"
+    again = page.get("/ui/", headers={"If-None-Match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
-    assert page.head("/ui").headers["content-length"] == page.get("/ui").headers["content-length"]
+    assert page.head("/ui/").headers["content-length"] == page.get("/ui/").headers["content-length"]
 
 
 def test_assets_stay_for_a_year_and_are_compressed_where_it_is_accepted(page: TestClient) -> None:
@@ -100,7 +103,7 @@ def test_nothing_foreign_is_loaded_or_shown_in_anything_foreign(page: TestClient
 def test_without_built_files_it_says_so(api: TestClient, tmp_path: Path) -> None:
     for folder in (tmp_path / "nothing", tmp_path):
         api.app.state.tidepool.console = ConsoleFiles(folder)  # type: ignore[attr-defined]
-        answer = api.get("/ui")
+        answer = api.get("/ui/")
         assert answer.status_code == 503
         assert answer.json()["code"] == "console_not_built"
         assert "ops/console" in answer.json()["detail"]
@@ -112,6 +115,7 @@ def test_a_proxy_may_put_a_prefix_before_it(settings: Settings, tmp_path: Path, 
     app = make_app(settings)
     with TestClient(app), TestClient(Starlette(routes=[Mount("/tide", app)])) as outside:
         app.state.tidepool.console = ConsoleFiles(built(tmp_path / "dist", base))
+        assert outside.get("/tide/ui").url.path == "/tide/ui/"
         page = outside.get("/tide/ui/plans")
         assert page.content == PAGE % (b"/tide/ui/", b"/tide/ui/")
         assert "content-security-policy" in page.headers
