@@ -1,25 +1,25 @@
-<<<<<<< HEAD
 """Links to pages of the web console."""
 
 import os
 import sys
 import webbrowser
+from typing import Any
 from urllib.parse import quote
 
 import typer
-=======
-"""The console's address, with a link that signs in once."""
-
-from typing import Any
->>>>>>> 40255d5 (tidepool console prints a link that signs in to the console once; make run and make demo ARGS=--keep print one too)
 
 from ops.client.api import Api
 
 
-<<<<<<< HEAD
 def console_link(api: Api, *parts: str) -> str:
     """The address of a page of the console that this API serves."""
     return f"{api.url}/ui/#/{'/'.join(quote(part, safe='') for part in parts)}"
+
+
+def sign_in_link(api: Api) -> str:
+    """A link that signs in to the console once, within ten minutes, with the rights of the admin key."""
+    made: dict[str, Any] = api.post("/admin/console/links")
+    return f"{made['page']}{made['secret']}"
 
 
 def open_page(link: str) -> None:
@@ -27,9 +27,3 @@ def open_page(link: str) -> None:
     typer.echo(link)
     if sys.platform in {"darwin", "win32"} or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         webbrowser.open(link)
-=======
-def sign_in_link(api: Api) -> str:
-    """A link that signs in to the console once, within ten minutes, with the rights of the admin key."""
-    made: dict[str, Any] = api.post("/admin/console/links")
-    return f"{made['page']}{made['secret']}"
->>>>>>> 40255d5 (tidepool console prints a link that signs in to the console once; make run and make demo ARGS=--keep print one too)
