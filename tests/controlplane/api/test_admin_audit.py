@@ -109,6 +109,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/keys", FIRST, "", {"json": key, "status": 201}),
         ("POST /admin/keys/{key_id}/rotate", CHANGED, newest("keys"), {}),
         ("DELETE /admin/keys/{key_id}", CHANGED, newest("keys"), {}),
+        ("POST /admin/batches/{batch_id}/cancel", CHANGED, world.add_batch(lines=1), {}),
         ("POST /admin/console/links", FIRST, "", {"status": 201}),
         ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
         ("DELETE /admin/models/{name}", GONE, "new", {}),
