@@ -27,19 +27,17 @@ class GatheredWrites:
     is the transport's.
     """
 
-    __slots__ = ("_loop", "_parts", "_parts_bytes", "_transport")
+    __slots__ = ("_loop", "_parts", "_parts_bytes", "_transport", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
+        self.is_closing = transport.is_closing  # asked twice for each token
         self._loop = loop
         self._parts: list[bytes] = []
         self._parts_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
         """Write, at the end of this turn or when much has been gathered."""
@@ -66,7 +64,7 @@ class GatheredWrites:
     def _flush(self) -> None:
         if self._parts:
             parts, self._parts, self._parts_bytes = self._parts, [], 0
-            if not self._transport.is_closing():
+            if not self.is_closing():
                 self._transport.write(b"".join(parts))
 
 

@@ -113,11 +113,12 @@ def _token_record(data: bytes) -> TextRecord | None:
 
 def joined(records: Sequence[RecordedEvent]) -> TextRecord | None:
     """Text records as one; None if there are events among them."""
+    if len(records) == 1:  # as most pieces of a stream are
+        only = records[0]
+        return only if isinstance(only, TextRecord) else None
     texts = [record for record in records if isinstance(record, TextRecord)]
     if not texts or len(texts) < len(records):
         return None
-    if len(texts) == 1:
-        return texts[0]
     return TextRecord(
         tuple(token_id for text in texts for token_id in text.token_ids),
         sum(text.chars for text in texts),
