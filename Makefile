@@ -18,6 +18,7 @@ DOCS_WANTED := furo mermaidx myst-parser sphinx
 DOCS_READY := $(DOCS_VENV)/.ready
 CONSOLE := ops/console
 CONSOLE_READY := $(CONSOLE)/node_modules/.ready
+BROWSER_LOCK := ops/requirements-browser.lock
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-clients bench-independent console test-console check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -97,6 +98,17 @@ console: $(CONSOLE_READY) ## generate the console's client, check it, and build 
 test-console: console ## build the console anew, compare it with what is committed, and run its tests (needs Node 20)
 	cd $(CONSOLE) && npm run --silent test
 	@test -z "$$(git status --porcelain controlplane/api/console/dist)" || { git status --short controlplane/api/console/dist; echo "The console's built files are stale: commit what \`make console\` wrote."; exit 1; }
+
+# The browser is Debian's: a test tool's own cannot be fetched everywhere. --target: the tests' environment stays as locked.
+.clients/playwright/.ready: $(READY) $(BROWSER_LOCK)
+	$(PIP) --no-deps --target $(@D) -r $(BROWSER_LOCK)
+	@touch $@
+
+test-browser: .clients/playwright/.ready $(CONSOLE_READY) ## drive the console in Chromium (installs Debian's chromium where it may; pictures in build/console)
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || true
+	@if command -v chromium > /dev/null; then \
+	  TIDEPOOL_CHROMIUM=$$(command -v chromium) PYTHONPATH=.clients/playwright $(BIN)/python -m pytest -n0 tests/browser $(ARGS); \
+	else echo "Skipped: there is no Chromium here, and only root on Debian can install one with apt-get."; fi
 
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)

@@ -1,0 +1,42 @@
+"""Every page: it opens without an error or a foreign request, axe-core finds nothing serious, and it is drawn."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import NARROW, PICTURES, ROOT, WIDE, SignIn, serious_faults
+
+PAGES = re.findall(r'\{ path: "([a-z-]+)"', (ROOT / "ops" / "console" / "src" / "pages.ts").read_text())
+PARTS = {"light": (WIDE, NARROW), "dark": (WIDE,)}
+
+
+def _settled(page: Any) -> None:
+    """Wait for the page's own heading and until its first requests are answered; the stream never ends."""
+    page.get_by_role("main").get_by_role("heading", level=1).wait_for()
+    page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0")
+
+
+@pytest.mark.parametrize("theme", PARTS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page(signed_in: SignIn, name: str, theme: str) -> None:
+    for size in PARTS[theme]:
+        person = signed_in("admin", size=size, theme=theme)
+        person.open(f"#/{name}")
+        _settled(person.page)
+        person.page.wait_for_timeout(800)  # charts and tables have drawn what came
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        person.page.screenshot(path=PICTURES / f"{name}-{theme}-{size[0]}.png", full_page=True)
+        assert serious_faults(person.page) == []
+        overflow = person.page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
+        assert overflow <= 0, f"{name} is {overflow} px wider than a window of {size[0]}"
+
+
+def test_there_are_pages() -> None:
+    assert "overview" in PAGES
+
+
+def test_an_address_that_leads_nowhere_says_so(signed_in: SignIn) -> None:
+    person = signed_in("viewer")
+    person.open("#/nowhere")
+    assert "no such page" in person.page.get_by_role("heading", level=1).inner_text()
