@@ -1,4 +1,4 @@
-"""The console in a real browser against a real stack. `make test-browser` installs what is needed and sets TIDEPOOL_CHROMIUM."""
+"""The console in a real browser, on a real stack. `make test-browser` installs what they need and sets TIDEPOOL_CHROMIUM."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -56,9 +56,8 @@ def admin(stack: LocalStack) -> Iterator[Api]:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
+    playwright_api = pytest.importorskip("playwright.sync_api")
+    with playwright_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield running
         running.close()
@@ -107,7 +106,10 @@ def _person(
     stack: LocalStack, browser: Any, key: str, *, size: tuple[int, int] = WIDE, theme: str = "light"
 ) -> Iterator[Watched]:
     context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, color_scheme=theme, timezone_id="Asia/Tokyo", reduced_motion="reduce"
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme=theme,
+        timezone_id="Asia/Tokyo",
+        reduced_motion="reduce",
     )
     try:
         answer = context.request.post(f"{stack.url}/ui/session", data={"key": key})
@@ -123,7 +125,10 @@ def _person(
 def keys(stack: LocalStack) -> dict[str, str]:
     """A key of each role that may sign in."""
     with admin_of(stack) as admin:
-        made = {role: admin.post("/admin/keys", {"name": f"browser-{role}", "role": role, "tenant": "operators"}) for role in ("viewer", "operator")}
+        made = {
+            role: admin.post("/admin/keys", {"name": f"browser-{role}", "role": role, "tenant": "operators"})
+            for role in ("viewer", "operator")
+        }
     return {"admin": stack.keys["admin"]} | {role: key["secret"] for role, key in made.items()}
 
 

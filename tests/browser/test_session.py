@@ -66,7 +66,12 @@ def test_keys_lead_to_pages(signed_in: SignIn) -> None:
 
 def test_a_gateway_that_dies_under_an_open_page_comes_back_to_it(signed_in: SignIn, stack: LocalStack) -> None:
     person = signed_in("viewer")
-    person.expected = ["ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING", "ERR_CONNECTION_RESET", "ERR_EMPTY_RESPONSE"]
+    person.expected = [
+        "ERR_CONNECTION_REFUSED",
+        "ERR_INCOMPLETE_CHUNKED_ENCODING",
+        "ERR_CONNECTION_RESET",
+        "ERR_EMPTY_RESPONSE",
+    ]
     person.open("#/overview")
     person.page.get_by_role("status").get_by_text("live").wait_for()
     os.kill(stack.supervisor.pids()["api"], signal.SIGKILL)
