@@ -1,4 +1,4 @@
-"""The console in a real browser, on a real stack. `make test-browser` installs what they need and sets TIDEPOOL_CHROMIUM."""
+"""The console in a real browser, on a real stack. `make test-browser` installs them and sets TIDEPOOL_CHROMIUM."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
