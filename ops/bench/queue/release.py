@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +34,8 @@ from controlplane.store.instances import add_instance, touch_generations
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import Generate, Sampling
+from dataplane.engines.replay.vocabulary import WORDS
+from dataplane.protocol.messages import Finished, Generate, Sampling
 from dataplane.protocol.tiers import Tier
 from ops.bench.shared import cpu_s, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table, progress_bar
@@ -55,16 +57,22 @@ LOOK_EVERY_S = 0.2
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """A batch of `lines` prompts of `words` words, with answers of `tokens`; and how many sequences an instance runs at
-    once.
+    once. `prefixes`: so many beginnings, of `prefix_words` more words, that the lines have in turn; others each `run`.
     """
 
     lines: int
     words: int
     tokens: int
     batch_max: int
+    prefixes: int = 0
+    prefix_words: int = 0
 
-    def prompt(self, line: int) -> str:
-        return " ".join(["tide", str(line), *["wave"] * (self.words - 2)])
+    def prompt(self, line: int, run: int = 0) -> str:
+        prompt = " ".join(["tide", str(line), *["wave"] * (self.words - 2)])
+        if not self.prefixes:
+            return prompt
+        words = random.Random(f"{run} {line % self.prefixes}").choices(WORDS, k=self.prefix_words)
+        return " ".join([*words, prompt])
 
     @property
     def in_flight(self) -> int:
@@ -74,14 +82,16 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round with so many instances. CPU seconds a second during the batch: of the dispatchers, and of all `busy`
-    processes.
+    """One round with so many instances. `*_cached`: the share of prompt tokens that were in a prefix cache. CPU seconds
+    a second during the batch: of the dispatchers, and of all `busy` processes.
     """
 
     instances: int
     lines: int
     direct_s: float
     batch_s: float
+    direct_cached: float
+    batch_cached: float
     dispatcher: float
     busy: float
 
@@ -92,13 +102,15 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Medians over the rounds with so many instances; `*_per_s` in lines."""
+    """Medians over the rounds with so many instances; `*_per_s` in lines, `*_cached` as in a round."""
 
     instances: int
     lines: int
     direct_per_s: float
     batch_per_s: float
     share: float
+    direct_cached: float
+    batch_cached: float
     dispatcher: float
     busy: float
 
@@ -115,6 +127,8 @@ def rows(rounds: Sequence[Round]) -> list[Row]:
                 direct_per_s=median(each.lines / each.direct_s for each in mine),
                 batch_per_s=median(each.lines / each.batch_s for each in mine),
                 share=median(each.share for each in mine),
+                direct_cached=median(each.direct_cached for each in mine),
+                batch_cached=median(each.batch_cached for each in mine),
                 dispatcher=median(each.dispatcher for each in mine),
                 busy=median(each.busy for each in mine),
             )
@@ -168,6 +182,7 @@ class _Bench:
             node_key=SecretStr(self._stack.keys["node"]),
         )
         self._number = itertools.count()
+        self._runs = itertools.count()
 
     async def run(self, rounds: int) -> list[Round]:
         """All rounds, after a few lines of both ways."""
@@ -238,40 +253,42 @@ class _Bench:
         ]
 
     async def _round(self, number: int) -> Round:
-        direct_s = await self._direct(self._load.lines) if number % 2 == 0 else 0.0
+        direct = await self._direct(self._load.lines) if number % 2 == 0 else None
         before = self._cpu_s()
-        batch_s = await self._batch(self._load.lines)
+        batch_s, batch_cached = await self._batch(self._load.lines)
         after = self._cpu_s()
         used_s = {name: after[name] - before[name] for name in before}
+        direct_s, direct_cached = direct or await self._direct(self._load.lines)
         found = Round(
             instances=self._instances,
             lines=self._load.lines,
-            direct_s=direct_s or await self._direct(self._load.lines),
+            direct_s=direct_s,
             batch_s=batch_s,
+            direct_cached=direct_cached,
+            batch_cached=batch_cached,
             dispatcher=sum(spent_s for name, spent_s in used_s.items() if name.startswith("dispatcher")) / batch_s,
             busy=sum(used_s.values()) / batch_s,
         )
         notes().print(
             f"{found.instances} instances, round {number + 1}: direct {found.direct_s:.1f} s,"
-            f" batch {found.batch_s:.1f} s, share {found.share:.3f},"
-            f" dispatchers {found.dispatcher:.2f} and all {found.busy:.2f} CPU seconds a second"
+            f" batch {found.batch_s:.1f} s, share {found.share:.3f}, of prompts cached {direct_cached:.1%} and"
+            f" {batch_cached:.1%}, dispatchers {found.dispatcher:.2f} and all {found.busy:.2f} CPU seconds a second"
         )
         return found
 
     def _cpu_s(self) -> dict[str, float]:
         return {name: cpu_s(pid) for name, pid in self._stack.supervisor.pids().items()}
 
-    async def _direct(self, lines: int) -> float:
-        """Seconds for so many lines, sent to the instances."""
-        agents = AgentClient(self._settings)
+    async def _direct(self, lines: int) -> tuple[float, float]:
+        """Seconds for so many lines, each sent to the next instance that is free, and the share of tokens cached."""
+        agents, run, ends = AgentClient(self._settings), next(self._runs), list[Finished]()
         waiting: Iterator[int] = iter(range(lines))
         with progress_bar("lines") as show:
-            ended = itertools.count(1)
 
             async def feed(url: str, instance_id: str) -> None:
                 for line in waiting:
-                    await _answered(agents, url, self._request(line, instance_id))
-                    show(f"directly to {self._instances}", next(ended), lines)
+                    ends.append(await _answered(agents, url, self._request(line, run, instance_id)))
+                    show(f"directly to {self._instances}", len(ends), lines)
 
             started_s = time.monotonic()
             async with asyncio.TaskGroup() as group:
@@ -280,20 +297,21 @@ class _Bench:
                         group.create_task(feed(url, instance_id))
             took_s = time.monotonic() - started_s
         await agents.close()
-        return took_s
+        return took_s, sum(end.cached_tokens for end in ends) / sum(end.prompt_tokens for end in ends)
 
-    def _request(self, line: int, instance_id: str) -> Generate:
+    def _request(self, line: int, run: int, instance_id: str) -> Generate:
         return Generate(
             request_id=f"direct-{next(self._number)}",
             instance_id=instance_id,
             model=MODEL,
             tier=Tier.NIW,
-            prompt=self._load.prompt(line),
+            prompt=self._load.prompt(line, run),
             sampling=Sampling(max_tokens=self._load.tokens, temperature=0.0, ignore_eos=True),
         )
 
-    async def _batch(self, lines: int) -> float:
-        """Seconds for so many lines, through the queue."""
+    async def _batch(self, lines: int) -> tuple[float, float]:
+        """Seconds for so many lines, through the queue, and the share of tokens cached."""
+        run = next(self._runs)
         headers = {"Authorization": f"Bearer {self._stack.keys['client']}"}
         asked = {"model": MODEL, "max_tokens": self._load.tokens, "temperature": 0, "ignore_eos": True}
         content = "\n".join(
@@ -302,7 +320,7 @@ class _Bench:
                     "custom_id": f"r{line}",
                     "method": "POST",
                     "url": "/v1/completions",
-                    "body": asked | {"prompt": self._load.prompt(line)},
+                    "body": asked | {"prompt": self._load.prompt(line, run)},
                 }
             )
             for line in range(lines)
@@ -327,12 +345,15 @@ class _Bench:
             while batch["status"] != "completed":
                 await asyncio.sleep(LOOK_EVERY_S)
                 batch = await _call(client, "GET", f"/v1/batches/{batch_id}")
-        return took_s
+            output = await client.get(f"/v1/files/{batch['output_file_id']}/content")
+        usages = [json.loads(each)["response"]["body"]["usage"] for each in output.raise_for_status().text.splitlines()]
+        cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+        return took_s, cached / sum(usage["prompt_tokens"] for usage in usages)
 
 
-async def _answered(agents: AgentClient, url: str, request: Generate) -> None:
-    async for _ in agents.generate(url, request):
-        pass
+async def _answered(agents: AgentClient, url: str, request: Generate) -> Finished:
+    [end] = [event async for events in agents.generate(url, request) for event in events if isinstance(event, Finished)]
+    return end
 
 
 async def _call(client: httpx.AsyncClient, method: str, path: str, **request: Any) -> dict[str, Any]:
@@ -351,6 +372,8 @@ def main(
     batch_max: Annotated[int, typer.Option(min=1, help="Sequences that an instance runs at once.")] = 32,
     replay_speed: Annotated[float, typer.Option(min=0.001, help="1: as fast as an H800.")] = 0.05,
     dispatchers: Annotated[int, typer.Option(min=1, help="Processes that release.")] = 1,
+    prefixes: Annotated[int, typer.Option(min=0, help="Beginnings that prompts have in turn.")] = 0,
+    prefix_words: Annotated[int, typer.Option(min=1, help="Words of a beginning.")] = 400,
     home: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -360,8 +383,16 @@ def main(
     Examples:
       python -m ops.bench.queue.release
       python -m ops.bench.queue.release --instances 4 --lines 2000 --rounds 1 --json
+      python -m ops.bench.queue.release --instances 4 --lines 800 --prefixes 8
     """
-    load = Load(lines=lines, words=words, tokens=tokens, batch_max=batch_max)
+    load = Load(
+        lines=lines,
+        words=words,
+        tokens=tokens,
+        batch_max=batch_max,
+        prefixes=prefixes,
+        prefix_words=prefix_words if prefixes else 0,
+    )
     rounds_found: list[Round] = []
     with work_folder(home) as folder:
         for count in instances or [1, 4, 16]:
@@ -377,6 +408,8 @@ def main(
             "directly": lambda row: f"{row['direct_per_s']:.1f}/s",
             "through the queue": lambda row: f"{row['batch_per_s']:.1f}/s",
             "share": lambda row: f"{row['share']:.3f}",
+            "of prompts cached, directly": lambda row: f"{row['direct_cached']:.1%}",
+            "and through the queue": lambda row: f"{row['batch_cached']:.1%}",
             "dispatchers": lambda row: f"{row['dispatcher']:.2f} cores",
             "all processes": lambda row: f"{row['busy']:.2f} cores",
         }
