@@ -1,10 +1,10 @@
 """State that changes by the second: load of endpoints, unplaced instances, and the backlog of batch requests."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from sqlalchemy import func, literal, select
+from sqlalchemy import func, literal, select, true
 from sqlalchemy.orm import Session
 
 from controlplane.policies.facts import Backlog, Endpoint, InstanceFacts
@@ -31,15 +31,17 @@ def read_endpoints(session: Session, facts: tuple[InstanceFacts, ...], *, stale_
     return [_summary(each, states.get(each, Counter()), usable.get(each, [])) for each in sorted(known)]
 
 
-def count_instances(session: Session, *, alive_s: float) -> dict[Endpoint, Counter[str]]:
-    """The live instances of every endpoint by shown state; a node is alive if it sent a heartbeat in the last `alive_s`
-    seconds.
+def count_instances(
+    session: Session, *, alive_s: float, models: Collection[str] | None = None
+) -> dict[Endpoint, Counter[str]]:
+    """The live instances of every endpoint by shown state, or of some models; a node is alive if it sent a heartbeat in
+    the last `alive_s` seconds.
     """
     states: dict[Endpoint, Counter[str]] = {}
     rows = session.execute(
         select(Instance.model, Instance.region, Instance.observed, heard_of(alive_s).label("alive"), func.count())
         .join(Node, Node.name == Instance.node)
-        .where(Instance.desired != Desired.STOPPED)
+        .where(Instance.desired != Desired.STOPPED, true() if models is None else Instance.model.in_(models))
         .group_by(Instance.model, Instance.region, Instance.observed, "alive")
     )
     for model, region, observed, alive, count in rows:

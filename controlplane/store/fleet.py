@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
-from controlplane.store.rows import Row, require
+from controlplane.store.rows import Page, Row, matching, page, require
 from controlplane.store.tables import (
     Desired,
     EndpointRow,
@@ -180,6 +180,31 @@ def set_node_draining(session: Session, name: str, *, draining: bool) -> Node:
         bump_index(session)
         node.draining = draining
     return node
+
+
+def list_nodes(
+    session: Session,
+    *,
+    words: str,
+    which: Mapping[str, str | None],
+    state: str | None,
+    alive_s: float,
+    after: str | None,
+    limit: int,
+) -> Page[Node]:
+    """One page of nodes by name that contain `words`. `which`: values by column; None: any. `state`: alive, lost,
+    draining or leaving; None: any.
+    """
+    query = select(Node).where(*matching(Node, which))
+    if words:
+        query = query.where(Node.name.icontains(words, autoescape=True))
+    states = {
+        "alive": heard_of(alive_s),
+        "lost": ~heard_of(alive_s),
+        "draining": Node.draining,
+        "leaving": Node.leaving,
+    }
+    return page(session, query if state is None else query.where(states[state]), after=after, limit=limit)
 
 
 def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:

@@ -3,7 +3,7 @@
 Letting an instance go ends in one of two ways, and its node's report brings it about: stopped, or lent out as spot.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.leases import active_leases, end_leases
-from controlplane.store.rows import Page, delete_some, page
+from controlplane.store.rows import Page, delete_some, matching, page
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from dataplane.protocol.messages import (
@@ -46,15 +46,42 @@ def running_instances(session: Session, *, observed: InstanceState | None = None
     return list(session.scalars(query if observed is None else query.where(Instance.observed == observed)))
 
 
-def list_instances(session: Session, *, after: str | None, limit: int, live_only: bool) -> Page[Instance]:
-    """One page of instances by id, which is their order of creation."""
-    query = select(Instance)
+def list_instances(
+    session: Session, *, which: Mapping[str, str | None], after: str | None, limit: int, live_only: bool
+) -> Page[Instance]:
+    """One page of instances by id, which is their order of creation. `which`: values by column; None: any."""
+    query = select(Instance).where(*matching(Instance, which))
     return page(session, query.where(LIVE) if live_only else query, after=after, limit=limit)
 
 
 def instances_of(session: Session, node: str) -> list[Instance]:
     """The live instances of a node, oldest first."""
     return list(session.scalars(select(Instance).where(Instance.node == node, LIVE).order_by(Instance.id)))
+
+
+def pooled_nodes(session: Session, *, which: Mapping[str, str | None], after: str | None, limit: int) -> Page[Node]:
+    """One page of nodes with live pooled instances, by name. `which`: values by column; None: any."""
+    pooled = select(Instance.id).where(Instance.node == Node.name, Instance.pooled, LIVE).exists()
+    return page(session, select(Node).where(pooled, *matching(Node, which)), after=after, limit=limit)
+
+
+def pooled_instances(session: Session, nodes: Collection[str]) -> dict[str, list[Instance]]:
+    """The live pooled instances of nodes, each node's by model."""
+    found: dict[str, list[Instance]] = {}
+    query = select(Instance).where(Instance.node.in_(nodes), Instance.pooled, LIVE)
+    for instance in session.scalars(query.order_by(Instance.node, Instance.slot, Instance.model)):
+        found.setdefault(instance.node, []).append(instance)
+    return found
+
+
+def count_of_nodes(session: Session, nodes: Collection[str]) -> dict[str, tuple[int, int]]:
+    """By node, its live instances, and those of them that drain."""
+    rows = session.execute(
+        select(Instance.node, func.count(), func.count().filter(Instance.desired == Desired.DRAINING))
+        .where(Instance.node.in_(nodes), LIVE)
+        .group_by(Instance.node)
+    )
+    return {node: (count, leaving) for node, count, leaving in rows}
 
 
 def add_instance(

@@ -19,6 +19,7 @@ from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
 from dataplane.agent.parsing.answer_text import Parsed
 from dataplane.agent.parsing.families import families_of
+from dataplane.agent.pool_reports import pool_reports
 from dataplane.agent.pooled_answers import (
     PooledAnswer,
     PoolingRules,
@@ -186,6 +187,7 @@ class Agent:
             switches_total=self.switches_total,
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),
             leaving=self._leaving,
+            pools=pool_reports(self.groups),
         )
 
     @property

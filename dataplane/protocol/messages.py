@@ -398,11 +398,51 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     batch_max: int | None = None
 
 
+class KvReport(msgspec.Struct, frozen=True, array_like=True):
+    """KV of one shape in a worker's memory. `held_bytes`: of its slabs."""
+
+    shape: str
+    used_bytes: int
+    held_bytes: int
+
+
+class RunReport(msgspec.Struct, frozen=True, array_like=True):
+    """Time slices of one model that followed each other: how long ago the first began, how long they took together, and
+    whether a switch began them.
+    """
+
+    model: str
+    began_ago_s: float
+    lasted_s: float
+    switched: bool
+
+
+class PoolReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker whose models share its memory. `load`: as in the heartbeat. `slabs`: by what they hold.
+    `offloaded_layers`: weight layers evicted for KV, by model. `runs`: the last ones, the oldest first.
+    """
+
+    slot: int
+    worker: int
+    kind: str
+    running_model: str | None = None
+    next_model: str | None = None
+    resident_models: tuple[str, ...] = ()
+    load: float = 0.0
+    switches_total: int = 0
+    prefills_waiting: int = 0
+    slabs: dict[str, int] = {}
+    kv: tuple[KvReport, ...] = ()
+    offloaded_layers: dict[str, int] = {}
+    runs: tuple[RunReport, ...] = ()
+
+
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Sent each second. `boot_id` changes when the agent restarts; `generation` is of the desired state it follows.
 
     `load` is that of the busiest worker: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
-    `leaving`: the agent is shutting down and asks for successors of its instances on other nodes.
+    `leaving`: the agent is shutting down and asks for successors of its instances on other nodes. `pools`: its workers
+    that several models share; none from agents of older versions.
     """
 
     node: str
@@ -412,6 +452,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     switches_total: int = 0
     load: float = 0.0
     leaving: bool = False
+    pools: tuple[PoolReport, ...] = ()
 
 
 def encode_line(event: StreamEvent) -> bytes:

@@ -19,6 +19,7 @@ from controlplane.api.admin import (
     pins,
     plan_changes,
     plans,
+    pools,
     regions,
     requests,
     search,
@@ -38,7 +39,7 @@ def _operation_id(route: APIRoute) -> str:
 
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
-    *(overview, search, status, live_status, objectives, regions, nodes, models, instances, spot, deletions),
+    *(overview, search, status, live_status, objectives, regions, nodes, pools, models, instances, spot, deletions),
     *(demand, forecasts, plans, plan_changes, pins, keys, tenants, usage, batches, events, requests),
 ):
     router.include_router(part.router)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import After, Answer, Limit, PageOf
+from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, PageOf
 from controlplane.api.auth import Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.policies.lifecycle import shown_state
@@ -57,10 +57,15 @@ def list_instances(
     state: StateDep,
     _: Viewer,
     live_only: Annotated[bool, Query(description="leave out those that are stopped")] = True,
+    model: FilterWord = None,
+    region: FilterWord = None,
+    node: FilterWord = None,
+    observed: FilterWord = None,
     limit: Limit = 20,
     after: After = None,
 ) -> PageOf[Instance]:
     """Instances, the oldest first."""
-    page = read_instances(session, after=after, limit=limit, live_only=live_only)
+    which = {"model": model, "region": region, "node": node, "observed": observed}
+    page = read_instances(session, which=which, after=after, limit=limit, live_only=live_only)
     data = instances_shown(session, page.rows, alive_s=state.settings.heartbeat_stale_s)
     return PageOf(data=data, has_more=page.has_more, next=page.next)

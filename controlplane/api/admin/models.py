@@ -1,10 +1,11 @@
 """Models, their profiles on GPU types, and the endpoints that offer them in regions."""
 
 from datetime import datetime
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, BackgroundTasks
-from pydantic import Field
+from fastapi import APIRouter, BackgroundTasks, Query
+from pydantic import BaseModel, Field
+from sqlalchemy import select
 
 from controlplane.api.admin.changes import fleet_change
 from controlplane.api.admin.fields import (
@@ -14,6 +15,7 @@ from controlplane.api.admin.fields import (
     Body,
     CheckpointPath,
     Count,
+    FilterWord,
     GpuTypeName,
     Limit,
     ModelName,
@@ -28,10 +30,15 @@ from controlplane.api.admin.fields import (
 )
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
-from controlplane.api.state import SessionDep
+from controlplane.api.state import SessionDep, StateDep
 from controlplane.planner.schedule import enqueue
+from controlplane.policies.facts import Endpoint as EndpointKey
 from controlplane.store import fleet, tables
-from controlplane.store.rows import list_rows, require
+from controlplane.store.endpoint_summary import count_instances
+from controlplane.store.keys import snapshot
+from controlplane.store.model_summaries import list_summaries
+from controlplane.store.rows import list_rows, matching, require
+from controlplane.store.rows import page as read_page
 from controlplane.store.weights import require_fit
 from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
@@ -168,6 +175,55 @@ class Endpoint(Answer):
     unplaced: list[Unplaced] | None = Field(description="of the last run of scaling; null: all has its place")
 
 
+class EndpointWithInstances(Endpoint):
+    """An endpoint and what there is of it."""
+
+    instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
+
+
+class ModelSummary(BaseModel):
+    """A model over all its regions."""
+
+    name: str = Field(examples=["Qwen/Qwen3-8B"])
+    task: str = Field(examples=["generate"])
+    engine: str = Field(examples=["auto"])
+    weights_bytes: int = Field(examples=[16_381_470_720])
+    context_tokens: int = Field(examples=[40_960])
+    endpoints: int = Field(description="regions that offer it")
+    instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
+    unplaced: int = Field(description="endpoints with instances that have no place")
+
+
+@router.get("/model-summaries", summary="List models with their instances")
+def list_model_summaries(
+    session: SessionDep,
+    state: StateDep,
+    _: Viewer,
+    words: Annotated[str, Query(max_length=200, pattern=r"^[^\x00]*$", description="a part of the name")] = "",
+    region: FilterWord = None,
+    shown: Annotated[
+        Literal["unplaced", "failed", "loading", "ready", "none"] | None,
+        Query(
+            alias="state", description="those with such an instance; unplaced: one without a place; none: without any"
+        ),
+    ] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> PageOf[ModelSummary]:
+    """Models by name, over their regions; with `region`, those that it offers, and their instances there."""
+    page = list_summaries(
+        session,
+        words=words,
+        region=region,
+        state=shown,
+        alive_s=state.settings.heartbeat_stale_s,
+        after=after,
+        limit=limit,
+    )
+    data = [ModelSummary.model_validate(row, from_attributes=True) for row in page.rows]
+    return PageOf(data=data, has_more=page.has_more, next=page.next)
+
+
 @router.put("/models/{name:path}", summary="Register a model")
 def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
     """Another checkpoint under a name whose instances are alive is refused (409)."""
@@ -197,9 +253,12 @@ def put_profile(profile: Profile, session: SessionDep, caller: Operator) -> Prof
 
 
 @router.get("/profiles", summary="List profiles")
-def list_profiles(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Profile]:
+def list_profiles(
+    session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
+) -> PageOf[Profile]:
     """Profiles by model and GPU type."""
-    return page_of(Profile, list_rows(session, tables.Profile, after=after, limit=limit))
+    query = select(tables.Profile).where(*matching(tables.Profile, {"model": model}))
+    return page_of(Profile, read_page(session, query, after=after, limit=limit))
 
 
 @router.put("/endpoints", summary="Offer a model in a region")
@@ -219,6 +278,24 @@ def put_endpoint(
 
 
 @router.get("/endpoints", summary="List endpoints")
-def list_endpoints(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Endpoint]:
-    """Endpoints by model and region."""
-    return page_of(Endpoint, list_rows(session, tables.EndpointRow, after=after, limit=limit))
+def list_endpoints(
+    session: SessionDep,
+    state: StateDep,
+    _: Viewer,
+    model: FilterWord = None,
+    region: FilterWord = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> PageOf[EndpointWithInstances]:
+    """Endpoints by model and region, with their live instances by state."""
+    query = select(tables.EndpointRow).where(*matching(tables.EndpointRow, {"model": model, "region": region}))
+    page = read_page(session, query, after=after, limit=limit)
+    alive_s = state.settings.heartbeat_stale_s
+    states = count_instances(session, alive_s=alive_s, models={row.model for row in page.rows})
+    data = [
+        EndpointWithInstances.model_validate(
+            snapshot(row) | {"instances": states.get(EndpointKey(model=row.model, region=row.region), {})}
+        )
+        for row in page.rows
+    ]
+    return PageOf(data=data, has_more=page.has_more, next=page.next)

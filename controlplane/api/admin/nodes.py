@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Annotated, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import Field
 from sqlalchemy.orm import Session
 
 from controlplane.api.admin.changes import fleet_change
-from controlplane.api.admin.fields import After, Answer, Limit, NodePath, PageOf
+from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, NodePath, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.instances import Instance, instances_shown
 from controlplane.api.auth import Operator, Viewer
@@ -16,9 +17,9 @@ from controlplane.api.credentials import Caller
 from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.errors import UnavailableError
 from controlplane.store import fleet, tables
-from controlplane.store.instances import instances_of
+from controlplane.store.instances import count_of_nodes, instances_of
 from controlplane.store.keys import snapshot
-from controlplane.store.rows import list_rows, require
+from controlplane.store.rows import require
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -54,6 +55,13 @@ class Node(Answer):
     slots: list[Slot]
 
 
+class NodeRow(Node):
+    """A node and how many instances it has."""
+
+    instances_live: int = Field(description="that are wanted or still draining")
+    instances_leaving: int = Field(description="of these, those that drain")
+
+
 class InstanceLive(Answer):
     """What the node's last heartbeat said of an instance."""
 
@@ -86,10 +94,34 @@ class NodeDetail(Node):
 
 
 @router.get("/nodes", summary="List nodes")
-def list_nodes(session: SessionDep, state: StateDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[Node]:
-    """Nodes by name."""
-    page = list_rows(session, tables.Node, after=after, limit=limit)
-    return PageOf(data=_nodes(session, state, page.rows), has_more=page.has_more, next=page.next)
+def list_nodes(
+    session: SessionDep,
+    state: StateDep,
+    _: Viewer,
+    words: Annotated[str, Query(max_length=200, pattern=r"^[^\x00]*$", description="a part of the name")] = "",
+    region: FilterWord = None,
+    gpu_type: FilterWord = None,
+    shown: Annotated[
+        Literal["alive", "lost", "draining", "leaving"] | None,
+        Query(alias="state", description="lost: not heard of lately"),
+    ] = None,
+    limit: Limit = 20,
+    after: After = None,
+) -> PageOf[NodeRow]:
+    """Nodes by name, with the number of their live instances."""
+    which = {"region": region, "gpu_type": gpu_type}
+    alive_s = state.settings.heartbeat_stale_s
+    page = fleet.list_nodes(session, words=words, which=which, state=shown, alive_s=alive_s, after=after, limit=limit)
+    counts = count_of_nodes(session, [row.name for row in page.rows])
+    data = [
+        NodeRow(
+            **dict(node),
+            instances_live=counts.get(node.name, (0, 0))[0],
+            instances_leaving=counts.get(node.name, (0, 0))[1],
+        )
+        for node in _nodes(session, state, page.rows)
+    ]
+    return PageOf(data=data, has_more=page.has_more, next=page.next)
 
 
 @router.get("/nodes/{name}", summary="One node, with its instances and its last heartbeat")

@@ -1,0 +1,61 @@
+"""What a heartbeat says of the workers that several models share."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from dataplane.agent.worker_groups import WorkerGroup
+from dataplane.agent.workers import WorkerSupervisor
+from dataplane.engines.interface import PoolStats, TimeSlice
+from dataplane.protocol.messages import KvReport, PoolReport, RunReport
+
+RUNS_MAX = 16
+RUNS_S = 5.0
+"""Heartbeats are a second apart: one that is lost hides nothing."""
+
+
+def pool_reports(groups: Sequence[WorkerGroup]) -> tuple[PoolReport, ...]:
+    """The workers of all groups that host several models, by slot; their statistics are what they reported last."""
+    now_s = time.monotonic()
+    return tuple(
+        _report(slot, worker, worker.stats.pool, now_s - worker.stats_s)
+        for slot, group in enumerate(groups)
+        for worker in group.workers
+        if worker.stats.pool is not None and len(worker.stats.instances) > 1
+    )
+
+
+def runs_of(slices: Iterable[TimeSlice], now_s: float) -> tuple[RunReport, ...]:
+    """The last runs, of the last seconds before `now_s` on the engine's clock: one for all time slices of a model that
+    follow each other.
+    """
+    runs: list[tuple[str, float, float, bool]] = []
+    for each in slices:
+        if now_s - each.ended_s > RUNS_S:
+            continue
+        if runs and runs[-1][0] == each.model and not each.switched:
+            model, began_s, _, switched = runs.pop()
+            runs.append((model, began_s, each.ended_s, switched))
+        else:
+            runs.append((each.model, each.started_s, each.ended_s, each.switched))
+    return tuple(
+        RunReport(model, round(now_s - began_s, 3), round(ended_s - began_s, 3), switched)
+        for model, began_s, ended_s, switched in runs[-RUNS_MAX:]
+    )
+
+
+def _report(slot: int, worker: WorkerSupervisor, pool: PoolStats, age_s: float) -> PoolReport:
+    return PoolReport(
+        slot=slot,
+        worker=worker.index,
+        kind=worker.kind,
+        running_model=pool.running_model,
+        next_model=pool.next_model,
+        resident_models=worker.stats.resident_models,
+        load=worker.load,
+        switches_total=worker.switches_total,
+        prefills_waiting=pool.prefills_waiting,
+        slabs=pool.slabs,
+        kv=tuple(KvReport(each.shape, each.used_bytes, each.held_bytes) for each in pool.kv),
+        offloaded_layers=pool.offloaded_layers,
+        runs=runs_of(pool.time_slices, pool.now_s + age_s),
+    )
