@@ -78,10 +78,17 @@ def page(
 
 
 def list_rows(
-    session: Session, table: type[Row], *, after: str | None, limit: int, newest_first: bool = False
+    session: Session,
+    table: type[Row],
+    *,
+    which: Mapping[str, Any] | None = None,
+    after: str | None,
+    limit: int,
+    newest_first: bool = False,
 ) -> Page[Row]:
-    """One page of all rows of a table."""
-    return page(session, select(table), after=after, limit=limit, newest_first=newest_first)
+    """One page of the rows of a table. `which`: values by column; None: any."""
+    query = select(table).where(*matching(table, which or {}))
+    return page(session, query, after=after, limit=limit, newest_first=newest_first)
 
 
 def delete_some(

@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, BackgroundTasks, Query
 from pydantic import BaseModel, Field
-from sqlalchemy import select
 
 from controlplane.api.admin.changes import fleet_change
 from controlplane.api.admin.fields import (
@@ -37,8 +36,7 @@ from controlplane.store import fleet, tables
 from controlplane.store.endpoint_summary import count_instances
 from controlplane.store.keys import snapshot
 from controlplane.store.model_summaries import list_summaries
-from controlplane.store.rows import list_rows, matching, require
-from controlplane.store.rows import page as read_page
+from controlplane.store.rows import list_rows, require
 from controlplane.store.weights import require_fit
 from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
@@ -257,8 +255,7 @@ def list_profiles(
     session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
 ) -> PageOf[Profile]:
     """Profiles by model and GPU type."""
-    query = select(tables.Profile).where(*matching(tables.Profile, {"model": model}))
-    return page_of(Profile, read_page(session, query, after=after, limit=limit))
+    return page_of(Profile, list_rows(session, tables.Profile, which={"model": model}, after=after, limit=limit))
 
 
 @router.put("/endpoints", summary="Offer a model in a region")
@@ -288,8 +285,7 @@ def list_endpoints(
     after: After = None,
 ) -> PageOf[EndpointWithInstances]:
     """Endpoints by model and region, with their live instances by state."""
-    query = select(tables.EndpointRow).where(*matching(tables.EndpointRow, {"model": model, "region": region}))
-    page = read_page(session, query, after=after, limit=limit)
+    page = list_rows(session, tables.EndpointRow, which={"model": model, "region": region}, after=after, limit=limit)
     alive_s = state.settings.heartbeat_stale_s
     states = count_instances(session, alive_s=alive_s, models={row.model for row in page.rows})
     data = [
