@@ -168,6 +168,8 @@ class Settings(BaseSettings):
     """how long `tidepool request show` finds a request"""
     request_log_waiting_max: int = Field(10_000, ge=1)
     """log records that a gateway buffers while Postgres is unavailable; older ones are dropped"""
+    trace_url: str | None = Field(None, max_length=2000, pattern=r"^https?://[^\s{}]*\{trace_id\}[^\s{}]*$")
+    """address at which the console links the trace of a request, with {trace_id} in it; unset: no link"""
 
     release_below_one: float = Field(0.6, gt=0, lt=1)
     """KV utilization up to which instances are filled with batch requests; an endpoint below it takes one at least"""

@@ -10,6 +10,7 @@ from controlplane.api.stages import StageClock
 from controlplane.api.state import state_of
 from controlplane.errors import ContextLengthError, TidepoolError
 from controlplane.serving.endpoints import ENDPOINTS
+from controlplane.serving.tracing import trace_id
 from controlplane.store.request_log import CANCELLED, RequestRecord
 
 CLIENT_GONE = 499
@@ -32,7 +33,9 @@ class RequestRecords:
             return
         began_s = time.monotonic()
         state = scope["state"]
-        record = RequestRecord(request_id=state["request_id"], ended_at=datetime.now(UTC), endpoint=scope["path"])
+        record = RequestRecord(
+            request_id=state["request_id"], ended_at=datetime.now(UTC), endpoint=scope["path"], trace_id=trace_id()
+        )
         state["record"] = record
         state["stages"] = StageClock(scope["app"].state.tidepool.metrics)
         try:

@@ -4,6 +4,7 @@ Requests never wait for it. While Postgres is unavailable or too slow, records a
 """
 
 import random
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class RequestLog:
         self._settings = settings
         self._on_drop = on_drop
         self._chance = chance
+        self._gateway = f"{socket.gethostname()}:{settings.port}"
         self._ended: deque[RequestRecord] = deque()
         self._unwritten: deque[RequestRecord] = deque()
         self._writing = threading.Lock()
@@ -47,6 +49,7 @@ class RequestLog:
         """Keep the record of an ended request, if the settings ask for it."""
         if not self._is_kept(record):
             return
+        record.gateway = self._gateway
         if len(self._ended) < self._settings.request_log_waiting_max:
             self._ended.append(record)
         else:

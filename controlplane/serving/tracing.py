@@ -6,12 +6,18 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from opentelemetry import propagate, trace
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id
 
 from controlplane.errors import TidepoolError
 from controlplane.policies.decisions import Route
 
 tracer = trace.get_tracer("tidepool.control")
+
+
+def trace_id() -> str | None:
+    """The id of the trace of the current span, in hex; None where it is not recorded."""
+    span = trace.get_current_span()
+    return format_trace_id(span.get_span_context().trace_id) if span.is_recording() else None
 
 
 def step(name: str) -> AbstractContextManager[object]:

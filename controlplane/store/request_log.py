@@ -1,6 +1,6 @@
 """The request log: one row for each request that ended, written in pieces and forgotten after a while."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -38,6 +38,12 @@ class LoggedRequest(Base):
     placed_s: Mapped[float | None]
     first_token_s: Mapped[float | None]
     duration_s: Mapped[float]
+    gateway: Mapped[str | None]
+    trace_id: Mapped[str | None]
+    origin: Mapped[str | None]
+    instance_id: Mapped[str | None]
+    utilization: Mapped[float | None]
+    cached_tokens: Mapped[int | None]
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):
@@ -45,6 +51,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     `nodes`: those that were tried, in order. `outcome`: `ok`, `cancelled`, or the code of the error that its client was
     told, with its HTTP `status`. Seconds are from its arrival, to: a node has it, its first token, its end.
+    `origin`: the region it counts for. Of the last attempt: its `instance_id`, and what routing knew of it, the
+    `utilization` of its endpoint and how many tokens of the prompt it had likely cached.
     """
 
     request_id: str
@@ -65,6 +73,12 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     placed_s: float | None = None
     first_token_s: float | None = None
     duration_s: float = 0.0
+    gateway: str | None = None
+    trace_id: str | None = None
+    origin: str | None = None
+    instance_id: str | None = None
+    utilization: float | None = None
+    cached_tokens: int | None = None
 
 
 _COLUMNS = ", ".join(RequestRecord.__struct_fields__)
@@ -94,14 +108,15 @@ def list_requests(
     session: Session,
     *,
     outcome: str | None,
-    model: str | None,
-    tenant: str | None,
+    which: Mapping[str, str | None],
     since_s: float | None,
     after: str | None,
     limit: int,
 ) -> Page[LoggedRequest]:
-    """Requests, the newest first. `outcome` `failed` is every one but `ok` and `cancelled`; `since_s`: a Unix time."""
-    query = select(LoggedRequest).where(*matching(LoggedRequest, {"model": model, "tenant": tenant}))
+    """Requests, the newest first. `outcome` `failed` is every one but `ok` and `cancelled`; `which`: values by column,
+    None: any; `since_s`: a Unix time.
+    """
+    query = select(LoggedRequest).where(*matching(LoggedRequest, which))
     if outcome == "failed":
         query = query.where(LoggedRequest.outcome.not_in((OK, CANCELLED)))
     elif outcome is not None:

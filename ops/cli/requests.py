@@ -58,7 +58,9 @@ def show_request(
                 ("tier", row["tier"]),
                 ("outcome", f"{row['outcome']} ({row['status']})"),
                 ("error", row["error"]),
+                ("gateway", row["gateway"]),
                 ("region", row["region"]),
+                ("instance", row["instance_id"]),
                 ("attempts", len(row["nodes"])),
                 ("nodes", row["nodes"]),
                 ("continuations", row["continuations"]),
@@ -67,6 +69,7 @@ def show_request(
                 ("on a node after", _seconds_text(row["placed_s"])),
                 ("first token after", _seconds_text(row["first_token_s"])),
                 ("ended after", _seconds_text(row["duration_s"])),
+                ("trace", row["trace_url"] or row["trace_id"]),
             ]
         )
 

@@ -219,7 +219,11 @@ class Answering:
 
     def _fill_record(self) -> None:
         record, query = self._record, self.query
-        record.region = query.first.routes[-1].region if query.first.routes else None
+        record.origin = query.first.origin
+        if query.first.routes:
+            route = query.first.routes[-1]
+            record.region, record.instance_id = route.region, route.instance_id
+            record.utilization, record.cached_tokens = route.utilization, route.cached_tokens
         record.nodes = list(_nodes(query))
         record.prompt_tokens, record.completion_tokens = query.prompt_tokens, query.output_tokens
         record.first_token_s = self._measure.first_token_s

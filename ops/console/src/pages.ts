@@ -20,4 +20,5 @@ export const PAGES: readonly Page[] = [
   { path: "models", title: "Models", group: "Fleet", key: "m", role: "viewer", load: () => import("./pages/ModelsPage.svelte") },
   { path: "nodes", title: "Nodes", group: "Fleet", key: "n", role: "viewer", load: () => import("./pages/NodesPage.svelte") },
   { path: "batches", title: "Batches", group: "Work", key: "b", role: "viewer", load: () => import("./pages/BatchesPage.svelte") },
+  { path: "requests", title: "Requests", group: "Work", key: "r", role: "admin", load: () => import("./pages/RequestsPage.svelte") },
 ];

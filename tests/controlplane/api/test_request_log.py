@@ -79,6 +79,10 @@ def test_an_answer_is_found_by_its_id(log: Log, stream: bool) -> None:
     assert (row["outcome"], row["status"], row["error"], row["continuations"]) == ("ok", 200, None, 0)
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, 3)
     assert row["key_id"].startswith("key_")
+    assert (row["gateway"], row["origin"]) == (f"{socket.gethostname()}:8080", "us-east")
+    assert row["instance_id"].startswith("inst_")
+    assert 0 <= row["utilization"] < 0.7
+    assert (row["trace_id"], row["trace_url"]) == (None, None), "no span is exported"
     assert 0 < row["placed_s"] <= row["first_token_s"] <= row["duration_s"]
 
 
@@ -198,11 +202,15 @@ def test_lists_are_filtered_and_paged(log: Log, agents: tuple[FakeAgent, FakeAge
     assert outcomes == ["worker_lost", "model_not_found", "ok", "ok", "ok"]
     assert len(log.rows("", outcome="failed")) == 2
     assert len(log.rows("", outcome="ok", model="tide", tenant="acme")) == 3
+    assert len(log.rows("", region="us-east", tier="IW-N")) == len(log.rows("", outcome="ok"))
+    assert [row["outcome"] for row in log.rows("", region="us-west")] == ["worker_lost"]
+    assert log.rows("", tier="IW-F") == []
     assert log.rows("", tenant="other") == log.rows("", since_s=4e9) == []
     answer = log.gateway.http.get("/admin/requests", params={"limit": 2}, headers=log.admin).json()
     rest = log.rows("", after=answer["next"], limit=100)
     assert [row["outcome"] for row in (*answer["data"], *rest)] == outcomes
     log.rows("", status=400, after="x")
+    log.rows("", status=400, tier="fast")
 
 
 @pytest.mark.parametrize(

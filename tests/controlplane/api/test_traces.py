@@ -4,16 +4,19 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from controlplane.policies.decisions import Route
 from controlplane.serving.tracing import attempting
+from controlplane.settings import Settings
+from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import World, until
 from tests.dataplane.replay_node import KEY, instance, running_node
@@ -84,14 +87,14 @@ def _parent(span: ReadableSpan) -> int | None:
     return None if span.parent is None else span.parent.span_id
 
 
-async def _through_a_node(world: World, check: Callable[[Gateway], None]) -> None:
+async def _through_a_node(world: World, check: Callable[[Gateway], None], **settings: Any) -> None:
     async with running_node() as node:
         url = str(node.client.base_url).rstrip("/")
         world.join("n0", url=url)
         held = world.place("n0")
         await node.hold(1, instance(held))
         world.report("n0", held, region="us-east", url=url)
-        with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
+        with running_gateway(world, node_key=SecretStr(KEY), **settings) as gateway:
             await asyncio.to_thread(check, gateway)
             await node.until(node.idle)
 
@@ -126,6 +129,31 @@ def test_one_trace_from_the_caller_to_the_worker(
     assert node.attributes is not None
     assert str(node.attributes["tidepool.request_id"]).startswith("mine.")
     assert (node.attributes["gen_ai.usage.output_tokens"], node.attributes["tidepool.end"]) == (5, "length")
+
+
+def test_the_request_log_links_the_trace(world: World, spans: InMemorySpanExporter) -> None:
+    def check(gateway: Gateway) -> None:
+        headers = {"traceparent": TRACEPARENT, "x-request-id": "mine"}
+        assert gateway.http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+        admin = {"Authorization": f"Bearer {world.key(Role.ADMIN)}"}
+
+        def found() -> list[dict[str, Any]]:
+            gateway.state.requests.write()
+            return list(gateway.http.get("/admin/requests", headers=admin).json()["data"])
+
+        until(lambda: len(found()) == 1)
+        [row] = found()
+        assert row["trace_id"] == f"{TRACE_ID:032x}"
+        assert row["trace_url"] == f"https://traces.example/t/{TRACE_ID:032x}?from=tidepool"
+
+    asyncio.run(_through_a_node(world, check, trace_url="https://traces.example/t/{trace_id}?from=tidepool"))
+    assert spans.get_finished_spans()
+
+
+@pytest.mark.parametrize("url", ["javascript:alert(1)//{trace_id}", "https://traces.example/", "/t/{trace_id}"])
+def test_what_no_address_of_a_trace_is(url: str) -> None:
+    with pytest.raises(ValidationError, match="trace_url"):
+        Settings(trace_url=url)
 
 
 def test_a_refusal_of_the_node_ends_every_span(world: World, spans: InMemorySpanExporter) -> None:
