@@ -21,4 +21,6 @@ export const PAGES: readonly Page[] = [
   { path: "nodes", title: "Nodes", group: "Fleet", key: "n", role: "viewer", load: () => import("./pages/NodesPage.svelte") },
   { path: "batches", title: "Batches", group: "Work", key: "b", role: "viewer", load: () => import("./pages/BatchesPage.svelte") },
   { path: "requests", title: "Requests", group: "Work", key: "r", role: "admin", load: () => import("./pages/RequestsPage.svelte") },
+  { path: "spot", title: "Spot", group: "Fleet", key: "s", role: "viewer", load: () => import("./pages/SpotPage.svelte") },
+  { path: "playground", title: "Playground", group: "Work", key: "y", role: "operator", load: () => import("./pages/PlaygroundPage.svelte") },
 ];
