@@ -23,4 +23,6 @@ export const PAGES: readonly Page[] = [
   { path: "requests", title: "Requests", group: "Work", key: "r", role: "admin", load: () => import("./pages/RequestsPage.svelte") },
   { path: "spot", title: "Spot", group: "Fleet", key: "s", role: "viewer", load: () => import("./pages/SpotPage.svelte") },
   { path: "playground", title: "Playground", group: "Work", key: "y", role: "operator", load: () => import("./pages/PlaygroundPage.svelte") },
+  { path: "keys", title: "Keys", group: "Access", key: "k", role: "admin", load: () => import("./pages/KeysPage.svelte") },
+  { path: "audit", title: "Audit", group: "Access", key: "a", role: "viewer", load: () => import("./pages/AuditPage.svelte") },
 ];
