@@ -73,6 +73,24 @@ class Settings(BaseSettings):
     """attempts per minute to sign in to the console from one address"""
     console_sign_ins_all_per_minute: int = Field(600, ge=1)
     """attempts per minute to sign in to the console from all addresses"""
+    oidc_issuer: str | None = Field(None, max_length=1024, pattern=r"^https?://[^?#\s]+$")
+    """OpenID provider at which people sign in to the console; unset: they need keys or links"""
+    oidc_client_id: str = ""
+    """what the OpenID provider calls the console"""
+    oidc_client_secret: SecretStr = SecretStr("")
+    """secret of `oidc_client_id`; unset: it is a public client"""
+    oidc_name: str = Field("single sign-on", min_length=1, max_length=60)
+    """what the sign-in page calls the OpenID provider"""
+    oidc_scopes: str = "openid profile email"
+    """what the OpenID provider is asked for, separated by spaces"""
+    oidc_role_claim: str = Field("groups", min_length=1)
+    """claim of the ID token with a person's groups; dots lead into objects"""
+    oidc_roles: dict[Literal["viewer", "operator", "admin"], list[str]] = {}
+    """groups of each role, such as {"admin": ["sre"], "viewer": ["staff"]}; who is in none may not sign in"""
+    oidc_name_claim: str = Field("preferred_username", min_length=1)
+    """claim of the ID token that names a person in the audit; where it is absent, the subject does"""
+    oidc_tenant: str = Field("default", pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """tenant of the people who sign in at the OpenID provider"""
 
     database_pool_size: int = Field(10, ge=1, le=200)
     """Postgres connections that one process keeps open at most"""
@@ -342,6 +360,20 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _tls_files_are_there(self) -> Self:
         check_tls_files(self.tls_cert_file, self.tls_key_file, self.tls_ca_file)
+        return self
+
+    @model_validator(mode="after")
+    def _knows_the_provider(self) -> Self:
+        if self.oidc_issuer is None:
+            return self
+        if not re.match(r"https://|http://(localhost|127\.0\.0\.1|\[::1\])[:/]", self.oidc_issuer + "/"):
+            raise ValueError(f"oidc_issuer must be https: {self.oidc_issuer}")
+        if not self.oidc_client_id:
+            raise ValueError("oidc_issuer needs oidc_client_id")
+        if not any(self.oidc_roles.values()):
+            raise ValueError("oidc_issuer needs oidc_roles: without a group that has a role nobody could sign in")
+        if "openid" not in self.oidc_scopes.split():
+            raise ValueError("oidc_scopes must contain openid")
         return self
 
     @model_validator(mode="after")

@@ -17,9 +17,11 @@ from controlplane.api.auth import needs
 from controlplane.api.connections import connection_class
 from controlplane.api.console import files as console_files
 from controlplane.api.console import links as console_links
+from controlplane.api.console import oidc as console_oidc
 from controlplane.api.console import sessions as console_sessions
 from controlplane.api.console.built_files import built_console
 from controlplane.api.console.files import ConsoleHeaders
+from controlplane.api.console.provider import OpenIdProvider
 from controlplane.api.credentials import KeyCache, SessionCache, following_revocations
 from controlplane.api.direct import DirectRoutes, direct_routes
 from controlplane.api.methods import HeadRequests, allow_origins
@@ -143,6 +145,7 @@ def _routes() -> list[BaseRoute]:
         docs.router,
         console_sessions.router,
         console_links.router,
+        console_oidc.router,
         console_files.router,
     ):
         api.include_router(router)
@@ -168,6 +171,7 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         keys=KeyCache(database, settings),
         sessions=SessionCache(database, settings),
         console=built_console(),
+        provider=None if settings.oidc_issuer is None else OpenIdProvider(settings),
         fleet=fleet,
         sender=sender,
         questions=NodeQuestions(fleet, client, settings),

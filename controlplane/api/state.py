@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
 from controlplane.api.console.built_files import ConsoleFiles
+from controlplane.api.console.provider import OpenIdProvider
 from controlplane.api.credentials import KeyCache, SessionCache
 from controlplane.api.metrics import Metrics
 from controlplane.api.process_group import GroupMember
@@ -54,6 +55,7 @@ class State:
     keys: KeyCache
     sessions: SessionCache
     console: ConsoleFiles
+    provider: OpenIdProvider | None
     fleet: FleetCache
     sender: Sender
     questions: NodeQuestions

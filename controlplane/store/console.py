@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, and_, func, or_, select, update
+from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, and_, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.settings import Settings
@@ -208,6 +208,30 @@ def use_link(session: Session, secret: str) -> ApiKey | None:
     used = update(ConsoleLink).where(*good, ConsoleLink.ends_at > func.now()).values(used_at=func.now())
     key_id = session.scalar(used.returning(ConsoleLink.key_id))
     return session.scalar(select(ApiKey).where(ApiKey.id == key_id, *is_good()))
+
+
+def keep_flow(
+    session: Session, secret: str, *, state: str, nonce: str, verifier: str, place: str, lasts_s: int
+) -> None:
+    """Remember that a browser with this secret was sent to the provider."""
+    ends_at = func.now() + timedelta(seconds=lasts_s)
+    session.execute(
+        insert(ConsoleFlow).values(
+            secret_hash=hash_secret(secret), state=state, nonce=nonce, verifier=verifier, place=place, ends_at=ends_at
+        )
+    )
+
+
+def take_flow(session: Session, secret: str, *, state: str) -> ConsoleFlow | None:
+    """What a browser that comes back began; it is there once. None: this browser began nothing with this state."""
+    begun = (ConsoleFlow.secret_hash == hash_secret(secret), ConsoleFlow.state == state)
+    taken = delete(ConsoleFlow).where(*begun, ConsoleFlow.ends_at > func.now()).returning(ConsoleFlow)
+    return session.scalar(taken)
+
+
+def id_token_of(session: Session, session_id: str) -> str | None:
+    """The token by which the provider knows a session; None: it has none."""
+    return session.scalar(select(ConsoleSession.id_token).where(ConsoleSession.id == session_id))
 
 
 def _end(session: Session, which: ColumnElement[bool]) -> frozenset[str]:

@@ -87,7 +87,7 @@ def _rows(fields: Mapping[str, FieldInfo], schema: dict[str, Any], prefix: str) 
 
 
 def _type(form: Mapping[str, Any]) -> str:
-    kinds = {"boolean": "true or false", "array": "JSON list"}
+    kinds = {"boolean": "true or false", "array": "JSON list", "object": "JSON object"}
     named = {"password": "secret", "path": "path"}
     return named.get(form.get("format", ""), kinds.get(form["type"], str(form["type"])))
 

@@ -4,7 +4,9 @@ import ipaddress
 import time
 from typing import Annotated, Literal
 
+import structlog
 from fastapi import APIRouter, BackgroundTasks, Depends, Request, Response
+from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
 
@@ -21,6 +23,7 @@ from controlplane.api.browsers import (
     session_secret,
     set_cookie,
 )
+from controlplane.api.console.provider import ProviderError
 from controlplane.api.credentials import Caller, SignedIn, caller_of_session
 from controlplane.api.state import SessionDep, State, StateDep, state_of
 from controlplane.errors import (
@@ -39,6 +42,7 @@ from controlplane.store.console import (
     end_session,
     end_sessions_of,
     find_session,
+    id_token_of,
     identity_of,
     note_seen,
     use_link,
@@ -46,6 +50,7 @@ from controlplane.store.console import (
 from controlplane.store.keys import find_key, record
 from controlplane.store.tables import Role
 
+log = structlog.get_logger()
 PEOPLE = (Role.VIEWER, Role.OPERATOR, Role.ADMIN)
 """Roles that keys of people have."""
 _Secret = Annotated[str, Field(min_length=1, max_length=512)]
@@ -76,11 +81,16 @@ class Ended(BaseModel):
     """Sessions that have ended."""
 
     ended: int = Field(description="how many")
+    provider_logout_url: str | None = Field(
+        None, description="where the browser goes to log out of the OpenID provider too, which then sends it back"
+    )
 
 
 def sign_in_needed(settings: Settings, message: str) -> SignInNeededError:
     """No session, and how a person may begin one."""
-    return SignInNeededError(message, ways=("key",), oidc_name=None)
+    if settings.oidc_issuer is None:
+        return SignInNeededError(message, ways=("key",), oidc_name=None)
+    return SignInNeededError(message, ways=("key", "oidc"), oidc_name=settings.oidc_name)
 
 
 _PROBLEMS = {status: PROBLEMS[status] for status in (400, 403, 413, 503, "default")} | {
@@ -112,10 +122,38 @@ async def _person(request: Request) -> Caller:
 Person = Annotated[Caller, Depends(_person)]
 
 
+async def _provider_logout_url(request: Request, caller: Person) -> str | None:
+    """Where a person who came from the OpenID provider logs out of it; None where it cannot be asked."""
+    state, session_id = state_of(request), _session_of(caller).id
+
+    def read() -> str | None:
+        with state.database.transaction() as session:
+            return id_token_of(session, session_id)
+
+    if state.provider is None or _session_of(caller).issuer is None:
+        return None
+    token = await run_in_threadpool(read)
+    base = state.settings.console_url or str(request.base_url)
+    try:
+        return None if token is None else await state.provider.logout_url(token, f"{base.rstrip('/')}/ui/")
+    except ProviderError as error:
+        log.warning("the OpenID provider was not told of a log-out", error=error.message)
+        return None
+
+
+LogoutUrl = Annotated[str | None, Depends(_provider_logout_url)]
+
+
 async def check_attempt(request: Request) -> None:
     """Refuse to sign in whom another site's page sends, and who tries too often."""
     state = state_of(request)
     require_own_page(request, state.settings, secret=None)
+    await limit_attempts(request)
+
+
+async def limit_attempts(request: Request) -> None:
+    """Refuse to sign in who tries too often."""
+    state = state_of(request)
     await state.limits.attempt(f"sign-in from {_address(request)}", state.settings.console_sign_ins_per_minute)
     await state.limits.attempt("sign-in from anywhere", state.settings.console_sign_ins_all_per_minute)
 
@@ -162,13 +200,14 @@ def log_out(
     state: StateDep,
     caller: Person,
     after_commit: BackgroundTasks,
+    logout_url: LogoutUrl,
 ) -> Ended:
     """The session ends, everywhere within seconds."""
     hashes = _end_present(request, session)
     record(session, actor=caller.name, action="session.end", subject=_session_of(caller).id)
     after_commit.add_task(notify_gateways, state, hashes)
     drop_cookie(response, request, SESSION_COOKIE)
-    return Ended(ended=len(hashes))
+    return Ended(ended=len(hashes), provider_logout_url=logout_url)
 
 
 @router.delete("/sessions", summary="Log out everywhere")
@@ -179,6 +218,7 @@ def log_out_everywhere(
     state: StateDep,
     caller: Person,
     after_commit: BackgroundTasks,
+    logout_url: LogoutUrl,
 ) -> Ended:
     """All sessions of the person end, in whatever browser they are."""
     person = _session_of(caller)
@@ -186,7 +226,7 @@ def log_out_everywhere(
     record(session, actor=caller.name, action="session.end_all", subject=person.id, after={"ended": len(hashes)})
     after_commit.add_task(notify_gateways, state, hashes)
     drop_cookie(response, request, SESSION_COOKIE)
-    return Ended(ended=len(hashes))
+    return Ended(ended=len(hashes), provider_logout_url=logout_url)
 
 
 def begin(session: Session, identity: Identity, request: Request, settings: Settings) -> NewSession:
