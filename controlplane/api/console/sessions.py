@@ -93,7 +93,7 @@ def sign_in_needed(settings: Settings, message: str) -> SignInNeededError:
     return SignInNeededError(message, ways=("key", "oidc"), oidc_name=settings.oidc_name)
 
 
-_PROBLEMS = {status: PROBLEMS[status] for status in (400, 403, 413, 503, "default")} | {
+_PROBLEMS = {status: PROBLEMS[status] for status in (403, "default")} | {
     401: described(
         SignInNeededError("You are not signed in.", ways=("key",), oidc_name=None), "No session, or a wrong key."
     ),
