@@ -26,4 +26,5 @@ export const PAGES: readonly Page[] = [
   { path: "playground", title: "Playground", group: "Work", key: "y", role: "operator", load: () => import("./pages/PlaygroundPage.svelte") },
   { path: "keys", title: "Keys", group: "Access", key: "k", role: "admin", load: () => import("./pages/KeysPage.svelte") },
   { path: "audit", title: "Audit", group: "Access", key: "a", role: "viewer", load: () => import("./pages/AuditPage.svelte") },
+  { path: "plans", title: "Plans", group: "Planning", key: "p", role: "viewer", load: () => import("./pages/PlansPage.svelte") },
 ];
