@@ -1,8 +1,9 @@
 """Methods of every path: HEAD wherever there is GET, and OPTIONS for web pages of other origins (CORS)."""
 
+import anyio
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.settings import Settings
 
@@ -19,14 +20,24 @@ _PREFLIGHT_KEEP_S = 600
 
 
 class HeadRequests:
-    """Answers HEAD as GET; the server sends only the headers."""
+    """Answers HEAD as GET; the server sends only the headers. A stream is ended where its body would begin."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD"
-        await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        with anyio.CancelScope() as answering:
+
+            async def send_head(message: Message) -> None:
+                is_stream = message["type"] == "http.response.body" and message.get("more_body", False)
+                await send({"type": "http.response.body"} if is_stream else message)
+                if is_stream:
+                    answering.cancel()
+
+            await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 def allow_origins(app: FastAPI, settings: Settings) -> None:

@@ -4,18 +4,21 @@ import asyncio
 import contextlib
 import json
 
+import httpx2 as httpx
 import msgspec
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
+from controlplane.api.app import make_app
 from controlplane.api.live_stream import LiveStream, events_of
 from controlplane.errors import AuthenticationError
+from controlplane.settings import Settings
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.test_heartbeats import JOIN, hold
-from tests.controlplane.world import PATIENCE_S, World
+from tests.controlplane.world import PATIENCE_S, World, served
 
 
 def test_gpus_are_counted_by_what_they_do(ask: Ask, world: World) -> None:
@@ -48,6 +51,18 @@ def test_the_overview_has_the_status_and_what_happened(ask: Ask, fleet: None, da
     assert "i1" in [event["subject"] for event in overview["events"]]
     ask("GET", "/admin/overview", role="client", status=403)
     ask("GET", "/admin/live", role="client", status=403)
+
+
+def test_the_stream_has_a_head_that_ends_and_a_body_that_goes_on(settings: Settings, secrets: dict[str, str]) -> None:
+    headers = {"Authorization": f"Bearer {secrets['viewer']}"}
+    with served(make_app(settings)) as url:
+        head = httpx.head(f"{url}/admin/live", headers=headers, timeout=PATIENCE_S)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-type"].startswith("text/event-stream")
+        with httpx.stream("GET", f"{url}/admin/live", headers=headers, timeout=PATIENCE_S) as answer:
+            lines = answer.iter_lines()
+            names = [next(lines) for _ in range(4)][::3]
+    assert names == ["event: overview", "event: overview"]
 
 
 class TestStream:
