@@ -345,6 +345,19 @@ class Settings(BaseSettings):
     pin_days_max: int = Field(90, ge=1, le=3650)
     """longest duration of a pinned instance count"""
 
+    what_if_running_max: int = Field(1, ge=0, le=16)
+    """what-if runs (simulations) at once, each in a process of a forecaster; 0: none is begun"""
+    what_if_queued_max: int = Field(20, ge=1)
+    """what-if runs that may wait"""
+    what_if_time_max_s: int = Field(1800, ge=10, le=86_400)
+    """a what-if run that takes longer fails"""
+    what_if_memory_bytes_max: int = Field(4 * 2**30, ge=2**30)
+    """address space of a what-if run; one that needs more fails"""
+    what_if_demand_minutes_max: int = Field(5_000_000, ge=1000)
+    """minutes of demand of all endpoints that a what-if run may replay; what it leaves is what forecasts learn from"""
+    what_if_keep_days: int = Field(30, ge=1)
+    """what-if runs are deleted after this long"""
+
     @field_validator("cors_origins")
     @classmethod
     def _are_origins(cls, value: str) -> str:

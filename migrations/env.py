@@ -18,6 +18,7 @@ from controlplane.store import (
     tables,
     tenants,
     usage,
+    what_if,
 )
 
 for module, table in (
@@ -33,6 +34,7 @@ for module, table in (
     (responses, "responses"),
     (tenants, "tenants"),
     (usage, "usage_hours"),
+    (what_if, "what_if_runs"),
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata

@@ -24,10 +24,12 @@ from controlplane.store.responses import ResponseRow
 from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
 from controlplane.store.usage import UsageHour, add_up_usage
+from controlplane.store.what_if import WhatIfRun, fail_lost_runs
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
 _OBJECTIVES_KEEP_S = 8 * _DAY_S
+_WHAT_IF_LOST_S = 120.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
@@ -45,6 +47,7 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
             "leases": partial(_once, database, partial(expire_leases, attempts_max=settings.niw_attempts_max)),
             "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
             "files": partial(_expire_files, database, blobs),
+            "what_if_runs": partial(_once, database, partial(fail_lost_runs, silent_s=_WHAT_IF_LOST_S)),
             "request_log": partial(
                 _in_pieces,
                 database,
@@ -71,6 +74,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "console_links": partial(delete_older, column=ConsoleLink.ends_at, keep_s=_DAY_S),
         "console_flows": partial(delete_older, column=ConsoleFlow.ends_at, keep_s=_DAY_S),
         "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
+        "what_if_runs": partial(delete_older, column=WhatIfRun.created_at, keep_s=settings.what_if_keep_days * _DAY_S),
         "usage": partial(delete_older, column=UsageHour.hour, keep_s=settings.usage_keep_days * _DAY_S),
     }
     jobs = {name: partial(_in_pieces, database, forget, _PIECES_SWEPT_MAX) for name, forget in old.items()}

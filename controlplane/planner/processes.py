@@ -14,29 +14,31 @@ import structlog
 from celery import signals
 
 from controlplane.planner.schedule import MAIN_QUEUE, celery
+from controlplane.planner.what_if.stopping import note_stopping
 
 log = structlog.get_logger()
 
 
-def serve_worker(queue: str = MAIN_QUEUE, *, restart_after_s: float = 1.0) -> None:
-    """Run a Celery worker until SIGTERM. Forecasts, long and many, have workers of their own, so that scaling and
-    measuring never wait for them.
+def serve_worker(*queues: str, concurrency: int = 2, restart_after_s: float = 1.0) -> None:
+    """Run a Celery worker until SIGTERM. Forecasts and what-if runs, long and many, have workers of their own, so that
+    scaling and measuring never wait for them. No queue given: the main one.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signalled: list[str] = []
 
     def note_signal(sig: str, **_: object) -> None:
         signalled.append(sig)
+        note_stopping()
 
     def work() -> bool:
         celery.worker_main(
             [
                 "--quiet",
                 "worker",
-                "--concurrency=2",
+                f"--concurrency={concurrency}",
                 "--without-gossip",
                 "--without-mingle",
-                f"--queues={queue}",
+                f"--queues={','.join(queues or (MAIN_QUEUE,))}",
             ]
         )
         return bool(signalled)

@@ -20,6 +20,7 @@ from controlplane.planner.plan import plan_hour
 from controlplane.planner.predict import predict
 from controlplane.planner.runs import note, noted
 from controlplane.planner.scale import scale
+from controlplane.planner.what_if.run import run_next
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.readiness import Loop
@@ -29,12 +30,15 @@ from controlplane.store.blobs.open import open_blobs
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
+from controlplane.store.what_if import is_waiting
 
 log = structlog.get_logger()
 _VISIBILITY_TIMEOUT_S = 3600
 _BROKER_TIMEOUT_S = 10
 """A broker that does not answer within this is unreachable."""
-MAIN_QUEUE, FORECAST_QUEUE = "tidepool", "forecasts"
+MAIN_QUEUE, FORECAST_QUEUE, WHAT_IF_QUEUE = "tidepool", "forecasts", "what-if"
+_WHAT_IF_SLACK_S = 120
+"""What a what-if task may take besides its simulation."""
 _FORECAST_TASKS = 256
 """Forecast tasks of an hour while each has few series: enough to keep so many workers busy."""
 
@@ -60,7 +64,7 @@ def _make_celery(settings: Settings) -> Celery:
         task_serializer="json",
         accept_content=["json"],
         task_default_queue=MAIN_QUEUE,
-        task_routes={"forecast_some": {"queue": FORECAST_QUEUE}},
+        task_routes={"forecast_some": {"queue": FORECAST_QUEUE}, "what_if": {"queue": WHAT_IF_QUEUE}},
         task_soft_time_limit=900,
         task_time_limit=1000,
         worker_prefetch_multiplier=1,
@@ -230,6 +234,22 @@ def run_expire() -> None:
         run.error = expired.error
     if done := expired.done():
         log.info("expired", **done)
+    with parts().database.transaction() as session:
+        waiting = is_waiting(session, running_max=parts().settings.what_if_running_max)
+    if waiting:
+        run_what_if.apply_async(expires=parts().settings.expire_every_s)
+
+
+@celery.task(
+    name="what_if",
+    acks_late=False,  # who claimed the run is in Postgres: it is never run twice
+    soft_time_limit=process_settings().what_if_time_max_s + _WHAT_IF_SLACK_S,
+    time_limit=process_settings().what_if_time_max_s + 2 * _WHAT_IF_SLACK_S,
+)
+def run_what_if() -> None:
+    """When an operator asks for a run, when one has ended, and every 30 seconds while one waits."""
+    if run_next(parts().database, parts().live, parts().settings):
+        run_what_if.delay()
 
 
 @celery.task(name="sweep")

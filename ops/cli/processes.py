@@ -114,13 +114,18 @@ def worker() -> None:
 
 @examples("tidepool forecaster")
 def forecaster() -> None:
-    """Run a Celery worker that forecasts; more of them forecast more series an hour. Settings: TIDEPOOL_*."""
+    """Run a Celery worker that forecasts and runs what-if simulations; more of them forecast more series an hour.
+
+    \b
+    Settings: TIDEPOOL_*.
+    """
     with running():
         from controlplane.planner.processes import serve_worker
-        from controlplane.planner.schedule import FORECAST_QUEUE
+        from controlplane.planner.schedule import FORECAST_QUEUE, WHAT_IF_QUEUE, process_settings
 
         _check_planner_schema()
-        serve_worker(FORECAST_QUEUE)
+        # two processes for forecasts remain, however many simulations run
+        serve_worker(FORECAST_QUEUE, WHAT_IF_QUEUE, concurrency=2 + process_settings().what_if_running_max)
 
 
 @examples("tidepool beat")

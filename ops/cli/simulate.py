@@ -1,5 +1,6 @@
 """`simulate`: what happens with this traffic, these GPUs and these policies."""
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -57,6 +58,14 @@ Hours = Annotated[
     typer.Option(min=1, max=168, help="With --from-live: hours of its demand to replay; default: 24."),
 ]
 
+Facts = Annotated[
+    Path | None,
+    typer.Option("--facts", hidden=True, dir_okay=False, help="With --from-live: read the fleet here, not of the API."),
+]
+ProgressLines = Annotated[
+    bool, typer.Option("--progress-lines", hidden=True, help="Report progress as lines of JSON on standard error.")
+]
+
 GpuTypes = Annotated[
     list[str] | None,
     typer.Option("--gpu-type", help="With --from-live: only its nodes of this type; repeatable; default: all."),
@@ -85,6 +94,8 @@ def simulate(
     policy: Annotated[str | None, typer.Option(help="The scaling strategy, instead of the scenario's own.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all figures here.")] = None,
     report: Report = None,
+    facts: Facts = None,
+    progress_lines: ProgressLines = False,
 ) -> None:
     """Simulate a scenario: the live service's own policies, in simulated time.
 
@@ -107,15 +118,24 @@ def simulate(
     """
     if from_live == (scenario is not None):
         raise CommandError("give either a scenario or --from-live")
-    if not from_live and (save or hours or gpu_type):
+    if not from_live and (save or hours or gpu_type or facts):
         raise CommandError("--save, --hours and --gpu-type need --from-live")
-    source = _scenario_file(context, scenario or save, hours=hours, gpu_types=gpu_type, from_live=from_live)
+    source = _scenario_file(
+        context, scenario or save, hours=hours, gpu_types=gpu_type, from_live=from_live, facts=facts
+    )
     for path in filter(None, (save, json_out, report)):
         if not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: cannot be written: its folder does not exist")
     with source as path:
         result = _simulated(
-            path, trace=trace, settings=settings, seed=seed, policy=policy, json_out=json_out, report=report
+            path,
+            trace=trace,
+            settings=settings,
+            seed=seed,
+            policy=policy,
+            json_out=json_out,
+            report=report,
+            progress=_ProgressLines if progress_lines else _Progress,
         )
     show(result)
 
@@ -129,6 +149,7 @@ def _simulated(
     policy: str | None,
     json_out: Path | None,
     report: Path | None,
+    progress: "type[_Progress]",
 ) -> "Result":
     """Simulate the scenario of a file, and write its result to the given files."""
     from dataplane.scheduling.profile import ProfileError
@@ -142,7 +163,7 @@ def _simulated(
         loaded = load_scenario(path, trace=trace, settings=settings or ())
         if policy is not None:
             loaded = loaded.with_strategy(policy)
-        result = run(loaded, seed=seed, report=_Progress(loaded)).result
+        result = run(loaded, seed=seed, report=progress(loaded)).result
         if not result.requests:
             raise CommandError(f"{loaded.name}: no request arrived: see [traffic] and planning.learn_s")
         if json_out:
@@ -156,13 +177,19 @@ def _simulated(
 
 @contextmanager
 def _scenario_file(
-    context: typer.Context, path: Path | None, *, hours: int | None, gpu_types: list[str] | None, from_live: bool
+    context: typer.Context,
+    path: Path | None,
+    *,
+    hours: int | None,
+    gpu_types: list[str] | None,
+    from_live: bool,
+    facts: Path | None,
 ) -> Iterator[Path]:
     """The file of the scenario; one made from the live fleet is written to `path`, or to a temporary folder."""
     with TemporaryDirectory() as folder:
         chosen = path or Path(folder) / "live.toml"
         if from_live:
-            write_live_scenario(context, chosen, hours=hours or 24, gpu_types=gpu_types or ())
+            write_live_scenario(context, chosen, hours=hours or 24, gpu_types=gpu_types or (), facts=facts)
         yield chosen
 
 
@@ -178,11 +205,23 @@ class _Progress:
         if time.monotonic() - self._reported_s < _REPORT_EVERY_S:
             return
         self._reported_s = time.monotonic()
+        self._report(now_s, requests, passed_s)
+
+    def _report(self, now_s: float, requests: int, passed_s: float) -> None:
         text = f"{now_s:,.0f} s simulated, {requests:,} requests"
         if self._duration_s and now_s:
             share = min(1.0, now_s / self._duration_s)
             text += f", {share:.0%}, about {passed_s / share - passed_s:,.0f} s left"
         notes().print(text)
+
+
+class _ProgressLines(_Progress):
+    """The same for a program that reads it. Once nobody reads any more, writing fails, and so does the simulation."""
+
+    def _report(self, now_s: float, requests: int, passed_s: float) -> None:
+        share = min(1.0, now_s / self._duration_s) if self._duration_s else 0.0
+        sys.stderr.write(json.dumps({"share": share, "requests": requests}) + "\n")
+        sys.stderr.flush()
 
 
 def show(result: "Result") -> None:

@@ -1,5 +1,6 @@
 """`simulate --from-live`: a scenario from the state of the running fleet."""
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -24,17 +25,23 @@ _PLANS_ASKED = 20
 PROFILES = Path(__file__).parents[1] / "profiles"
 
 
-def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_types: Sequence[str]) -> None:
-    """Write a scenario of the running fleet, and its demand next to it. `gpu_types`: only these; empty: all.
+def write_live_scenario(
+    context: typer.Context, path: Path, *, hours: int, gpu_types: Sequence[str], facts: Path | None = None
+) -> None:
+    """Write a scenario of the running fleet, and its demand next to it. `gpu_types`: only these; empty: all. `facts`:
+    what a worker wrote of the fleet, instead of asking the API.
 
     Raises:
-        CommandError: the API refuses, or lacks data; or a file cannot be written.
+        CommandError: the API refuses, or lacks data; or a file cannot be read or written.
     """
     from ops.simulator.scenario.live import LiveError, cut_demand, live_scenario, write_demand
 
-    with connected(context) as api:
-        fleet = _fleet(api, gpu_types)
-        rows = list(_demand(api, fleet.endpoints, hours * HOUR_S + LEARN_S_MAX))
+    if facts is None:
+        with connected(context) as api:
+            fleet = _fleet(api, gpu_types)
+            rows = list(_demand(api, fleet.endpoints, hours * HOUR_S + LEARN_S_MAX))
+    else:
+        fleet, rows = _read_facts(facts)
     demand_path = path.with_suffix(".demand.csv")
     try:
         demand = cut_demand(rows, simulated_s=hours * HOUR_S, learn_s_max=LEARN_S_MAX)
@@ -48,6 +55,22 @@ def write_live_scenario(context: typer.Context, path: Path, *, hours: int, gpu_t
         raise CommandError(f"{error.filename}: cannot be written: {error.strerror}") from error
     for note in scenario.notes:
         notes().print(note, markup=False)
+
+
+def _read_facts(path: Path) -> "tuple[LiveFleet, list[tuple[int, str, str, float, str]]]":
+    """The fleet and its demand; GPU types without a profile of ours are left out."""
+    from ops.simulator.scenario.live import LiveFleet, read_demand
+
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        known = [name for name in facts["fleet"]["gpu_types"] if name in profiles_by_type()]
+        fleet = LiveFleet(**facts["fleet"] | {"gpu_types": known})
+        rows = read_demand(path.with_name(facts["demand"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"{path}: cannot be read: {error}") from error
+    if not known:
+        raise CommandError("no node of a GPU type with a profile is left: see `tidepool node profile`")
+    return fleet, rows
 
 
 @cache

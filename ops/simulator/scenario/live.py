@@ -27,7 +27,8 @@ class LiveError(ValueError):
 @dataclass(frozen=True, kw_only=True)
 class LiveFleet:
     """Answers of the admin API. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: reported by instances,
-    both by GPU type. `pooling`: settings of pools in the plan in force; None: it has none.
+    both by GPU type. `pooling`: settings of pools in the plan in force; None: it has none. `lost_regions`: regions that
+    fail after `after_s` seconds of the traffic, for `down_s`.
     """
 
     gpu_types: Sequence[str]
@@ -42,6 +43,7 @@ class LiveFleet:
     prices: Mapping[str, float]
     kv_bytes: Mapping[str, Sequence[int]]
     pooling: Row | None = None
+    lost_regions: Sequence[Row] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +144,20 @@ def live_scenario(
         "planning": {"learn_s": demand.learn_s, **_pooling(kept)},
         "provisioning": {"local_s": slow_s, "spot_other_s": slow_s},
         "models": [_model(row, kept) for row in kept.models],
+        "failures": [
+            {"region": lost["region"], "at_s": demand.learn_s + lost["after_s"], "down_s": lost["down_s"]}
+            for lost in fleet.lost_regions
+        ],
     }
     return LiveScenario(document=document, notes=list(_notes(fleet, demand, kept, running)))
+
+
+def read_demand(path: Path) -> list[tuple[int, str, str, float, str]]:
+    """Rows of `COLUMNS` without their names. Raises OSError."""
+    with path.open(newline="", encoding="utf-8") as text:
+        return [
+            (int(start_s), region, model, float(rate), tier) for start_s, region, model, rate, tier in csv.reader(text)
+        ]
 
 
 def write_demand(path: Path, demand: LiveDemand) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from controlplane.api.admin import pins, plans, spot
+from controlplane.api.admin import pins, plans, spot, what_if
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.plans import get_plan
@@ -28,7 +28,7 @@ GONE = {"before": True, "after": False}
 
 @pytest.fixture(autouse=True)
 def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plans, pins, spot):
+    for module in (plans, pins, spot, what_if):
         monkeypatch.setattr(module, "enqueue", lambda *_, **__: True)
 
 
@@ -106,6 +106,9 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/plans/{plan_id}/rollback", CHANGED, approved, {"json": {"note": "back"}}),
         ("POST /admin/pins", FIRST, "", {"json": PIN, "status": 201}),
         ("DELETE /admin/pins/{pin_id}", CHANGED, newest("pins"), {}),
+        ("POST /admin/what-if", FIRST, "", {"json": {"name": "half"}, "status": 201}),
+        ("POST /admin/what-if/{run_id}/cancel", CHANGED, newest("what-if"), {}),
+        ("DELETE /admin/what-if/{run_id}", GONE, newest("what-if"), {}),
         ("POST /admin/keys", FIRST, "", {"json": key, "status": 201}),
         ("POST /admin/keys/{key_id}/rotate", CHANGED, newest("keys"), {}),
         ("DELETE /admin/keys/{key_id}", CHANGED, newest("keys"), {}),

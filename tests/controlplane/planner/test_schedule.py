@@ -108,6 +108,8 @@ def test_a_share_delivered_twice_is_done_once(fleet: World) -> None:
 
 
 def test_what_must_be_quick_never_waits_behind_forecasts() -> None:
-    """A worker takes forecasts or everything else."""
-    routed = schedule.celery.conf.task_routes["forecast_some"]["queue"]
-    assert routed == schedule.FORECAST_QUEUE != schedule.celery.conf.task_default_queue == schedule.MAIN_QUEUE
+    """A worker takes forecasts and what-if runs, or everything else."""
+    routed = {task: options["queue"] for task, options in schedule.celery.conf.task_routes.items()}
+    assert routed == {"forecast_some": schedule.FORECAST_QUEUE, "what_if": schedule.WHAT_IF_QUEUE}
+    assert schedule.celery.conf.task_default_queue == schedule.MAIN_QUEUE
+    assert schedule.MAIN_QUEUE not in routed.values()

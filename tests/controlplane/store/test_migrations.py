@@ -42,6 +42,8 @@ CHOICES = {
     ("events", "kind"): "node",
     ("console_sessions", "source"): "oidc",
     ("console_sessions", "role"): "viewer",
+    ("what_if_runs", "state"): "queued",
+    ("what_if_runs", "progress"): 0.5,
 }
 
 
