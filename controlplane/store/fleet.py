@@ -225,6 +225,12 @@ def load_catalog(session: Session) -> Catalog:
     )
 
 
+def known_names(session: Session) -> Mapping[str, frozenset[str]]:
+    """The names that are registered: of `region`, `gpu_type` and `model`."""
+    tables = {"region": Region.name, "gpu_type": GpuType.name, "model": Model.name}
+    return {kind: frozenset(session.scalars(select(name))) for kind, name in tables.items()}
+
+
 def heard_of(within_s: float) -> ColumnElement[bool]:
     """Whether a node sent a heartbeat in the last `within_s` seconds, on Postgres's clock: then it is alive."""
     return func.coalesce(func.extract("epoch", func.clock_timestamp() - Node.last_seen_at) <= within_s, false())

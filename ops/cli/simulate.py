@@ -120,23 +120,15 @@ def simulate(
         raise CommandError("give either a scenario or --from-live")
     if not from_live and (save or hours or gpu_type or facts):
         raise CommandError("--save, --hours and --gpu-type need --from-live")
-    source = _scenario_file(
-        context, scenario or save, hours=hours, gpu_types=gpu_type, from_live=from_live, facts=facts
-    )
     for path in filter(None, (save, json_out, report)):
         if not path.absolute().parent.is_dir():
             raise CommandError(f"{path}: cannot be written: its folder does not exist")
-    with source as path:
-        result = _simulated(
-            path,
-            trace=trace,
-            settings=settings,
-            seed=seed,
-            policy=policy,
-            json_out=json_out,
-            report=report,
-            progress=_ProgressLines if progress_lines else _Progress,
-        )
+    progress = _ProgressLines if progress_lines else _Progress
+    wanted: dict[str, Any] = {"trace": trace, "settings": settings, "seed": seed, "policy": policy}
+    with _scenario_file(
+        context, scenario or save, hours=hours, gpu_types=gpu_type, live=from_live, facts=facts
+    ) as path:
+        result = _simulated(path, **wanted, json_out=json_out, report=report, progress=progress)
     show(result)
 
 
@@ -182,13 +174,13 @@ def _scenario_file(
     *,
     hours: int | None,
     gpu_types: list[str] | None,
-    from_live: bool,
+    live: bool,
     facts: Path | None,
 ) -> Iterator[Path]:
     """The file of the scenario; one made from the live fleet is written to `path`, or to a temporary folder."""
     with TemporaryDirectory() as folder:
         chosen = path or Path(folder) / "live.toml"
-        if from_live:
+        if live:
             write_live_scenario(context, chosen, hours=hours or 24, gpu_types=gpu_types or (), facts=facts)
         yield chosen
 

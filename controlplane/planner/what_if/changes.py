@@ -1,14 +1,13 @@
 """What a what-if run changes of the running fleet."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError
+from controlplane.store.fleet import known_names
 from controlplane.store.plans import get_plan
-from controlplane.store.tables import GpuType, Model, Region
 
 CHANGES_MAX = 50
 HOURS_MAX = 168
@@ -52,7 +51,7 @@ class LostRegion(_Part):
     down_h: float = Field(strict=True, gt=0, le=HOURS_MAX, description="for so many hours")
 
 
-class Changes(_Part):
+class WhatIfChanges(_Part):
     """What differs from the running fleet; nothing given: nothing does."""
 
     strategy: Strategy | None = Field(None, description="none: the one in force (`scale_strategy`)")
@@ -65,15 +64,14 @@ class Changes(_Part):
     lost_regions: list[LostRegion] = Field(default_factory=list, max_length=CHANGES_MAX)
 
 
-def check_changes(session: Session, changes: Changes, *, hours: int) -> None:
+def check_changes(session: Session, changes: WhatIfChanges, *, hours: int) -> None:
     """Check that the changes name what there is.
 
     Raises:
         InvalidValueError: a name is not registered, or a region is lost after the end.
         NotFoundError: there is no such plan.
     """
-    tables: dict[str, Any] = {"region": Region, "gpu_type": GpuType, "model": Model}
-    known = {field: set(session.scalars(select(table.name))) for field, table in tables.items()}
+    known = known_names(session)
     for table in ("capacity", "prices", "demand", "lost_regions"):
         for index, change in enumerate(getattr(changes, table)):
             for field, names in known.items():

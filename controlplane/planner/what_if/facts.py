@@ -12,20 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError
-from controlplane.planner.what_if.changes import Changes
+from controlplane.planner.what_if.changes import WhatIfChanges
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, latest_demand_s, read_demand
-from controlplane.store.fleet import FleetInventory, read_inventory
-from controlplane.store.keys import snapshot
+from controlplane.store.fleet import FleetInventory, all_latencies, read_inventory
 from controlplane.store.plans import entries_of, inputs_of, plan_in_force
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, Instance, Node, Region, RegionLatency
+from controlplane.store.tables import Desired, Instance, Node
 
 _HOUR_S = 3600
 _LEARN_S_MAX = 7 * 86_400
@@ -34,7 +32,7 @@ Row = dict[str, Any]
 
 
 def write_facts(
-    folder: Path, database: Database, live: LiveStore, settings: Settings, changes: Changes, *, hours: int
+    folder: Path, database: Database, live: LiveStore, settings: Settings, changes: WhatIfChanges, *, hours: int
 ) -> Path:
     """Write the facts into a folder; returns the path of the fleet's file, which names that of the demand.
 
@@ -64,7 +62,7 @@ def write_facts(
     return path
 
 
-def _fleet(session: Session, inventory: FleetInventory, changes: Changes) -> Row:
+def _fleet(session: Session, inventory: FleetInventory, changes: WhatIfChanges) -> Row:
     nodes = _with_capacity(_nodes(inventory), changes)
     prices = {row.name: row.cost_per_hour for row in inventory.gpu_types}
     plan = plan_in_force(session)
@@ -72,8 +70,11 @@ def _fleet(session: Session, inventory: FleetInventory, changes: Changes) -> Row
     return {
         "gpu_types": sorted({node["gpu_type"] for node in nodes}),
         "taken_at": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds"),
-        "regions": [snapshot(row) for row in session.scalars(select(Region))],
-        "latencies": [snapshot(row) for row in session.scalars(select(RegionLatency))],
+        "regions": [{"name": name, "position": at} for at, name in enumerate(inventory.regions)],
+        "latencies": [
+            {"origin": origin, "destination": destination, "ms": ms}
+            for (origin, destination), ms in all_latencies(session).items()
+        ],
         "nodes": nodes,
         "instances": _instances(session, inventory.instances, {node["name"] for node in nodes}, changes),
         "models": [_of(row, "name", "weights_bytes", "kv_bytes_per_token", "context_tokens")
@@ -106,7 +107,7 @@ def _node(node: Node, inventory: FleetInventory, slots: list[Row]) -> Row:
     return named | {"alive": node.name in inventory.alive, "draining": not node.accepting, "slots": slots}
 
 
-def _with_capacity(nodes: list[Row], changes: Changes) -> list[Row]:
+def _with_capacity(nodes: list[Row], changes: WhatIfChanges) -> list[Row]:
     """The nodes after each change, which takes the last ones away or adds copies of them in turn."""
     for change in changes.capacity:
         places: Mapping[tuple[str, str], list[Row]] = defaultdict(list)
@@ -127,7 +128,7 @@ def _times(nodes: list[Row], factor: float) -> list[Row]:
     return taking[:wanted] + added
 
 
-def _instances(session: Session, running: Sequence[Instance], nodes: set[str], changes: Changes) -> list[Row]:
+def _instances(session: Session, running: Sequence[Instance], nodes: set[str], changes: WhatIfChanges) -> list[Row]:
     """Instances that run on the nodes that are left, or those that the plan wants."""
     if changes.plan_id is None:
         names = ("model", "region", "gpu_type", "desired", "pooled")
@@ -152,7 +153,7 @@ def _kv_bytes(live: LiveStore, inventory: FleetInventory) -> Mapping[str, list[i
 
 
 def _demand(
-    database: Database, model: str, region: str, changes: Changes, since_s: int, until_s: int
+    database: Database, model: str, region: str, changes: WhatIfChanges, since_s: int, until_s: int
 ) -> Iterator[tuple[int, str, str, float, str]]:
     """Minutes of an endpoint's demand, of all kinds, with the changes."""
     factor = math.prod(

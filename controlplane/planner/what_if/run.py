@@ -7,7 +7,7 @@ import structlog
 from celery.exceptions import SoftTimeLimitExceeded
 
 from controlplane.errors import TidepoolError
-from controlplane.planner.what_if.changes import Changes
+from controlplane.planner.what_if.changes import WhatIfChanges
 from controlplane.planner.what_if.facts import write_facts
 from controlplane.planner.what_if.figures import figures_of
 from controlplane.planner.what_if.simulation import SimulationError, StoppedError, simulate
@@ -41,7 +41,7 @@ def run_next(database: Database, live: LiveStore, settings: Settings) -> bool:
 
 
 def _run(run: WhatIfRun, database: Database, live: LiveStore, settings: Settings) -> None:
-    changes = Changes.model_validate(run.changes)
+    changes = WhatIfChanges.model_validate(run.changes)
 
     def go_on(share: float) -> bool:
         with database.transaction() as session:

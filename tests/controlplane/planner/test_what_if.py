@@ -17,7 +17,7 @@ from sqlalchemy import text
 from controlplane.planner.expire import expire, sweep
 from controlplane.planner.what_if import run as running
 from controlplane.planner.what_if import simulation
-from controlplane.planner.what_if.changes import Changes
+from controlplane.planner.what_if.changes import WhatIfChanges
 from controlplane.planner.what_if.facts import write_facts
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
@@ -117,7 +117,7 @@ def test_a_region_is_lost(fleet: World, settings: Settings) -> None:
 
 
 def test_what_changes_is_in_the_facts(fleet: World, settings: Settings, tmp_path: Path) -> None:
-    changes = Changes.model_validate(
+    changes = WhatIfChanges.model_validate(
         {
             "capacity": [{"region": "us-east", "factor": 3.0}, {"region": "us-west", "factor": 0.0}],
             "prices": [{"gpu_type": "H800", "cost_per_hour": 0.5}],
