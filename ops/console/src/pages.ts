@@ -25,6 +25,7 @@ export const PAGES: readonly Page[] = [
   { path: "spot", title: "Spot", group: "Fleet", key: "s", role: "viewer", load: () => import("./pages/SpotPage.svelte") },
   { path: "playground", title: "Playground", group: "Work", key: "y", role: "operator", load: () => import("./pages/PlaygroundPage.svelte") },
   { path: "keys", title: "Keys", group: "Access", key: "k", role: "admin", load: () => import("./pages/KeysPage.svelte") },
+  { path: "tenants", title: "Tenants", group: "Access", key: "t", role: "viewer", load: () => import("./pages/TenantsPage.svelte") },
   { path: "audit", title: "Audit", group: "Access", key: "a", role: "viewer", load: () => import("./pages/AuditPage.svelte") },
   { path: "plans", title: "Plans", group: "Planning", key: "p", role: "viewer", load: () => import("./pages/PlansPage.svelte") },
 ];
