@@ -1,12 +1,15 @@
 """The command line in this process, without an API and with one."""
 
 import json
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import uvicorn
 
 from controlplane.api.app import make_app
@@ -19,6 +22,21 @@ from tests.ops.cli.running import Outcome, Run
 from tests.ops.local.test_checkpoints import write_checkpoint
 
 WAIT_S = 30.0
+
+
+@pytest.fixture
+def restored_logs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For commands that set up logging for a process of their own: afterwards it is as before, so that no later test
+    writes to this one's standard error.
+    """
+    for module in (sys, threading):
+        monkeypatch.setattr(module, "excepthook", module.excepthook)
+    present, handlers = structlog.get_config(), list(logging.root.handlers)
+    yield
+    logging.captureWarnings(capture=False)
+    structlog.configure(**present)
+    for handler in [each for each in logging.root.handlers if each not in handlers]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture

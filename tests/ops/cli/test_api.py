@@ -11,7 +11,9 @@ from tests.ops.cli.running import Run
     ("count", "limit"),
     [("0", "greater than or equal to 1"), ("-1", "greater than or equal to 1"), ("1000", "less than or equal to 64")],
 )
-def test_a_number_of_processes_has_limits(run: Run, monkeypatch: pytest.MonkeyPatch, count: str, limit: str) -> None:
+def test_a_number_of_processes_has_limits(
+    run: Run, monkeypatch: pytest.MonkeyPatch, restored_logs: None, count: str, limit: str
+) -> None:
     by_option = run("api", "--processes", count)
     assert by_option.status != 0
     assert f"'--processes': Input should be {limit}" in by_option.err
@@ -22,7 +24,7 @@ def test_a_number_of_processes_has_limits(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_port_in_use_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+def test_a_port_in_use_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, restored_logs: None, processes: int) -> None:
     monkeypatch.setenv("TIDEPOOL_DATABASE_URL", "postgresql+psycopg://x@127.0.0.1:1/x")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -1,15 +1,10 @@
 """`tidepool init`, and the first keys when they are rotated."""
 
 import json
-import logging
 import stat
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 from sqlalchemy import text
 
 from controlplane.settings import Settings
@@ -21,15 +16,10 @@ from tests.ops.cli.running import Run
 
 
 @pytest.fixture
-def init(run: Run, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """`init(...)`: `tidepool init` on the test's database, with an empty home. Logs are as before afterwards."""
+def init(run: Run, settings: Settings, monkeypatch: pytest.MonkeyPatch, restored_logs: None) -> Run:
+    """`init(...)`: `tidepool init` on the test's database, with an empty home."""
     monkeypatch.setenv("TIDEPOOL_DATABASE_URL", settings.database_url.get_secret_value())
-    for module in (sys, threading):
-        monkeypatch.setattr(module, "excepthook", module.excepthook)
-    present = structlog.get_config()
-    yield lambda *arguments: run("init", *arguments)
-    logging.captureWarnings(capture=False)
-    structlog.configure(**present)
+    return lambda *arguments: run("init", *arguments)
 
 
 def test_the_first_keys_without_up(init: Run, database: Database, tmp_path: Path) -> None:
