@@ -66,6 +66,7 @@ class InstanceLive(Answer):
     """What the node's last heartbeat said of an instance."""
 
     instance_id: str
+    slot: int
     state: str
     kv_used_bytes: int
     kv_capacity_bytes: int
