@@ -264,14 +264,12 @@ def test_nodes_drain_and_come_back(ask: Ask, node: str) -> None:
 
 def test_a_heartbeat_makes_a_node_alive(ask: Ask, node: str, api: Any, secrets: dict[str, str]) -> None:
     assert ask("GET", f"/admin/nodes/{node}")["live"] is None
-    report = {"instance_id": "i1", "model": "llama", "slot": 1, "state": "ready", "kv_capacity_bytes": 40}
-    beat = {"node": node, "boot_id": "b1", "generation": 0, "instances": [report], "switches_total": 3}
+    beat = {"node": node, "boot_id": "b1", "generation": 0, "instances": [], "switches_total": 3}
     api.post("/node/heartbeat", json=beat, headers={"Authorization": f"Bearer {secrets['node']}"}).raise_for_status()
     shown = ask("GET", f"/admin/nodes/{node}")
     assert shown["alive"] is True
     assert shown["last_seen_at"] is not None
     assert shown["live"]["switches_total"] == 3
-    assert [(each["slot"], each["kv_capacity_bytes"]) for each in shown["live"]["instances"]] == [(1, 40)]
     assert shown["live_error"] is None
     status = ask("GET", "/admin/status")
     assert [(region["name"], region["nodes_alive"], region["gpus"]) for region in status["regions"]] == [

@@ -55,6 +55,8 @@ def test_an_endpoint_is_as_busy_as_its_heartbeats_say(ask: Ask, fleet: None, dat
 
     until(lambda: endpoint()["utilization"] is not None)
     assert (endpoint()["utilization"], endpoint()["remaining_tokens"], endpoint()["load"]) == (0.75, 77, 0.5)
+    (instance,) = ask("GET", "/admin/nodes/node-1")["live"]["instances"]
+    assert (instance["slot"], instance["kv_capacity_bytes"]) == (0, 40)
 
 
 def test_of_a_long_queue_a_part_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
