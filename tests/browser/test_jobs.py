@@ -1,0 +1,125 @@
+"""What people do in the console, from the first click to what the fleet has become."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ops.client.api import Api
+from tests.browser.conftest import PICTURES, SignIn, serious_faults
+from tests.flows.waiting import wait_until
+
+HOSTILE = '<img src=x onerror="window.pwned=1">'
+
+
+def _confirm(page: Any, verb: str) -> None:
+    """Press the button of the open dialog, and wait until it has closed: what it asked for has succeeded."""
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_role("button", name=verb, exact=True).click()
+    dialog.wait_for(state="hidden")
+
+
+def test_a_plan_is_drafted_applied_and_rolled_back(signed_in: SignIn, admin: Api) -> None:
+    person = signed_in("operator")
+    page = person.page
+    for _ in range(2):  # the second one has something to go back to
+        person.open("#/plans")
+        page.get_by_role("button", name="Draft a plan").click()
+        page.get_by_role("button", name="Apply at index").click()
+        _confirm(page, "Apply")
+        page.get_by_role("button", name="Apply at index").wait_for(state="hidden")
+    page.get_by_role("button", name="Roll back …").wait_for()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / "plan-review.png", full_page=True)
+    assert serious_faults(page) == []
+    in_force = admin.get("/admin/status")["plan"]["id"]
+    assert in_force in page.url, "the page is that of the plan in force"
+    page.get_by_role("button", name="Roll back …").click()
+    _confirm(page, "Roll back")
+    wait_until(lambda: admin.get("/admin/status")["plan"]["id"] != in_force, "another plan is in force")
+    (entry, *_) = [row for row in admin.pages("/admin/audit")["data"] if row["action"] == "plan.rollback"]
+    assert entry["subject"] == in_force
+    assert "browser-operator" in entry["actor"]
+
+
+def test_a_node_is_drained_and_put_back(signed_in: SignIn, admin: Api) -> None:
+    person = signed_in("operator")
+    page = person.page
+    person.open("#/nodes/us-west-1")
+    page.get_by_role("button", name="Drain", exact=True).click()
+    _confirm(page, "Drain")
+    assert admin.get("/admin/nodes/us-west-1")["draining"]
+    page.get_by_role("button", name="Put back into service").click()
+    _confirm(page, "Put back")
+    assert not admin.get("/admin/nodes/us-west-1")["draining"]
+
+
+def test_a_chat_is_streamed(signed_in: SignIn) -> None:
+    person = signed_in("operator")
+    page = person.page
+    person.open("#/playground")
+    page.get_by_role("combobox", name="Model").select_option("tide")
+    page.get_by_role("textbox", name="Message").fill(HOSTILE)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("tokens/s").first.wait_for()
+    page.get_by_role("button", name="Send").and_(page.locator(":enabled")).wait_for()
+    assert page.evaluate("() => window.pwned") is None
+    assert page.get_by_text(HOSTILE).count() >= 1, "markup is shown as what it is: text"
+
+
+def test_a_batch_is_submitted_and_cancelled(signed_in: SignIn, admin: Api) -> None:
+    person = signed_in("operator")
+    page = person.page
+    request = {"model": "tide", "messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4}
+    lines = [
+        {"custom_id": f"{HOSTILE}{n}", "method": "POST", "url": "/v1/chat/completions", "body": request}
+        for n in range(400)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    person.open("#/batches")
+    page.get_by_role("button", name="Submit a batch …").click()
+    page.locator("input[type=file]").set_input_files(
+        {"name": "lines.jsonl", "mimeType": "application/jsonl", "buffer": content}
+    )
+    _confirm(page, "Submit")
+    page.wait_for_url("**/batches/batch_*")
+    page.get_by_role("button", name="Cancel the batch …").click()
+    _confirm(page, "Cancel the batch")
+    name = page.url.rsplit("/", 1)[1]
+    wait_until(
+        lambda: admin.get(f"/admin/batches/{name}")["state"] in {"cancelled", "cancelling", "completed"},
+        "the batch is cancelled",
+    )
+    assert page.evaluate("() => window.pwned") is None
+
+
+def test_a_key_gets_a_new_secret_that_is_shown_once(signed_in: SignIn) -> None:
+    person = signed_in("admin")
+    page = person.page
+    person.open("#/keys")
+    page.get_by_role("button", name="Create a key …").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("rotated")
+    _confirm(page, "Create")
+    shown = page.get_by_role("status").filter(has_text="shown this once").locator("code")
+    first = shown.inner_text()
+    page.get_by_role("button", name="I have it").click()
+    page.get_by_role("row").filter(has_text="rotated").get_by_role("button", name="Rotate …").click()
+    _confirm(page, "Rotate")
+    assert shown.inner_text() != first
+    page.get_by_role("button", name="I have it").click()
+    assert first not in page.content()
+
+
+@pytest.mark.parametrize("link", ["#/plans", "#/nodes/us-west-1", "#/batches", "#/models/tide"])
+def test_a_viewer_has_no_button_that_changes_anything(signed_in: SignIn, link: str) -> None:
+    person = signed_in("viewer")
+    person.open(link)
+    page = person.page
+    page.get_by_role("main").get_by_role("heading", level=1).wait_for()
+    page.wait_for_timeout(800)
+    for verb in ("Draft a plan", "Apply", "Pin an endpoint", "Drain", "Submit a batch", "Delete"):
+        assert page.get_by_role("button", name=verb).count() == 0, verb
+    drain = "fetch('../admin/nodes/us-west-1/drain', {method: 'POST', headers: {'X-CSRF-Token': 'x'}})"
+    answer = page.evaluate(f"() => {drain}.then((response) => response.status)")
+    person.expected = ["403"]
+    assert answer == 403
