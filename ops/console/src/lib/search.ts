@@ -1,7 +1,7 @@
 /** What a name in the search field may mean. Names come from the API, by what they contain. */
 import { answer, api } from "../api/client";
 import { PAGES } from "../pages";
-import { linkTo } from "./router.svelte";
+import { href, linkTo } from "./router.svelte";
 import { session } from "./session.svelte";
 
 export interface Found {
@@ -15,7 +15,6 @@ const IDS: readonly [RegExp, string, string][] = [
   [/^plan_/, "plan", "plans"],
   [/^batch_/, "batch", "batches"],
   [/^req_|^chatcmpl-|^resp_/, "request", "requests"],
-  [/^inst_/, "instance", "instances"],
 ];
 
 /** Pages first, then things; an id goes straight to its page. */
@@ -27,7 +26,11 @@ export async function find(words: string): Promise<Found[]> {
   const byId = IDS.filter(([shape]) => shape.test(words)).map(([, kind, page]) => ({ name: words, kind, link: linkTo(page, words) }));
   if (words.length < 2) return [...byId, ...pages];
   const { data } = await answer(api.GET("/admin/search", { params: { query: { words, limit: ROWS_MAX } } }));
-  const PAGE_OF: Record<string, string> = { model: "models", node: "nodes", region: "overview", tenant: "tenants" };
-  const things = data.map(({ kind, name }) => ({ name, kind, link: linkTo(PAGE_OF[kind] ?? "overview", name) }));
+  const things = data.map(({ kind, name }) => ({ name, kind, link: linkOf(kind, name) }));
   return [...byId, ...pages, ...things];
+}
+
+function linkOf(kind: string, name: string): string {
+  if (kind === "region") return href("/nodes", { region: name });
+  return linkTo(`${kind}s`, name);
 }

@@ -19,6 +19,11 @@ interface SignInWays {
   oidc: string | null;
 }
 
+/** `provider_logout_url`: where the session at the OpenID provider ends, if there is one. */
+interface SignedOut {
+  provider_logout_url: string | null;
+}
+
 const RANK: Record<Role, number> = { viewer: 0, operator: 1, admin: 2 };
 const SEEN_EVERY_MS = 60_000;
 
@@ -56,8 +61,9 @@ class Session {
   }
 
   async signOut(everywhere: boolean): Promise<void> {
-    await this.#send("DELETE", everywhere ? "sessions" : "session");
-    await this.load();
+    const { provider_logout_url: provider } = await this.#send<SignedOut>("DELETE", everywhere ? "sessions" : "session");
+    if (provider === null) await this.load();
+    else location.assign(provider);
   }
 
   /** The person did something: the idle limit begins anew. Said at most once a minute. */
@@ -87,7 +93,7 @@ class Session {
     this.problem = null;
   }
 
-  async #send(method: string, path: string, body?: object): Promise<Person> {
+  async #send<Data = Person>(method: string, path: string, body?: object): Promise<Data> {
     const headers: Record<string, string> = { "X-CSRF-Token": this.csrf };
     if (body !== undefined) headers["Content-Type"] = "application/json";
     let response: Response;
@@ -97,7 +103,7 @@ class Session {
       throw new Problem(0, "unreachable", "The gateway cannot be reached.");
     }
     if (!response.ok) throw await problemOf(response);
-    return response.status === 204 ? (null as unknown as Person) : ((await response.json()) as Person);
+    return (await response.json()) as Data;
   }
 }
 
