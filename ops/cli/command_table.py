@@ -16,7 +16,7 @@ COMMANDS = {
     "worker": ("processes:worker", "Run a Celery worker: measure, plan, scale, expire."),
     "forecaster": (
         "processes:forecaster",
-        "Run a Celery worker that forecasts; more of them forecast more series an hour.",
+        "Run a Celery worker that forecasts and runs what-if simulations; more of them forecast more series an hour.",
     ),
     "beat": ("processes:beat", "Run the clock that starts the loops."),
     "agent": ("processes:agent", "Run the agent of this node."),
