@@ -1,0 +1,1 @@
+var e={"IW-F":`priority`,"IW-N":`default`,NIW:`flex and batch`},t=Object.keys(e).map(t=>[t,e[t]]);function n(e){return t.find(([t])=>t===e)?.[0]}function r(t){let r=n(t??``);return r===void 0?t??`–`:e[r]}export{n,r,t};
