@@ -265,7 +265,7 @@ class CrashPoints(RuleBasedStateMachine):
         for dispatcher in self.dispatchers:
             dispatcher.database.close()
         with self.world.database.transaction() as session:
-            for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts", "batch_models"):
+            for table in ("queued_requests", "batch_requests", "batch_results", "batch_counts"):
                 assert session.execute(text(f"SELECT count(*) FROM {table}")).scalar_one() == 0, table
 
     def _check_files(self) -> None:
