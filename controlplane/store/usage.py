@@ -71,9 +71,9 @@ class Usage:
 def put_usage(session: Session, writer: str, counts: Mapping[UsageKey, Usage]) -> None:
     """Write what a process counted from the beginning of each hour on, in place of what it wrote before."""
     if counts:
-        added = insert(UsageHour).values(_rows(writer, counts))
+        added = insert(UsageHour)
         values = {name: added.excluded[name] for name in _COUNTED}
-        session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values))
+        session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values), _rows(writer, counts))
 
 
 def add_batch_usage(session: Session, counts: Mapping[UsageKey, Usage]) -> None:
@@ -129,9 +129,9 @@ def _rows(writer: str, counts: Mapping[UsageKey, Usage]) -> list[dict[str, Any]]
 
 
 def _add(session: Session, rows: list[dict[str, Any]]) -> None:
-    added = insert(UsageHour).values(rows)
+    added = insert(UsageHour)
     values = {name: getattr(UsageHour, name) + added.excluded[name] for name in _COUNTED}
-    session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values))
+    session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values), rows)
 
 
 def _dimension(name: str) -> ColumnElement[Any]:

@@ -1,10 +1,13 @@
 """Usage over the API: what a gateway answered is counted once, by its tenant, and can be asked for."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx2 as httpx
 
+from controlplane.store.session import Database
 from controlplane.store.tables import Role
+from controlplane.store.usage import Usage, UsageKey, add_batch_usage, put_usage, read_usage
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World, until
 
@@ -34,3 +37,16 @@ def test_answers_of_a_gateway_count_for_their_tenant(world: World) -> None:
         assert row["day"].endswith("T00:00:00Z")
         assert usage(tenant="blue")["data"] == []
         assert usage(400, by="colour")["param"] == "by.0"
+
+
+def test_more_is_written_than_one_statement_has_parameters(database: Database) -> None:
+    """Postgres takes 65,535; a row has nine. Each write replaces the process's one before, or adds to it."""
+    hour = datetime(2026, 11, 23, tzinfo=UTC)
+    counts = {UsageKey(hour, "acme", f"m{n}", "IW-N"): Usage(requests=1, input_tokens=n) for n in range(8000)}
+    for write in (lambda session: put_usage(session, "w", counts), lambda session: add_batch_usage(session, counts)):
+        for _ in range(2):
+            with database.transaction() as session:
+                write(session)
+    with database.transaction() as session:
+        [whole] = read_usage(session, by=["tenant"], since=hour, until=None, tenant=None, model=None, after=0, limit=2)
+    assert (whole["requests"], whole["input_tokens"]) == (3 * 8000, 3 * sum(range(8000)))
