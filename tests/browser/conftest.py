@@ -1,17 +1,24 @@
 """The console in a real browser, on a real stack. `make test-browser` installs them and sets TIDEPOOL_CHROMIUM."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx2 as httpx
 import pytest
 
 from ops.client.api import Api
+from ops.local.ports import free_port
 from ops.local.stack import LocalStack
 from tests.flows.conftest import admin_of, register, replay_stack, wait_ready
+from tests.flows.waiting import wait_until
+from tests.servers import Servers
 
 ROOT = Path(__file__).parents[2]
 CHROMIUM = os.environ.get("TIDEPOOL_CHROMIUM", "")
@@ -28,6 +35,8 @@ ARGUMENTS = (
 )
 PATIENCE_MS = 60_000
 """How long a page may take on a machine that is busy with other things."""
+HOSTILE = '<img src=x onerror="window.pwned=1">'
+"""Text that would do something if a page took it for markup."""
 WIDE, NARROW = (1400, 900), (360, 740)
 
 
@@ -39,9 +48,50 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
-    """A fleet of replayed nodes whose instances are ready."""
-    with replay_stack(tmp_path_factory.mktemp("console")) as running:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """The stack's Postgres and Redis, for tests to stop."""
+    with closing(Servers(tmp_path_factory.mktemp("servers"))) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def provider() -> Iterator[str]:
+    """The address of an OpenID provider, of another site than the console's: cookies tell `localhost` from 127.0.0.1.
+    A person's groups are what the person calls itself there.
+    """
+    port = free_port()
+    address = f"http://localhost:{port}"
+    command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: _answers(f"{address}/.well-known/openid-configuration"), "the OpenID provider answers")
+            yield address
+        finally:
+            process.terminate()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url).is_success
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, servers: Servers, provider: str) -> Iterator[LocalStack]:
+    """A fleet of replayed nodes whose instances are ready. Many people sign in to its console from one address."""
+    environment = {
+        "TIDEPOOL_DATABASE_URL": servers.postgres.url(),
+        "TIDEPOOL_REDIS_URL": servers.redis.url(),
+        "TIDEPOOL_CONSOLE_SIGN_INS_PER_MINUTE": "1000",
+        "TIDEPOOL_CONSOLE_SIGN_INS_ALL_PER_MINUTE": "1000",
+        "TIDEPOOL_OIDC_ISSUER": provider,
+        "TIDEPOOL_OIDC_CLIENT_ID": "console",
+        "TIDEPOOL_OIDC_CLIENT_SECRET": "hush",
+        "TIDEPOOL_OIDC_ROLE_CLAIM": "sub",
+        "TIDEPOOL_OIDC_ROLES": json.dumps({"operator": ["ada"]}),
+    }
+    with replay_stack(tmp_path_factory.mktemp("console"), environment=environment) as running:
         with admin_of(running) as admin:
             register(admin)
             wait_ready(admin, 6)
@@ -64,17 +114,18 @@ def browser() -> Iterator[Any]:
 
 
 class Watched:
-    """A page whose errors, and requests to anybody else, are kept."""
+    """A page whose errors, and requests to anybody else, are kept. `others`: origins that it may go to."""
 
-    def __init__(self, page: Any, base: str) -> None:
+    def __init__(self, page: Any, base: str, *others: str) -> None:
         self.page = page
         self.base = base
+        self.origins = {urlsplit(origin).netloc for origin in (base, *others)}
         self.faults: list[str] = []
         self.expected: list[str] = []
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
-        page.on("request", lambda request: self._look(request.url))
+        page.on("request", self._look)
 
     def open(self, link: str) -> None:
         """Go to a page of the console by its link, `#/plans`."""
@@ -85,10 +136,13 @@ class Watched:
         left = [fault for fault in self.faults if not any(words in fault for words in self.expected)]
         assert not left, "\n".join(left)
 
-    def _look(self, url: str) -> None:
-        origin = urlsplit(self.base).netloc
-        if urlsplit(url).scheme not in {"data", "blob"} and urlsplit(url).netloc != origin:
-            self.faults.append(f"a request to another origin: {url}")
+    def _look(self, request: Any) -> None:
+        """What pages of others ask for is their affair."""
+        url = urlsplit(request.url)
+        asker = self.base if request.is_navigation_request() else request.frame.url
+        is_ours = urlsplit(asker).netloc == urlsplit(self.base).netloc
+        if is_ours and url.scheme not in {"data", "blob"} and url.netloc not in self.origins:
+            self.faults.append(f"a request to another origin: {request.url}")
 
 
 SignIn = Callable[..., Watched]

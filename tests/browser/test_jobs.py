@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 
 from ops.client.api import Api
-from tests.browser.conftest import PICTURES, SignIn, serious_faults
+from tests.browser.conftest import HOSTILE, PICTURES, SignIn, serious_faults
 from tests.flows.waiting import wait_until
-
-HOSTILE = '<img src=x onerror="window.pwned=1">'
 
 
 def _confirm(page: Any, verb: str) -> None:

@@ -1,6 +1,6 @@
 """A whole stack of real processes on the replay engine, shared by the tests of a module."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -31,11 +31,15 @@ StackMaker = Callable[[Path], AbstractContextManager[LocalStack]]
 
 
 @contextmanager
-def replay_stack(home: Path, nodes: tuple[LocalNode, ...] = REPLAY_NODES) -> Iterator[LocalStack]:
-    """A running stack whose loops turn quickly."""
+def replay_stack(
+    home: Path, nodes: tuple[LocalNode, ...] = REPLAY_NODES, *, environment: Mapping[str, str] | None = None
+) -> Iterator[LocalStack]:
+    """A running stack whose loops turn quickly. `environment`: more of its settings."""
     quick = {"TIDEPOOL_SCALE_EVERY_S": "1", "TIDEPOOL_EXPIRE_EVERY_S": "2", "TIDEPOOL_NIW_LEASE_S": "6"}
     lines: list[str] = []
-    with LocalStack(home, free_port(), nodes, environment=quick, report=lines.append) as stack:
+    with LocalStack(
+        home, free_port(), nodes, environment=quick | dict(environment or {}), report=lines.append
+    ) as stack:
         yield stack
 
 

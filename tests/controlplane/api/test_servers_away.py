@@ -1,8 +1,5 @@
 """Postgres or Redis goes away while a gateway serves, and comes back (promise 6)."""
 
-import contextlib
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,56 +7,15 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
-from sqlalchemy import create_engine, text
+from sqlalchemy import text
 
 import migrations
 from controlplane.settings import Settings
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
-from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
-from ops.local.ports import free_port
-from ops.local.supervisor import Supervisor
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until
-
-
-class Servers:
-    """A Postgres and a Redis of this test's own, each to be stopped and started."""
-
-    def __init__(self, folder: Path) -> None:
-        self.postgres = EmbeddedPostgres(folder / "postgres", free_port(), fsync=False)
-        self.redis = EmbeddedValkey(folder / "valkey", free_port())
-        self._running: dict[str, contextlib.ExitStack] = {}
-        for name in ("postgres", "redis"):
-            getattr(self, name).prepare()
-            self.start(name)
-
-    def start(self, name: str) -> None:
-        self._running[name] = contextlib.ExitStack()
-        self._running[name].enter_context(Supervisor([getattr(self, name).child()]))
-
-    def stop(self, name: str) -> None:
-        self._running.pop(name).close()
-
-    @contextlib.contextmanager
-    def frozen_postgres(self) -> Iterator[None]:
-        """Postgres hangs: its kernel takes connections, and nobody answers."""
-        postmaster = int((self.postgres.data / "postmaster.pid").read_text().split()[0])
-        engine = create_engine(self.postgres.url())
-        with engine.connect() as connection:
-            frozen = [postmaster, *connection.scalars(text("SELECT pid FROM pg_stat_activity"))]
-            for pid in frozen:
-                os.kill(pid, signal.SIGSTOP)
-            try:
-                yield
-            finally:
-                for pid in frozen:
-                    os.kill(pid, signal.SIGCONT)
-        engine.dispose()
-
-    def close(self) -> None:
-        for name in list(self._running):
-            self.stop(name)
+from tests.servers import Servers
 
 
 @pytest.fixture(scope="module")

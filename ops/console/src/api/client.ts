@@ -21,12 +21,17 @@ export class Problem extends Error {
     this.name = "Problem";
   }
 
+  /** Whether a server does not answer, which passes by itself. */
+  get isAway(): boolean {
+    return this.status === 0 || this.status === 503;
+  }
+
   /** What to try, where the status alone says it. */
   get advice(): string {
-    if (this.status === 0) return "The gateway does not answer. The page goes on trying.";
+    if (this.status === 0) return "The gateway does not answer. What you see may be old until it does.";
     if (this.status === 403) return "Your role may not do this. An administrator can change it.";
     if (this.status === 409) return "Something has changed meanwhile. Look at the present state, and try again.";
-    if (this.status === 503) return "A server that this needs is away. What you see may be old; try again in a moment.";
+    if (this.status === 503) return "A server that this needs is away. What you see may be old until it is back.";
     return "";
   }
 }

@@ -34,6 +34,7 @@ export function listen(actions: Actions): () => void {
   return () => window.removeEventListener("keydown", press);
 }
 
+/** A field of a dialog that was just closed has the focus until the next frame: nobody types into what is not seen. */
 function isTyping(target: EventTarget | null): boolean {
-  return target instanceof HTMLElement && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName));
+  return target instanceof HTMLElement && target.checkVisibility() && (target.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName));
 }

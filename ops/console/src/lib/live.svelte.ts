@@ -4,6 +4,7 @@ import { answer, api, type Schemas } from "../api/client";
 type Overview = Schemas["Overview"];
 
 const LATE_MS = 15_000;
+const RETRY_MS = 3000;
 
 class Live {
   overview = $state<Overview | null>(null);
@@ -11,6 +12,7 @@ class Live {
   heardAt = $state(0);
   connected = $state(false);
   #source: EventSource | null = null;
+  #retry: ReturnType<typeof setTimeout> | undefined;
 
   /** Whether what is shown may be old. */
   isLate(now: number): boolean {
@@ -25,6 +27,7 @@ class Live {
       this.connected = false;
       if (source.readyState === EventSource.CLOSED) this.#again();
     });
+    source.addEventListener("away", () => (this.connected = false)); // the gateway answers, and cannot look
     source.addEventListener("overview", (event) => {
       this.overview = JSON.parse(event.data) as Overview;
       this.heardAt = Date.now();
@@ -34,6 +37,7 @@ class Live {
   }
 
   close(): void {
+    clearTimeout(this.#retry);
     this.#source?.close();
     this.#source = null;
     this.connected = false;
@@ -45,10 +49,10 @@ class Live {
   #again(): void {
     this.#source?.close();
     this.#source = null;
+    this.#retry = setTimeout(() => this.open(), RETRY_MS);
     answer(api.GET("/admin/overview", {}))
       .then((overview) => (this.overview = overview))
-      .catch(() => undefined)
-      .finally(() => setTimeout(() => this.open(), 3000));
+      .catch(() => undefined);
   }
 }
 

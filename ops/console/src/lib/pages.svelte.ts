@@ -1,5 +1,6 @@
 /** A list of the API that comes in pages: the first one at once, the next when somebody scrolls there. */
 import { Problem } from "../api/client";
+import { askWhileAway } from "./again.svelte";
 
 interface Page<Row> {
   data: Row[];
@@ -59,10 +60,11 @@ export class Pages<Row> {
 
 /**
  * Pages for a component: the first page comes anew when what `ask` reads changes, and what is shown every `everyS`
- * seconds while the page is seen. 0: only then.
+ * seconds while the page is seen. 0: only then, and while a server is away.
  */
 export function pages<Row>(ask: (after: string | number | null) => Promise<Page<Row>>, everyS = 0): Pages<Row> {
   const found = new Pages(ask);
+  askWhileAway(found, () => found.refresh());
   $effect(() => {
     void found.load();
     if (everyS === 0) return;

@@ -1,5 +1,6 @@
 /** Data of the API that a page shows: asked for again in good time, and kept on the page while it cannot be had. */
 import { Problem } from "../api/client";
+import { askWhileAway } from "./again.svelte";
 
 export class Resource<Data> {
   data = $state<Data | null>(null);
@@ -40,10 +41,11 @@ export class Resource<Data> {
 
 /**
  * A resource for a component: loads when what `ask` reads changes, and then every `everyS` seconds while the page is
- * seen. 0: only then.
+ * seen. 0: only then, and while a server is away.
  */
 export function resource<Data>(ask: () => Promise<Data>, everyS = 0): Resource<Data> {
   const found = new Resource(ask);
+  askWhileAway(found, () => found.load());
   $effect(() => {
     void found.load();
     if (everyS === 0) return;

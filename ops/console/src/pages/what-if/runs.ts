@@ -55,6 +55,9 @@ export interface Line {
   format: (value: number | null) => string;
 }
 
+/** How often a run that has not ended is asked for. */
+export const OPEN_EVERY_MS = 2000;
+
 export const isOpen = (run: Run): boolean => run.state === "queued" || run.state === "running";
 
 const sum = (values: readonly number[]): number => values.reduce((total, value) => total + value, 0);

@@ -1,0 +1,61 @@
+"""A Postgres and a Redis of a test's own, each to be stopped, frozen and started."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from sqlalchemy import create_engine, text
+
+from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.local.ports import free_port
+from ops.local.supervisor import Supervisor
+
+
+class Servers:
+    """Both run from the start. They keep their ports and their data while they are stopped."""
+
+    def __init__(self, folder: Path) -> None:
+        self.postgres = EmbeddedPostgres(folder / "postgres", free_port(), fsync=False)
+        self.redis = EmbeddedValkey(folder / "valkey", free_port())
+        self._running: dict[str, contextlib.ExitStack] = {}
+        for name in ("postgres", "redis"):
+            getattr(self, name).prepare()
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        self._running[name] = contextlib.ExitStack()
+        self._running[name].enter_context(Supervisor([getattr(self, name).child()]))
+
+    def stop(self, name: str) -> None:
+        self._running.pop(name).close()
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """Nobody listens on the server's port meanwhile."""
+        self.stop(name)
+        try:
+            yield
+        finally:
+            self.start(name)
+
+    @contextlib.contextmanager
+    def frozen_postgres(self) -> Iterator[None]:
+        """Postgres hangs: its kernel takes connections, and nobody answers."""
+        postmaster = int((self.postgres.data / "postmaster.pid").read_text().split()[0])
+        engine = create_engine(self.postgres.url())
+        with engine.connect() as connection:
+            frozen = [postmaster, *connection.scalars(text("SELECT pid FROM pg_stat_activity"))]
+            for pid in frozen:
+                os.kill(pid, signal.SIGSTOP)
+            try:
+                yield
+            finally:
+                for pid in frozen:
+                    os.kill(pid, signal.SIGCONT)
+        engine.dispose()
+
+    def close(self) -> None:
+        for name in list(self._running):
+            self.stop(name)
