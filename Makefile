@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -120,6 +120,12 @@ test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus 
 	then promtool check config ops/deploy/prometheus.yaml && promtool test rules ops/deploy/alerts/tests/*.yaml \
 	  && $(BIN)/python -m pytest -n0 -q tests/controlplane/api/test_prometheus.py; \
 	else echo "The alert rules were not tested: there is no promtool, and only root on Debian can install it here (package prometheus)."; fi
+
+test-deploy: $(READY) ## test the systemd units (Debian's systemd-analyze, installed where this is root)
+	@command -v systemd-analyze > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd > /dev/null; } || true
+	@command -v systemd-analyze > /dev/null || echo "The units are not verified: there is no systemd-analyze, and only root on Debian can install it here (package systemd)."
+	$(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
