@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { amount, bytes, counted, distance, duration, percent, price } from "./format";
+import { amount, bytes, counted, distance, duration, percent, price, shortId, someOf } from "./format";
 
 const plain = (text: string) => text.replaceAll("\u202f", " ");
 
@@ -23,6 +23,14 @@ describe("what people read", () => {
     expect(plain(price(12.5))).toBe("12.50 /h");
     expect(counted(1, "instance")).toBe("1 instance");
     expect(counted(0, "batch", "batches")).toBe("0 batches");
+  });
+
+  it("shortens ids and lists", () => {
+    expect(shortId("batch_01a20b633ca371ce9a2f60e21a85caff")).toBe("batch_…1a85caff");
+    expect(shortId("batch_7")).toBe("batch_7");
+    expect(someOf(["a", "b", "c"], 2)).toBe("a, b and 1 more");
+    expect(someOf(["a", "b"], 2)).toBe("a, b");
+    expect(someOf([], 2)).toBe("–");
   });
 
   it("says how far a moment is", () => {

@@ -65,6 +65,18 @@ export function price(value: Maybe): string {
   return `${value.toFixed(Math.abs(value) < 100 ? 2 : 0)}${THIN}/h`;
 }
 
+/** An id that ends as the whole one does: the beginnings of ids made in one hour are equal. */
+export function shortId(id: string): string {
+  const [kind, rest = ""] = id.split("_", 2);
+  return rest.length <= 10 ? id : `${kind}_…${rest.slice(-8)}`;
+}
+
+/** The first few of some names, and how many more there are. */
+export function someOf(names: readonly string[], most: number): string {
+  const more = names.length - most;
+  return names.length === 0 ? NONE : names.slice(0, most).join(", ") + (more > 0 ? ` and ${more} more` : "");
+}
+
 /** Unix seconds of what the API sends: seconds, or an ISO time. */
 export function unixSeconds(time: number | string): number {
   return typeof time === "number" ? time : Date.parse(time) / 1000;
