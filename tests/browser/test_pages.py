@@ -3,11 +3,17 @@
 import re
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
+from ops.client.api import Api
+from ops.local.stack import LocalStack
 from tests.browser.conftest import NARROW, PICTURES, ROOT, WIDE, SignIn, serious_faults
+from tests.flows.waiting import wait_until
 
 PAGES = re.findall(r'\{ path: "([a-z-]+)"', (ROOT / "ops" / "console" / "src" / "pages.ts").read_text())
+DETAILS = {"models": "name", "nodes": "name", "plans": "id", "requests": "request_id"}
+"""Pages of one thing, and the field that names it."""
 PARTS = {"light": (WIDE, NARROW), "dark": (WIDE,)}
 
 
@@ -17,12 +23,11 @@ def _settled(page: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0")
 
 
-@pytest.mark.parametrize("theme", PARTS)
-@pytest.mark.parametrize("name", PAGES)
-def test_a_page(signed_in: SignIn, name: str, theme: str) -> None:
+def _look(signed_in: SignIn, address: str, name: str, theme: str) -> None:
+    """Open it at each width, draw it, and check what must hold of any page."""
     for size in PARTS[theme]:
         person = signed_in("admin", size=size, theme=theme)
-        person.open(f"#/{name}")
+        person.open(f"#/{address}")
         _settled(person.page)
         person.page.wait_for_timeout(800)  # charts and tables have drawn what came
         PICTURES.mkdir(parents=True, exist_ok=True)
@@ -30,6 +35,32 @@ def test_a_page(signed_in: SignIn, name: str, theme: str) -> None:
         assert serious_faults(person.page) == []
         overflow = person.page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
         assert overflow <= 0, f"{name} is {overflow} px wider than a window of {size[0]}"
+
+
+@pytest.mark.parametrize("theme", PARTS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page(signed_in: SignIn, name: str, theme: str) -> None:
+    _look(signed_in, name, name, theme)
+
+
+@pytest.mark.parametrize("theme", PARTS)
+@pytest.mark.parametrize("name", DETAILS)
+def test_a_page_of_one_thing(stack: LocalStack, admin: Api, signed_in: SignIn, name: str, theme: str) -> None:
+    if name == "requests":
+        _chat(stack)
+    elif name == "plans":
+        admin.post("/admin/plans", {})
+    wait_until(lambda: bool(admin.get(f"/admin/{name}", limit=1)["data"]), f"one of the {name} is listed")
+    (first, *_) = admin.get(f"/admin/{name}", limit=1)["data"]
+    _look(signed_in, f"{name}/{first[DETAILS[name]]}", f"{name}-detail", theme)
+
+
+def _chat(stack: LocalStack) -> None:
+    body = {"model": "tide", "messages": [{"role": "user", "content": "Which pool is deepest?"}], "max_tokens": 8}
+    answer = httpx.post(
+        f"{stack.url}/v1/chat/completions", headers={"Authorization": f"Bearer {stack.keys['client']}"}, json=body
+    )
+    answer.raise_for_status()
 
 
 def test_there_are_pages() -> None:
