@@ -2,11 +2,11 @@
 what it counted. Where it cannot know whether a write succeeded, it adds the counts of those seconds again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import CheckConstraint, Index, func, select, text
+from sqlalchemy import ARRAY, CheckConstraint, ColumnElement, Index, String, any_, cast, func, select, text
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.store.rows import delete_some
@@ -118,18 +118,44 @@ def read_objectives(
 ) -> list[tuple[int, str, Kept]]:
     """The counts of a model (None: of all) in a region (None: in all) by ten minutes and tier, the oldest first."""
     count = ObjectiveCount
-    sums = [func.sum(column) for column in (count.answers, count.kept, count.tokens, count.tokens_in_time)]
-    query = select(count.start_s, count.tier, *sums).where(count.model == (model or ALL_MODELS))
+    query = select(count.start_s, count.tier, *_sums()).where(count.model == (model or ALL_MODELS))
     if region is not None:
         query = query.where(count.region == region)
     rows = session.execute(
         query.where(count.start_s >= since_s).group_by(count.start_s, count.tier).order_by(count.start_s, count.tier)
     )
-    names = ("answers", "kept", "tokens", "tokens_in_time")
-    return [(start_s, tier, Kept(**dict(zip(names, map(int, values), strict=True)))) for start_s, tier, *values in rows]
+    return [(start_s, tier, _kept(sums)) for start_s, tier, *sums in rows]
+
+
+def read_endpoints_kept(
+    session: Session, models: Collection[str], regions: Collection[str], *, since_s: int
+) -> dict[tuple[str, str], Kept]:
+    """By (model, region), of those that had answers: their counts in all tiers since the Unix time `since_s`."""
+    count = ObjectiveCount
+    rows = session.execute(
+        select(count.model, count.region, *_sums())
+        .where(
+            count.model == any_(cast(list(models), ARRAY(String))),
+            count.region == any_(cast(list(regions), ARRAY(String))),
+            count.start_s >= since_s,
+        )
+        .group_by(count.model, count.region)
+    )
+    return {(model, region): _kept(sums) for model, region, *sums in rows}
 
 
 def forget_objectives(session: Session, *, before_s: int, count_max: int) -> int:
     """Delete at most `count_max` counts from before the Unix time `before_s`; returns how many."""
     start_s = ObjectiveCount.start_s
     return delete_some(session, ObjectiveCount, start_s < before_s, order=start_s, count_max=count_max)
+
+
+def _sums() -> list[ColumnElement[Any]]:
+    """In the order of `Kept`."""
+    count = ObjectiveCount
+    return [func.sum(column) for column in (count.answers, count.kept, count.tokens, count.tokens_in_time)]
+
+
+def _kept(sums: Iterable[Any]) -> Kept:
+    answers, kept, tokens, tokens_in_time = map(int, sums)
+    return Kept(answers=answers, kept=kept, tokens=tokens, tokens_in_time=tokens_in_time)

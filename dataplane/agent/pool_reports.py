@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.workers import WorkerSupervisor
 from dataplane.engines.interface import PoolStats, TimeSlice
-from dataplane.protocol.messages import KvReport, PoolReport, RunReport
+from dataplane.protocol.messages import KvReport, PoolReport, RunReport, SwitchReport
 
 RUNS_MAX = 16
 RUNS_S = 5.0
 """Heartbeats are a second apart: one that is lost hides nothing."""
+SWITCHES_S = 60.0
 
 
 def pool_reports(groups: Sequence[WorkerGroup]) -> tuple[PoolReport, ...]:
@@ -43,6 +45,22 @@ def runs_of(slices: Iterable[TimeSlice], now_s: float) -> tuple[RunReport, ...]:
     )
 
 
+def switches_of(slices: Sequence[TimeSlice], now_s: float) -> SwitchReport | None:
+    """The switches of the last minute before `now_s` on the engine's clock, or since the oldest of the slices, if that
+    began later; None: there is no slice.
+    """
+    if not slices:
+        return None
+    window_s = min(SWITCHES_S, now_s - slices[0].started_s)
+    costs_s = [each.switch_s for each in slices if each.switched and each.started_s >= now_s - window_s]
+    return SwitchReport(
+        window_s=round(window_s, 3),
+        switches=len(costs_s),
+        median_s=round(median(costs_s), 6) if costs_s else 0.0,
+        total_s=round(sum(costs_s), 6),
+    )
+
+
 def _report(slot: int, worker: WorkerSupervisor, pool: PoolStats, age_s: float) -> PoolReport:
     return PoolReport(
         slot=slot,
@@ -58,4 +76,5 @@ def _report(slot: int, worker: WorkerSupervisor, pool: PoolStats, age_s: float) 
         kv=tuple(KvReport(each.shape, each.used_bytes, each.held_bytes) for each in pool.kv),
         offloaded_layers=pool.offloaded_layers,
         runs=runs_of(pool.time_slices, pool.now_s + age_s),
+        switching=switches_of(pool.time_slices, pool.now_s + age_s),
     )

@@ -119,6 +119,7 @@ class InstanceStats(Struct, frozen=True, kw_only=True):
 class TimeSlice(Struct, frozen=True, kw_only=True):
     """A time slice that ended: what ran, from when to when (engine clock), and whether it began with a switch.
     `tokens`: made in it, one for each prompt whose prefill it completed; `prompt_tokens`: of those, not cached ones.
+    `switch_s`: how long a switch's missing weights take to load, at the measured rate of transfers.
     """
 
     kind: Literal["prefill", "decode"]
@@ -128,6 +129,7 @@ class TimeSlice(Struct, frozen=True, kw_only=True):
     tokens: int
     prompt_tokens: int
     switched: bool
+    switch_s: float = 0.0
 
 
 class KvShapeStats(Struct, frozen=True, kw_only=True):

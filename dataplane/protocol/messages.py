@@ -417,9 +417,21 @@ class RunReport(msgspec.Struct, frozen=True, array_like=True):
     switched: bool
 
 
+class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The switches of a worker in its last `window_s` seconds. What each cost is how long the weights that were missing
+    took to load, which is nothing where they were prefetched: their median, and their sum.
+    """
+
+    window_s: float
+    switches: int
+    median_s: float
+    total_s: float
+
+
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker whose models share its memory. `load`: as in the heartbeat. `slabs`: by what they hold.
     `offloaded_layers`: weight layers evicted for KV, by model. `runs`: the last ones, the oldest first.
+    `switching`: None from agents of older versions, and before the first time slice.
     """
 
     slot: int
@@ -435,6 +447,7 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv: tuple[KvReport, ...] = ()
     offloaded_layers: dict[str, int] = {}
     runs: tuple[RunReport, ...] = ()
+    switching: SwitchReport | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ class SliceLog:
         """Those of `slices`."""
         self._present: Turn | None = None
         self._switched = False
+        self._switch_s = 0.0
         self._model: str | None = None
         self._tokens_before = 0
         self._prompts = 0
@@ -37,8 +38,10 @@ class SliceLog:
         """The prefill rate of the last time slices."""
         return self._prefills.pace
 
-    def turn(self, turn: Turn | None, now_s: float) -> None:
-        """Record the turn of the next step, None if there is none. A time slice ends when the kind or model changes."""
+    def turn(self, turn: Turn | None, now_s: float, *, missing_s: float = 0.0) -> None:
+        """Record the turn of the next step, None if there is none. A time slice ends when the kind or model changes.
+        `missing_s`: until the model's weights are loaded.
+        """
         present = self._present
         if present is not None:
             if turn is not None and (turn.kind, turn.model) == (present.kind, present.model):
@@ -47,6 +50,7 @@ class SliceLog:
         self._present = turn
         if turn is not None:
             self._switched = turn.model != self._model
+            self._switch_s = missing_s if self._switched else 0.0
             self.switches_total += self._switched
             self._model = turn.model
             self._tokens_before = self.tokens_total
@@ -78,6 +82,7 @@ class SliceLog:
             tokens=self._prompts if turn.kind == "prefill" else self.tokens_total - self._tokens_before,
             prompt_tokens=self._prompt_tokens,
             switched=self._switched,
+            switch_s=self._switch_s,
         )
         slices.append(record)
         if record.kind == "prefill" and record.tokens:

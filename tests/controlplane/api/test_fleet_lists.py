@@ -1,5 +1,6 @@
 """Lists of the fleet that pages of the console show: what is filtered and counted by the API, and shared slots."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -8,8 +9,9 @@ from fastapi.testclient import TestClient
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
 from controlplane.store.instances import add_instance
+from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
 from controlplane.store.tables import Desired
-from dataplane.protocol.messages import Heartbeat, InstanceReport, KvReport, PoolReport, RunReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport, KvReport, PoolReport, RunReport, SwitchReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import HANGS_S, World
 
@@ -94,7 +96,8 @@ def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: W
             add_instance(session, model=model, region="us-east", gpu_type="H800", node="east-1", slot=1, gpus=0).id
             for model in ("ebb", "tide")
         ]
-    assert [slot["workers"] for slot in ask("GET", "/admin/pools")["data"][0]["slots"]] == [[]], "nothing was heard yet"
+    [silent] = ask("GET", "/admin/pools")["data"][0]["slots"]
+    assert (silent["workers"], silent["kept_attainment"]) == ([], None), "nothing was heard yet"
     pool = PoolReport(
         slot=1,
         worker=1,
@@ -103,6 +106,7 @@ def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: W
         resident_models=("ebb",),
         load=1.25,
         switches_total=7,
+        switching=SwitchReport(window_s=30.0, switches=4, median_s=0.5, total_s=3.0),
         slabs={"weights": 3, "free": 1},
         kv=(KvReport("8x64", 10, 20),),
         offloaded_layers={"tide": 2},
@@ -112,6 +116,15 @@ def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: W
         InstanceReport(instance_id=each, model=model, slot=1, state="ready", running=2)
         for each, model in zip(held, ("ebb", "tide"), strict=True)
     )
+    now_s = int(time.time()) // BUCKET_S * BUCKET_S
+    counts = {
+        ObjectiveKey("ebb", now_s, "us-east", "IW-F"): Kept(answers=2, kept=1, tokens=60, tokens_in_time=30),
+        ObjectiveKey("ebb", now_s, "us-east", "IW-N"): Kept(answers=1, kept=1, tokens=40, tokens_in_time=40),
+        ObjectiveKey("ebb", now_s, "us-west", "IW-F"): Kept(answers=9, kept=0, tokens=900, tokens_in_time=0),
+        ObjectiveKey("ebb", now_s - 10 * BUCKET_S, "us-east", "IW-F"): Kept(answers=9, tokens=900),
+    }
+    with world.database.transaction() as session:
+        add_objectives(session, counts)
     beat = Heartbeat(node="east-1", boot_id="b", generation=0, instances=reports, pools=(pool,))
     world.live.write_heartbeat(beat, region="us-east", gpu_type="H800", url="http://127.0.0.1:9")
     api.app.state.tidepool.fleet.read_view()  # type: ignore[attr-defined]
@@ -120,7 +133,10 @@ def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: W
     [slot] = page["data"][0]["slots"]
     assert (slot["slot"], slot["gpus"], [each["model"] for each in slot["instances"]]) == (1, 2, ["ebb", "tide"])
     assert [each["running"] for each in slot["instances"]] == [2, 2]
+    assert slot["kept_attainment"] == pytest.approx(0.7), "of its region, lately, all tiers"
+    assert [(each["tokens"], each["tokens_in_time"]) for each in slot["instances"]] == [(100, 70), (0, 0)]
     [worker] = slot["workers"]
+    assert worker["switching"] == {"window_s": 30.0, "switches": 4, "median_s": 0.5, "total_s": 3.0}
     assert (worker["running_model"], worker["predicted_attainment"], worker["switches_total"]) == ("ebb", 0.8, 7)
     assert (worker["slabs"], worker["offloaded_layers"]) == ({"weights": 3, "free": 1}, {"tide": 2})
     assert worker["kv"] == [{"shape": "8x64", "used_bytes": 10, "held_bytes": 20}]

@@ -31,3 +31,13 @@ def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:
     pace, expected = log.prefill_pace, seen.pace
     assert (pace.base_s, pace.token_s) == pytest.approx((expected.base_s, expected.token_s))
     assert pace.switch_s == pytest.approx(expected.switch_s)
+
+
+def test_a_slice_that_switched_says_how_long_its_weights_take_to_load() -> None:
+    log = SliceLog()
+    log.turn(turn("prefill", "a", 0.0), 0.0, missing_s=0.5)
+    log.turn(turn("prefill", "a", 0.0), 1.0, missing_s=0.25)
+    log.turn(turn("decode", "a", 2.0), 2.0, missing_s=0.125)
+    log.turn(turn("decode", "b", 3.0), 3.0, missing_s=2.0)
+    log.turn(None, 4.0)
+    assert [(each.switched, each.switch_s) for each in log.slices] == [(True, 0.5), (False, 0.0), (True, 2.0)]
