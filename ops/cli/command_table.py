@@ -54,6 +54,7 @@ COMMANDS = {
     "key": ("keys:keys", "API keys and their roles."),
     "tenant": ("tenants:tenants", "Tenants and their limits."),
     "faults": ("faults:faults", "Inject faults into a stack under load, and check its guarantees."),
+    "what-if": ("what_if:runs", "What-if runs: the running fleet simulated with changes, by its forecasters."),
     "simulate": ("simulate:simulations", "Simulate a fleet on the live service's own policies."),
 }
 """Name -> its function or group in a file of this folder, and its line in `tidepool --help`."""

@@ -1,4 +1,4 @@
-"""`model`, `endpoint`, `region`, `gpu` and `node delete`; `--drain` empties an endpoint or a node first."""
+"""`model`, `endpoint`, `region`, `gpu`, `node` and `what-if delete`; `--drain` empties an endpoint or a node first."""
 
 import sys
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.examples import examples
+from ops.cli.ids import RunId, whole_id
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, notes, print_answer
 
@@ -79,6 +80,14 @@ def delete_node(
             _drain_node(api, name)
         answer = api.delete(f"/admin/nodes/{name}")
     print_answer(answer, f"node {name} is deleted", as_json=as_json)
+
+
+@examples("tidepool what-if delete whatif_0190f3c2a7b57c1e8d2f4b6a8c0e1f23")
+def delete_run(context: typer.Context, run_id: RunId, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Delete a what-if run, with its figures. Refused while it is queued or running: cancel it first."""
+    with connected(context) as api:
+        run_id = whole_id(api, "whatif", run_id)
+    _delete(context, f"/admin/what-if/{run_id}", f"what-if run {run_id}", yes=yes, as_json=as_json)
 
 
 def _delete(context: typer.Context, path: str, what: str, *, yes: bool, as_json: bool) -> None:

@@ -11,22 +11,29 @@ from ops.client.api import Api, CommandError
 PlanId = Annotated[
     str, typer.Argument(metavar="PLAN", help="Its id, the first characters of it, `latest`, or `current`: in force.")
 ]
+RunId = Annotated[
+    str, typer.Argument(metavar="RUN", help="Its id, the first characters of it, or `latest`: the newest of all.")
+]
 _MATCHES_SHOWN = 10
 _HEX_CHARS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """Where ids of a kind are listed, and in which order. `has_ended`: the list leaves ended ones out by default."""
+    """Where ids of a kind are listed, and in which order. `has_ended`: the list leaves ended ones out by default.
+    `called`: what people call it, where that is not the beginning of its ids.
+    """
 
     path: str
     newest_first: bool
     has_ended: bool = False
+    called: str = ""
 
 
 _KINDS = {
     "plan": _Kind(path="/admin/plans", newest_first=True),
     "batch": _Kind(path="/v1/batches", newest_first=True),
+    "whatif": _Kind(path="/admin/what-if", newest_first=True, called="what-if run"),
     "key": _Kind(path="/admin/keys", newest_first=False),
     "pin": _Kind(path="/admin/pins", newest_first=False, has_ended=True),
     "inst": _Kind(path="/admin/instances", newest_first=False, has_ended=True),
@@ -34,8 +41,8 @@ _KINDS = {
 
 
 def whole_id(api: Api, kind: str, given: str) -> str:
-    """The id of `kind` (plan, batch, key, pin, inst) that begins with `given`, with or without `kind_`. Plans and
-    batches may be `latest`; `current` is the plan in force. A text that begins no id is returned
+    """The id of `kind` (plan, batch, whatif, key, pin, inst) that begins with `given`, with or without `kind_`. Plans,
+    batches and what-if runs may be `latest`; `current` is the plan in force. A text that begins no id is returned
     unchanged, for the API to refuse.
 
     Raises:
@@ -47,7 +54,7 @@ def whole_id(api: Api, kind: str, given: str) -> str:
     if given == "latest" and listed.newest_first:
         rows = api.get(listed.path, limit=1)["data"]
         if not rows:
-            raise CommandError(f"there is no {kind} yet")
+            raise CommandError(f"there is no {listed.called or kind} yet")
         return str(rows[0]["id"])
     prefix = given if given.startswith(f"{kind}_") else f"{kind}_{given}"
     if re.fullmatch(rf"{kind}_[0-9a-f]{{1,{_HEX_CHARS}}}", prefix) is None:
@@ -58,7 +65,7 @@ def whole_id(api: Api, kind: str, given: str) -> str:
     if len(matches) > 1:
         more = ["..."] if len(matches) > _MATCHES_SHOWN else []
         raise CommandError(
-            "\n  ".join([f"'{given}' is not one {kind}: these begin with it", *matches[:_MATCHES_SHOWN], *more])
+            "\n  ".join([f"'{given}' is not one {listed.called or kind}: these begin with it", *matches[:_MATCHES_SHOWN], *more])
         )
     return matches[0] if matches else given
 
