@@ -65,7 +65,9 @@ def whole_id(api: Api, kind: str, given: str) -> str:
     if len(matches) > 1:
         more = ["..."] if len(matches) > _MATCHES_SHOWN else []
         raise CommandError(
-            "\n  ".join([f"'{given}' is not one {listed.called or kind}: these begin with it", *matches[:_MATCHES_SHOWN], *more])
+            "\n  ".join(
+                [f"'{given}' is not one {listed.called or kind}: these begin with it", *matches[:_MATCHES_SHOWN], *more]
+            )
         )
     return matches[0] if matches else given
 

@@ -25,7 +25,8 @@ class FakeApi:
 
 
 @pytest.mark.parametrize(
-    ("kind", "newest_first"), [("plan", True), ("batch", True), ("whatif", True), ("key", False), ("pin", False), ("inst", False)]
+    ("kind", "newest_first"),
+    [("plan", True), ("batch", True), ("whatif", True), ("key", False), ("pin", False), ("inst", False)],
 )
 def test_an_id_is_found_by_its_first_characters(kind: str, newest_first: bool) -> None:
     api: Any = FakeApi(kind, newest_first=newest_first)
