@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 from controlplane.store.tables import Base
 
 _BATCHES = "batches"
-_COUNTED = ("requests", "failed", "input_tokens", "output_tokens")
+COUNTED = ("requests", "failed", "input_tokens", "output_tokens")
 DIMENSIONS = ("hour", "day", "month", "tenant", "model", "tier")
 
 
@@ -72,7 +72,7 @@ def put_usage(session: Session, writer: str, counts: Mapping[UsageKey, Usage]) -
     """Write what a process counted from the beginning of each hour on, in place of what it wrote before."""
     if counts:
         added = insert(UsageHour)
-        values = {name: added.excluded[name] for name in _COUNTED}
+        values = {name: added.excluded[name] for name in COUNTED}
         session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values), _rows(writer, counts))
 
 
@@ -95,7 +95,7 @@ def read_usage(
 ) -> list[dict[str, Any]]:
     """Usage added up by some of DIMENSIONS, the newest first, beginning with row `after`."""
     columns = [_dimension(name).label(name) for name in by]
-    sums = [func.sum(getattr(UsageHour, name)).label(name) for name in _COUNTED]
+    sums = [func.sum(getattr(UsageHour, name)).label(name) for name in COUNTED]
     query = select(*columns, *sums).where(UsageHour.hour >= since).group_by(*columns)
     if until is not None:
         query = query.where(UsageHour.hour < until)
@@ -105,7 +105,7 @@ def read_usage(
         query = query.where(UsageHour.model == model)
     order = [column.desc() if column.name in {"hour", "day", "month"} else column for column in columns]
     rows = session.execute(query.order_by(*order).offset(after).limit(limit)).mappings()
-    return [{name: int(value) if name in _COUNTED else value for name, value in row.items()} for row in rows]
+    return [{name: int(value) if name in COUNTED else value for name, value in row.items()} for row in rows]
 
 
 def add_up_usage(session: Session, *, older_s: float) -> int:
@@ -117,7 +117,7 @@ def add_up_usage(session: Session, *, older_s: float) -> int:
     whole: dict[UsageKey, Usage] = {}
     for row in gone:
         usage = whole.setdefault(UsageKey(row.hour, row.tenant, row.model, row.tier), Usage())
-        for name in _COUNTED:
+        for name in COUNTED:
             setattr(usage, name, getattr(usage, name) + getattr(row, name))
     if whole:
         _add(session, _rows("", whole))
@@ -130,7 +130,7 @@ def _rows(writer: str, counts: Mapping[UsageKey, Usage]) -> list[dict[str, Any]]
 
 def _add(session: Session, rows: list[dict[str, Any]]) -> None:
     added = insert(UsageHour)
-    values = {name: getattr(UsageHour, name) + added.excluded[name] for name in _COUNTED}
+    values = {name: getattr(UsageHour, name) + added.excluded[name] for name in COUNTED}
     session.execute(added.on_conflict_do_update(constraint="pk_usage_hours", set_=values), rows)
 
 

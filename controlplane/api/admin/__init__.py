@@ -23,6 +23,7 @@ from controlplane.api.admin import (
     regions,
     requests,
     search,
+    settings,
     spot,
     status,
     tenants,
@@ -41,6 +42,6 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, objectives, regions, nodes, pools, models, instances, spot, deletions),
-    *(demand, forecasts, plans, plan_changes, what_if, pins, keys, tenants, usage, batches, events, requests),
+    *(demand, forecasts, plans, plan_changes, what_if, pins, keys, tenants, usage, batches, events, requests, settings),
 ):
     router.include_router(part.router)

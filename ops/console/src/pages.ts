@@ -27,6 +27,7 @@ export const PAGES: readonly Page[] = [
   { path: "keys", title: "Keys", group: "Access", key: "k", role: "admin", load: () => import("./pages/KeysPage.svelte") },
   { path: "tenants", title: "Tenants", group: "Access", key: "t", role: "viewer", load: () => import("./pages/TenantsPage.svelte") },
   { path: "audit", title: "Audit", group: "Access", key: "a", role: "viewer", load: () => import("./pages/AuditPage.svelte") },
+  { path: "settings", title: "Settings", group: "Access", key: "e", role: "operator", load: () => import("./pages/SettingsPage.svelte") },
   { path: "plans", title: "Plans", group: "Planning", key: "p", role: "viewer", load: () => import("./pages/PlansPage.svelte") },
   { path: "what-if", title: "What if", group: "Planning", key: "w", role: "viewer", load: () => import("./pages/WhatIfPage.svelte") },
 ];

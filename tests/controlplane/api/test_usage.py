@@ -1,9 +1,12 @@
 """Usage over the API: what a gateway answered is counted once, by its tenant, and can be asked for."""
 
+import csv
 from datetime import UTC, datetime
+from io import StringIO
 from typing import Any
 
 import httpx2 as httpx
+from fastapi.testclient import TestClient
 
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
@@ -50,3 +53,21 @@ def test_more_is_written_than_one_statement_has_parameters(database: Database) -
     with database.transaction() as session:
         [whole] = read_usage(session, by=["tenant"], since=hour, until=None, tenant=None, model=None, after=0, limit=2)
     assert (whole["requests"], whole["input_tokens"]) == (3 * 8000, 3 * sum(range(8000)))
+
+
+def test_usage_is_exported_as_csv_that_no_spreadsheet_takes_for_formulas(
+    api: TestClient, secrets: dict[str, str], database: Database
+) -> None:
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    models = ["tide", "=HYPERLINK(1)", "+1", "-1", "@sum", "\tx", 'a,"b"']
+    with database.transaction() as session:
+        put_usage(session, "w", {UsageKey(hour, "acme", name, "IW-N"): Usage(requests=2) for name in models})
+    headers = {"Authorization": f"Bearer {secrets['viewer']}"}
+    answer = api.get("/admin/usage.csv", params={"by": ["model", "hour"]}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/csv")
+    assert "attachment" in answer.headers["content-disposition"]
+    rows = list(csv.DictReader(StringIO(answer.text, newline="")))
+    assert {row["model"].removeprefix("'") for row in rows} == set(models)
+    assert not [row["model"] for row in rows if row["model"][0] in "=+-@\t\r"]
+    assert {(row["requests"], row["hour"]) for row in rows} == {("2", hour.isoformat())}

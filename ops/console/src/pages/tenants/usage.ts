@@ -22,6 +22,14 @@ export function beginning(days: number, now = Date.now() / 1000): number {
   return (Math.floor(now / DAY_S) - days + 1) * DAY_S;
 }
 
+/** Address of a CSV file of the same days. */
+export function asCsv({ by, tenant, days }: { by: readonly string[]; tenant?: string; days: number }): string {
+  const query = new URLSearchParams(by.map((name): [string, string] => ["by", name]));
+  if (tenant !== undefined) query.set("tenant", tenant);
+  query.set("since", new Date(beginning(days) * 1000).toISOString());
+  return `../admin/usage.csv?${query.toString()}`;
+}
+
 export function measured(usage: Usage, measure: Measure): number {
   return measure === "requests" ? usage.requests : usage.input_tokens + usage.output_tokens;
 }
