@@ -107,6 +107,7 @@ def admin(stack: LocalStack) -> Iterator[Api]:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     playwright_api = pytest.importorskip("playwright.sync_api")
+    playwright_api.expect.set_options(timeout=PATIENCE_MS)
     with playwright_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
         yield running
@@ -184,6 +185,11 @@ def keys(stack: LocalStack) -> dict[str, str]:
             for role in ("viewer", "operator")
         }
     return {"admin": stack.keys["admin"]} | {role: key["secret"] for role, key in made.items()}
+
+
+def expect(locator: Any) -> Any:
+    """Playwright's assertions, which wait for what they assert."""
+    return pytest.importorskip("playwright.sync_api").expect(locator)
 
 
 def serious_faults(page: Any) -> list[str]:

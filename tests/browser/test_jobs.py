@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from ops.client.api import Api
-from tests.browser.conftest import HOSTILE, PICTURES, SignIn, serious_faults
+from ops.local.stack import LocalStack
+from tests.browser.conftest import HOSTILE, PICTURES, SignIn, expect, serious_faults
+from tests.browser.fleet import waiting_plan
 from tests.flows.waiting import wait_until
 
 
@@ -40,6 +42,50 @@ def test_a_plan_is_drafted_applied_and_rolled_back(signed_in: SignIn, admin: Api
     assert "browser-operator" in entry["actor"]
 
 
+def test_instances_move_under_an_open_page(signed_in: SignIn, stack: LocalStack, admin: Api) -> None:
+    """A plan that waits is approved, rolled back, and its endpoint pinned; somebody else sees what becomes of it."""
+    watcher, person = signed_in("viewer"), signed_in("operator")
+    watcher.open("#/models/ebb?region=us-east")
+    seen, page = watcher.page, person.page
+    seen.evaluate("() => { window.mark = 1; }")
+    ready = seen.get_by_role("table", name="Instances").get_by_role("row").filter(has_text="ready")
+    total = seen.get_by_role("table", name="Endpoints").get_by_role("row").filter(has_text="us-east")
+
+    def until_ready(count: int) -> None:
+        total.get_by_text(f"{count} ready").wait_for()
+        expect(ready).to_have_count(count)
+
+    for hours_later, count in enumerate((1, 3)):
+        plan = waiting_plan(stack, [("ebb", "us-east", count)], hours_later=hours_later)
+        person.open(f"#/plans/{plan}")
+        page.get_by_role("main").get_by_text("moves 9 GPUs, the limit is 8").first.wait_for()
+        page.get_by_role("button", name="Approve …").click()
+        _confirm(page, "Approve and apply")
+        until_ready(count)
+    page.get_by_role("button", name="Roll back …").click()
+    _confirm(page, "Roll back")
+    until_ready(1)
+    page.wait_for_function("(plan) => !location.hash.endsWith(plan)", arg=plan)
+    restored = admin.get("/admin/status")["plan"]["id"]
+    assert page.url.endswith(f"#/plans/{restored}")
+
+    person.open("#/plans")
+    page.get_by_role("button", name="Pin an endpoint …").click()
+    dialog = page.get_by_role("dialog")
+    for name, value in (("Model", "ebb"), ("Region", "us-east"), ("Instances", "2"), ("Why", HOSTILE)):
+        dialog.get_by_label(name, exact=True).fill(value)
+    _confirm(page, "Pin it")
+    until_ready(2)
+    pin = page.get_by_role("listitem").filter(has_text=HOSTILE)
+    assert "2 instances" in pin.inner_text()
+    pin.get_by_role("button", name="End it …").click()
+    _confirm(page, "End the pin")
+    until_ready(1)
+    assert admin.get("/admin/pins")["data"] == []
+    assert admin.get("/admin/status")["plan"]["id"] == restored, "pins end, and the plan in force is what it was"
+    assert seen.evaluate("() => window.mark === 1"), "nobody has loaded the page again"
+
+
 def test_a_node_is_drained_and_put_back(signed_in: SignIn, admin: Api) -> None:
     person = signed_in("operator")
     page = person.page
@@ -68,10 +114,10 @@ def test_a_chat_is_streamed(signed_in: SignIn) -> None:
 def test_a_batch_is_submitted_and_cancelled(signed_in: SignIn, admin: Api) -> None:
     person = signed_in("operator")
     page = person.page
-    request = {"model": "tide", "messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 4}
+    request = {"model": "tide", "messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 400}
     lines = [
         {"custom_id": f"{HOSTILE}{n}", "method": "POST", "url": "/v1/chat/completions", "body": request}
-        for n in range(400)
+        for n in range(4000)
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
     person.open("#/batches")
@@ -84,10 +130,17 @@ def test_a_batch_is_submitted_and_cancelled(signed_in: SignIn, admin: Api) -> No
     page.get_by_role("button", name="Cancel the batch …").click()
     _confirm(page, "Cancel the batch")
     name = page.url.rsplit("/", 1)[1]
-    wait_until(
-        lambda: admin.get(f"/admin/batches/{name}")["state"] in {"cancelled", "cancelling", "completed"},
-        "the batch is cancelled",
-    )
+    state = page.get_by_role("region", name="Progress").get_by_role("definition").first
+    expect(state).to_contain_text("cancelled")
+    expect(page.get_by_role("button", name="Cancel the batch …")).to_have_count(0)
+    batch = admin.get(f"/admin/batches/{name}")
+    assert batch["state"] == "cancelled"
+    assert batch["completed"] < batch["total"], "what waited never ran"
+    (entry, *_) = [row for row in admin.pages("/admin/audit")["data"] if row["action"] == "batch.cancel"]
+    assert (entry["subject"], "browser-operator" in entry["actor"]) == (name, True)
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name="Batches").click()
+    row = page.get_by_role("table", name="Batches").get_by_role("row").filter(has_text=name)
+    expect(row).to_contain_text("cancelled")
     assert page.evaluate("() => window.pwned") is None
 
 

@@ -17,7 +17,7 @@ DETAILS = {"models": "name", "nodes": "name", "plans": "id", "requests": "reques
 PARTS = {"light": (WIDE, NARROW), "dark": (WIDE,)}
 
 
-def _settled(page: Any) -> None:
+def settled(page: Any) -> None:
     """Wait for the page's own heading and until its first requests are answered; the stream never ends."""
     page.get_by_role("main").get_by_role("heading", level=1).wait_for()
     page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0")
@@ -28,7 +28,7 @@ def _look(signed_in: SignIn, address: str, name: str, theme: str) -> None:
     for size in PARTS[theme]:
         person = signed_in("admin", size=size, theme=theme)
         person.open(f"#/{address}")
-        _settled(person.page)
+        settled(person.page)
         person.page.wait_for_timeout(800)  # charts and tables have drawn what came
         PICTURES.mkdir(parents=True, exist_ok=True)
         person.page.screenshot(path=PICTURES / f"{name}-{theme}-{size[0]}.png", full_page=True)
