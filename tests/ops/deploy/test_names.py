@@ -9,11 +9,11 @@ from ops.cli.unknown_settings import unknown_settings
 from tests.ops.deploy.commands import fault_of_command
 
 DEPLOY = Path(__file__).parents[3] / "ops/deploy"
-FOLDERS = ("systemd",)
+FOLDERS = ("systemd", "helm")
 
 
 def _files(folder: str) -> list[Path]:
-    return [path for path in (DEPLOY / folder).rglob("*") if path.is_file()]
+    return [path for path in (DEPLOY / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
