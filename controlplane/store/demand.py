@@ -79,11 +79,13 @@ class DemandSpan(Base):
 
 
 class Forecast(Base):
-    """The forecast of one series for the hour after `origin_s`, and its forecaster. `candidates` and `state`
-    take kilobytes each and are read only where they are asked for.
+    """The forecast of one series for the hour after `origin_s`, and its forecaster. `actual_peak`: what came, as soon
+    as that hour's demand is known. `candidates` and `state` take kilobytes each and are read only where they are asked
+    for.
     """
 
     __tablename__ = "forecasts"
+    __table_args__ = (Index("ix_forecasts_origin_s", "origin_s"),)
     model: Mapped[str] = mapped_column(primary_key=True)
     region: Mapped[str] = mapped_column(primary_key=True)
     origin_s: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -91,6 +93,7 @@ class Forecast(Base):
     peak_q50: Mapped[float]
     peak_upper: Mapped[float]
     quantile: Mapped[float]
+    actual_peak: Mapped[float | None]
     path: Mapped[list[Any]]
     candidates: Mapped[Json] = mapped_column(deferred=True)
     state: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
@@ -345,8 +348,22 @@ def read_record(
     session: Session, endpoints: Sequence[Endpoint] | None, *, since_s: int, until_s: int
 ) -> ForecastRecord:
     """How forecasts of `endpoints` (None: of all) with an origin in [since_s, until_s] did in the hour after it, where
-    all of that hour's demand is known. Peaks are of 5-minute means, as forecasts have them.
+    all of that hour's demand is known.
     """
+    peaks = _peaks(endpoints, since_s=since_s, until_s=until_s)
+    hours, covered, error_sum, actual_sum = session.execute(
+        select(
+            func.count(),
+            func.count().filter(peaks.c.actual <= peaks.c.peak_upper),
+            func.coalesce(func.sum(func.abs(peaks.c.peak_q50 - peaks.c.actual)), 0.0),
+            func.coalesce(func.sum(peaks.c.actual), 0.0),
+        )
+    ).one()
+    return ForecastRecord(hours=hours, covered=covered, error_sum=error_sum, actual_sum=actual_sum)
+
+
+def _peaks(endpoints: Sequence[Endpoint] | None, *, since_s: int, until_s: int) -> Subquery:
+    """Forecasts with the peak that came, of 5-minute means as forecasts have them, where all of its hour is known."""
     named = None if endpoints is None else [(each.model, each.region) for each in endpoints]
     known = _known(IW, since_s=since_s, until_s=until_s + _HOUR_S, only=endpoints)
     window = ((known.c.start_s - Forecast.origin_s) // _WINDOW_S).label("window")
@@ -366,21 +383,12 @@ def read_record(
     hour = (means.c.model, means.c.region, means.c.origin_s, means.c.peak_q50, means.c.peak_upper)
     actual = func.max(means.c.mean).label("actual")
     complete = func.count() == _HOUR_S // _WINDOW_S
-    peaks = select(*hour, actual).group_by(*hour).having(complete).subquery()
-    hours, covered, error_sum, actual_sum = session.execute(
-        select(
-            func.count(),
-            func.count().filter(peaks.c.actual <= peaks.c.peak_upper),
-            func.coalesce(func.sum(func.abs(peaks.c.peak_q50 - peaks.c.actual)), 0.0),
-            func.coalesce(func.sum(peaks.c.actual), 0.0),
-        )
-    ).one()
-    return ForecastRecord(hours=hours, covered=covered, error_sum=error_sum, actual_sum=actual_sum)
+    return select(*hour, actual).group_by(*hour).having(complete).subquery()
 
 
 def score_forecasts(session: Session, *, now_s: int) -> int:
-    """Store how the forecasts of the last hours did, as far as their hour is over, its demand is known and they have no
-    score yet; returns of how many origins.
+    """Store how the forecasts of the last hours did, each and together, as far as their hour is over, its demand is
+    known and they have no score yet; returns of how many origins.
     """
     over = Forecast.origin_s.between(now_s - _SCORED_WITHIN_S, now_s - _HOUR_S - _MEASURED_AFTER_S)
     scored = exists().where(ForecastScore.origin_s == Forecast.origin_s)
@@ -389,6 +397,9 @@ def score_forecasts(session: Session, *, now_s: int) -> int:
         record = read_record(session, None, since_s=origin_s, until_s=origin_s)
         if record.hours:
             session.execute(insert(ForecastScore).values(origin_s=origin_s, **asdict(record)).on_conflict_do_nothing())
+            peaks = _peaks(None, since_s=origin_s, until_s=origin_s)
+            same = tuple(getattr(Forecast, name) == peaks.c[name] for name in ("model", "region", "origin_s"))
+            session.execute(update(Forecast).where(*same).values(actual_peak=peaks.c.actual))
             count += 1
     return count
 

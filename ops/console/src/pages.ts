@@ -29,5 +29,6 @@ export const PAGES: readonly Page[] = [
   { path: "audit", title: "Audit", group: "Access", key: "a", role: "viewer", load: () => import("./pages/AuditPage.svelte") },
   { path: "settings", title: "Settings", group: "Access", key: "e", role: "operator", load: () => import("./pages/SettingsPage.svelte") },
   { path: "plans", title: "Plans", group: "Planning", key: "p", role: "viewer", load: () => import("./pages/PlansPage.svelte") },
+  { path: "forecasts", title: "Forecasts", group: "Planning", key: "f", role: "viewer", load: () => import("./pages/ForecastsPage.svelte") },
   { path: "what-if", title: "What if", group: "Planning", key: "w", role: "viewer", load: () => import("./pages/WhatIfPage.svelte") },
 ];
