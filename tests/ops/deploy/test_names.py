@@ -9,7 +9,7 @@ from ops.cli.unknown_settings import unknown_settings
 from tests.ops.deploy.commands import fault_of_command
 
 DEPLOY = Path(__file__).parents[3] / "ops/deploy"
-FOLDERS = ("systemd", "helm")
+FOLDERS = ("systemd", "helm", "compose")
 
 
 def _files(folder: str) -> list[Path]:

@@ -1,0 +1,1 @@
+"""Container images: their files, and the locks of what is installed in them."""
