@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 
 import structlog
@@ -13,11 +14,19 @@ log = structlog.get_logger()
 _BEAT = b": beat\n\n"
 _BEAT_S = 10.0
 """So often at least something is sent, and a reader is asked whether it still may read."""
+_CPU_SHARE = 0.008
+"""Of a core, that a stream may take: of a large fleet, whose events are dear, they come more seldom."""
+_PAUSE_MAX_S = 10.0
+
+
+def pause_s(every_s: float, cpu_s: float) -> float:
+    """How long to wait after an event whose making took `cpu_s` seconds of CPU."""
+    return max(every_s, min(cpu_s / _CPU_SHARE, _PAUSE_MAX_S))
 
 
 class LiveStream:
-    """The latest event `name`, made every `every_s` seconds while somebody reads; `read` gives its data, as JSON. A
-    reader that is slow misses events and gets the latest one.
+    """The latest event `name`, made every `every_s` seconds while somebody reads, or more seldom where making it takes
+    much CPU; `read` gives its data, as JSON. A reader that is slow misses events and gets the latest one.
     """
 
     def __init__(self, read: Callable[[], Awaitable[bytes]], *, name: str, every_s: float) -> None:
@@ -58,10 +67,12 @@ class LiveStream:
 
     async def _refresh(self) -> None:
         while True:
+            began_s = time.process_time()
             self._latest = await self._next()
+            took_s = time.process_time() - began_s
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(pause_s(self._every_s, took_s))
 
     async def _next(self) -> bytes:
         try:

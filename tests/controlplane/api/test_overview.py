@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
 from controlplane.api.app import make_app
-from controlplane.api.live_stream import LiveStream, events_of
+from controlplane.api.live_stream import LiveStream, events_of, pause_s
 from controlplane.errors import AuthenticationError
 from controlplane.settings import Settings
 from controlplane.store.session import Database
@@ -92,6 +92,10 @@ class TestStream:
             assert reads == after, "nobody reads: nothing is asked"
 
         asyncio.run(main())
+
+    def test_events_that_are_dear_come_more_seldom_but_still_come(self) -> None:
+        assert [pause_s(2.0, cpu_s) for cpu_s in (0.0, 0.016, 0.04, 60.0)] == pytest.approx([2.0, 2.0, 5.0, 10.0])
+        assert pause_s(30.0, 60.0) == 30.0
 
     def test_it_says_when_a_server_is_away_and_goes_on(self) -> None:
         answers = iter([OperationalError("select", {}, Exception("gone")), b"{}"])
