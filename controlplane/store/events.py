@@ -20,6 +20,8 @@ class Event(Base):
         CheckConstraint("kind IN ('instance', 'node', 'plan')", name="kind_known"),
         Index("ix_events_at", "at"),
         Index("ix_events_subject", "subject", "id"),
+        Index("ix_events_model", "model", "id"),
+        Index("ix_events_node", "node", "id"),
     )
     id: Mapped[int] = mapped_column(Identity(), primary_key=True)
     at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -283,6 +283,7 @@ class Instance(Base):
         ForeignKeyConstraint(["node", "slot"], ["slots.node", "slots.index"]),
         ForeignKeyConstraint(["model", "region"], ["endpoints.model", "endpoints.region"]),
         Index("ix_instances_live", "node", postgresql_where=text("desired <> 'stopped'")),
+        Index("ix_instances_model", "model", "region", postgresql_where=text("desired <> 'stopped'")),
         Index("ix_instances_succeeds", "succeeds", postgresql_where=text("succeeds IS NOT NULL")),
     )
     id: Mapped[str] = mapped_column(primary_key=True)
