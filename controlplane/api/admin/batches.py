@@ -11,10 +11,11 @@ from fastapi import APIRouter, Path, Query
 from pydantic import Field
 from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import ID_PATTERN, After, Answer, Limit, ModelName, PageOf, Tenant
+from controlplane.api.admin.fields import ID_PATTERN, After, Answer, Limit, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, State, StateDep
+from controlplane.declarations import ModelName, Tenant
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store import batch_views, batches

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Query
 
-from controlplane.api.admin.fields import GpuTypePath, ModelName, ModelPath, NodePath, RegionName, RegionPath
+from controlplane.api.admin.fields import GpuTypePath, ModelPath, NodePath, RegionPath
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.keys import hashes_of
 from controlplane.api.admin.models import Endpoint, Model
@@ -12,6 +12,7 @@ from controlplane.api.admin.nodes import Node
 from controlplane.api.admin.regions import GpuType, Region
 from controlplane.api.auth import Operator, notify_gateways
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import ModelName, RegionName
 from controlplane.store import removal
 from controlplane.store.keys import record, snapshot
 

@@ -12,10 +12,11 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 
 from controlplane.api.admin.demand_csv import BUCKET_S, read_rows
-from controlplane.api.admin.fields import TIME_S_MAX, ModelName, RegionName
+from controlplane.api.admin.fields import TIME_S_MAX
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import ModelName, RegionName
 from controlplane.errors import InvalidValueError, TooLargeError
 from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import DemandRow, latest_demand_s, put_demand, read_demand

@@ -4,42 +4,18 @@ import re
 from typing import Annotated, Generic, TypeVar
 
 from fastapi import Path, Query
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from controlplane.declarations import INT64_MAX, TEXT, GpuTypeName, ModelName, RegionName
 from controlplane.store.rows import PAGE_MAX, Page
 from controlplane.store.tables import Base
-from dataplane.protocol.model_sources import SOURCE_CHARACTERS_MAX, check_source
 
-INT64_MAX = 2**63 - 1
 TIME_S_MAX = 253_402_300_799
 """The last second of the year 9999."""
 
-_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
-_GPU_TYPE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-_MODEL = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$"
 _NODE = r"^[^\x00-\x1f\x7f-\x9f/]{1,200}$"
 ID_PATTERN = r"^[^\x00-\x1f\x7f-\x9f/]{1,64}$"
-_TEXT = r"^[^\x00]*$"
 NODE_NAME = re.compile(_NODE)
-
-RegionName = Annotated[str, Field(pattern=_NAME, examples=["us-east"])]
-GpuTypeName = Annotated[str, Field(pattern=_GPU_TYPE, examples=["H800"])]
-ModelName = Annotated[str, Field(pattern=_MODEL, examples=["Qwen/Qwen3-8B"])]
-KeyName = Annotated[str, Field(pattern=_NAME, examples=["dashboard"])]
-Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
-CheckpointPath = Annotated[
-    str, Field(max_length=SOURCE_CHARACTERS_MAX, examples=["/models/qwen3-8b"]), AfterValidator(check_source)
-]
-Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
-
-Note = Annotated[str, Field(max_length=500, pattern=_TEXT)]
-
-PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]
-Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
-PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
-Number = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False)]
-"""The duration of a step, or of a part of one."""
 
 RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
@@ -55,21 +31,15 @@ KeyPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["key_0190f3c2a7b57c1
 
 Limit = Annotated[int, Query(ge=1, le=PAGE_MAX, description="rows of a page")]
 After = Annotated[
-    str | None, Query(max_length=300, pattern=_TEXT, description="`next` of the page before; none: the first page")
+    str | None, Query(max_length=300, pattern=TEXT, description="`next` of the page before; none: the first page")
 ]
 AfterId = Annotated[
     int | None, Query(ge=1, le=INT64_MAX, description="`next` of the page before; none: the first page")
 ]
-FilterWord = Annotated[str | None, Query(max_length=300, pattern=_TEXT, description="only those that have just this")]
+FilterWord = Annotated[str | None, Query(max_length=300, pattern=TEXT, description="only those that have just this")]
 
 Data = TypeVar("Data", bound=BaseModel)
 Row = TypeVar("Row", bound=Base)
-
-
-class Body(BaseModel):
-    """What a client sends. A field that is not known is an error, never ignored."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class Answer(BaseModel):

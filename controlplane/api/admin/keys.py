@@ -8,24 +8,11 @@ from fastapi import Body as BodyParam
 from pydantic import AwareDatetime, Field
 
 from controlplane.api.admin.changes import audited
-from controlplane.api.admin.fields import (
-    After,
-    AfterId,
-    Answer,
-    Body,
-    FilterWord,
-    KeyName,
-    KeyPath,
-    Limit,
-    ModelName,
-    NodeName,
-    PageOf,
-    Tenant,
-    page_of,
-)
+from controlplane.api.admin.fields import After, AfterId, Answer, FilterWord, KeyPath, Limit, NodeName, PageOf, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import MAY, Admin, Viewer, notify_gateways
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import Body, KeyName, ModelName, Tenant
 from controlplane.errors import InvalidValueError
 from controlplane.store import keys
 from controlplane.store.console import end_sessions_of_key

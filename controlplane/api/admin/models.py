@@ -7,29 +7,16 @@ from fastapi import APIRouter, BackgroundTasks, Query
 from pydantic import BaseModel, Field
 
 from controlplane.api.admin.changes import fleet_change
-from controlplane.api.admin.fields import (
-    After,
-    Answer,
-    Architecture,
-    Body,
-    CheckpointPath,
-    Count,
-    FilterWord,
-    GpuTypeName,
-    Limit,
-    ModelName,
-    ModelPath,
-    Number,
-    PageOf,
-    PositiveInt,
-    PositiveNumber,
-    RegionName,
-    Seconds,
-    page_of,
-)
+from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, ModelPath, PageOf, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import (
+    EndpointChange,
+    ModelChange,
+    Objective,
+    Profile,
+)
 from controlplane.planner.schedule import enqueue
 from controlplane.policies.facts import Endpoint as EndpointKey
 from controlplane.store import fleet, tables
@@ -38,59 +25,8 @@ from controlplane.store.keys import snapshot
 from controlplane.store.model_summaries import list_summaries
 from controlplane.store.rows import list_rows, require
 from controlplane.store.weights import require_fit
-from dataplane.protocol.messages import EngineChoice, Task
-from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
-from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
-
-
-class Objective(Body):
-    """What a tier promises: its first token, and each token after it."""
-
-    ttft_s: PositiveNumber = Field(le=OBJECTIVE_TTFT_MAX_S, examples=[1.0])
-    tbt_s: PositiveNumber = Field(le=OBJECTIVE_TBT_MAX_S, examples=[0.1])
-
-
-class ModelChange(Body):
-    """A checkpoint and what it needs. `tidepool model add` derives all of it from the checkpoint."""
-
-    path: CheckpointPath = Field(
-        description="checkpoint in Hugging Face format: a folder or a source that nodes can read"
-    )
-    architecture: Architecture
-    weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
-    parameters: PositiveInt | None = Field(
-        None,
-        examples=[8_190_735_360],
-        description="elements of the weights, tied ones once; with it, models are kept from slots that are too small"
-        " for them in the data type of the node",
-    )
-    kv_bytes_per_token: PositiveInt = Field(examples=[147_456])
-    context_tokens: PositiveInt = Field(description="the longest prompt and answer together", examples=[40_960])
-    slo: dict[Literal["IW-F", "IW-N"], Objective] | None = Field(
-        None, description="objectives by tier, where they differ from the settings'"
-    )
-    engine: EngineChoice = Field(
-        "auto",
-        description="what its dedicated instances run on; auto: the faster where both were measured, else what the node"
-        " prefers; pooled ones run on torch. Instances that are alive move one after the other",
-    )
-    task: Task = Field(
-        "generate",
-        description="what it answers with: text, embeddings, or scores of pairs of texts; on torch the last two, unless"
-        " engine is vllm",
-    )
-    tool_parser: ToolParserName | None = Field(
-        None,
-        description="how it writes tool calls; json: without markers; none: they are not looked for; null: as its chat"
-        " template suggests",
-    )
-    reasoning_parser: ReasoningParserName | None = Field(
-        None,
-        description="how it writes reasoning; qwen3: between `<think>` tags; deepseek_r1: so, and always first"
-        "; none: it is content; null: as its chat template suggests",
-    )
 
 
 class Model(Answer):
@@ -109,49 +45,6 @@ class Model(Answer):
     tool_parser: str | None = Field(examples=["hermes"])
     reasoning_parser: str | None = Field(examples=["qwen3"])
     created_at: datetime
-
-
-class Latency(Answer, Body):
-    """How long steps and switches of a model take, in seconds: Aegaeon A.2, with a term for each sequence."""
-
-    prefill_base_s: Seconds = Field(description="of every prefill", examples=[5.7e-3])
-    prefill_per_token_s: Seconds = Field(examples=[2.3e-5])
-    prefill_per_token2_s: Seconds = Field(description="for each squared token of a prompt", examples=[2.1e-10])
-    decode_base_s: Seconds = Field(description="of every decode step", examples=[8.5e-3])
-    decode_per_context_token_s: Seconds = Field(examples=[4.4e-8])
-    decode_per_sequence_s: Seconds = Field(examples=[1.1e-4])
-    switch_s: Seconds = Field(description="to bring its weights from host memory", examples=[0.47])
-    source: str = Field(max_length=500, pattern=r"^[^\x00]*$", examples=["7B on H800: profiles/qwen2_5_7b/H800/1"])
-
-
-class EngineRates(Answer, Body):
-    """Tokens per second of both engines, measured side by side."""
-
-    torch: PositiveNumber = Field(examples=[9000.0])
-    vllm: PositiveNumber = Field(examples=[15_000.0])
-
-
-class Profile(Answer, Body):
-    """What one instance of a model does on a GPU type. Without a latency it is never pooled there."""
-
-    model: ModelName
-    gpu_type: GpuTypeName
-    tokens_per_s: PositiveNumber = Field(description="input tokens per second at its SLO", examples=[12_000.0])
-    gpus: PositiveInt = Field(description="GPUs of one instance", examples=[1], le=1024)
-    load_time_s: Number = Field(description="seconds to load it within a region", examples=[30.0])
-    latency: Latency | None = None
-    engine_rates: EngineRates | None = Field(
-        None, description="where the model's engine is auto, its dedicated instances run on the faster one"
-    )
-
-
-class EndpointChange(Body):
-    """A model in a region, and how many instances it may have."""
-
-    model: ModelName
-    region: RegionName
-    instances_min: Count = Field(examples=[0])
-    instances_max: Count = Field(examples=[8])
 
 
 class Unplaced(Answer):

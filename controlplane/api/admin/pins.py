@@ -5,24 +5,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Query
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
-from controlplane.api.admin.fields import (
-    After,
-    Answer,
-    Body,
-    Count,
-    Limit,
-    ModelName,
-    Note,
-    PageOf,
-    PinPath,
-    RegionName,
-    page_of,
-)
+from controlplane.api.admin.fields import After, Answer, Limit, PageOf, PinPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import NewPin
 from controlplane.errors import InvalidValueError
 from controlplane.planner.schedule import enqueue
 from controlplane.policies.facts import Endpoint
@@ -30,18 +19,6 @@ from controlplane.store import overrides
 from controlplane.store.keys import record, snapshot
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
-
-
-class NewPin(Body):
-    """What to keep, and how long."""
-
-    model: ModelName
-    region: RegionName
-    instances: Count = Field(description="not fewer and not more; it stands in place of the endpoint's limits")
-    until: AwareDatetime = Field(
-        description="when the pin ends, with its time zone; every pin ends", examples=["2026-11-27T18:00:00Z"]
-    )
-    note: Note = Field("", description="why, in your words", examples=["launch week"])
 
 
 class Pin(Answer):

@@ -6,10 +6,11 @@ from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import GpuTypeName, ModelName, PlanPath, RegionName
+from controlplane.api.admin.fields import PlanPath
 from controlplane.api.admin.plans import PlanView
 from controlplane.api.auth import Viewer
 from controlplane.api.state import SessionDep
+from controlplane.declarations import GpuTypeName, ModelName, RegionName
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.placement.decision import Constraint
 from controlplane.store import plan_changes

@@ -8,10 +8,11 @@ from fastapi import APIRouter, BackgroundTasks
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, Note, PageOf, PlanPath, page_of
+from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, PageOf, PlanPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import Note
 from controlplane.errors import InvalidValueError, NotFoundError
 from controlplane.planner.draft import DraftOf
 from controlplane.planner.explain import explanation_of

@@ -8,33 +8,19 @@ from fastapi import Body as BodyParam
 from pydantic import Field
 
 from controlplane.api.admin.changes import fleet_change
-from controlplane.api.admin.fields import (
-    After,
-    Answer,
-    Body,
-    Count,
-    GpuTypePath,
-    Limit,
-    Number,
-    PageOf,
-    PositiveInt,
-    RegionName,
-    RegionPath,
-    page_of,
-)
+from controlplane.api.admin.fields import After, Answer, GpuTypePath, Limit, PageOf, RegionPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
+from controlplane.declarations import (
+    GpuTypeChange,
+    RegionChange,
+    RegionLatency,
+)
 from controlplane.store import fleet, tables
 from controlplane.store.rows import list_rows, require
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
-
-
-class RegionChange(Body):
-    """Where a region stands in the order of preference."""
-
-    position: Count | None = Field(None, description="lower is preferred; a new region without one goes last")
 
 
 class Region(Answer):
@@ -43,21 +29,6 @@ class Region(Answer):
     name: str = Field(examples=["us-east"])
     position: int = Field(examples=[0])
     created_at: datetime
-
-
-class RegionLatency(Answer, Body):
-    """How far one region is from another."""
-
-    origin: RegionName
-    destination: RegionName = Field(examples=["us-west"])
-    ms: Number = Field(description="milliseconds there and back", examples=[62.0], le=60_000)
-
-
-class GpuTypeChange(Body):
-    """What a GPU type has and costs."""
-
-    memory_bytes: PositiveInt = Field(description="memory of one GPU", examples=[85_899_345_920])
-    cost_per_hour: Number = Field(description="of one GPU, in your currency", examples=[2.5])
 
 
 class GpuType(Answer):

@@ -6,19 +6,10 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from controlplane.api.admin.fields import (
-    TIME_S_MAX,
-    After,
-    Answer,
-    Limit,
-    ModelName,
-    PageOf,
-    RegionName,
-    RequestPath,
-    Tenant,
-)
+from controlplane.api.admin.fields import TIME_S_MAX, After, Answer, Limit, PageOf, RequestPath
 from controlplane.api.auth import Admin
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import ModelName, RegionName, Tenant
 from controlplane.errors import NotFoundError
 from controlplane.settings import Settings
 from controlplane.store.request_log import LoggedRequest as Row

@@ -6,19 +6,11 @@ from datetime import datetime
 from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
 
-from controlplane.api.admin.fields import (
-    After,
-    Answer,
-    Body,
-    InstancePath,
-    KeyName,
-    Limit,
-    PageOf,
-    PositiveNumber,
-)
+from controlplane.api.admin.fields import After, Answer, InstancePath, Limit, PageOf
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import Body, KeyName, PositiveNumber
 from controlplane.errors import InvalidValueError
 from controlplane.planner.schedule import enqueue
 from controlplane.policies.lifecycle import InstanceState

@@ -8,31 +8,16 @@ from fastapi import APIRouter, Path
 from pydantic import Field
 
 from controlplane.api.admin.changes import audited
-from controlplane.api.admin.fields import INT64_MAX, After, Answer, Body, Limit, PageOf, PositiveInt, Tenant, page_of
+from controlplane.api.admin.fields import After, Answer, Limit, PageOf, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import Tenant, TenantChange
 from controlplane.store import tenants
 from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
 TenantPath = Annotated[Tenant, Path(description="the tenant's name")]
-_NONE = "null: without limit"
-
-
-class TenantChange(Body):
-    """Limits of a tenant. What is left out is without limit."""
-
-    requests_per_minute: PositiveInt | None = Field(None, description=f"interactive requests; {_NONE}", examples=[600])
-    tokens_per_minute: PositiveInt | None = Field(
-        None, description=f"prompt and completion tokens of interactive requests; {_NONE}", examples=[200_000]
-    )
-    concurrent_max: PositiveInt | None = Field(
-        None, description=f"interactive requests at once; {_NONE}", examples=[50]
-    )
-    queued_batch_tokens_max: Annotated[int, Field(strict=True, ge=0, le=INT64_MAX)] | None = Field(
-        None, description=f"tokens of batch requests that have not ended; {_NONE}", examples=[5_000_000]
-    )
 
 
 class TenantLimits(Answer):

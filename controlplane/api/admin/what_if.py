@@ -6,10 +6,11 @@ from typing import Annotated, Any
 from fastapi import APIRouter, BackgroundTasks
 from pydantic import Field
 
-from controlplane.api.admin.fields import After, Answer, Body, Limit, PageOf, RunPath, page_of
+from controlplane.api.admin.fields import After, Answer, Limit, PageOf, RunPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import Body
 from controlplane.planner.schedule import enqueue
 from controlplane.planner.what_if.changes import HOURS_MAX, WhatIfChanges, check_changes
 from controlplane.store import what_if

@@ -10,7 +10,6 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
 
-from controlplane.api.admin.fields import Body
 from controlplane.api.admin.problems import PROBLEMS, described
 from controlplane.api.auth import notify_gateways, signed_in
 from controlplane.api.browsers import (
@@ -26,6 +25,7 @@ from controlplane.api.browsers import (
 from controlplane.api.console.provider import ProviderError
 from controlplane.api.credentials import Caller, SignedIn, caller_of_session
 from controlplane.api.state import SessionDep, State, StateDep, state_of
+from controlplane.declarations import Body
 from controlplane.errors import (
     AuthenticationError,
     InvalidValueError,
