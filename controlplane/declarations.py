@@ -36,6 +36,7 @@ PositiveInt = Annotated[int, Field(strict=True, gt=0, le=INT64_MAX)]
 Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 PositiveNumber = Annotated[float, Field(strict=True, gt=0, le=1e15, allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, ge=0, le=1e15, allow_inf_nan=False)]
+Milliseconds = Annotated[Number, Field(le=60_000)]
 Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False)]
 """The duration of a step, or of a part of one."""
 
@@ -57,7 +58,7 @@ class RegionLatency(Body):
 
     origin: RegionName
     destination: RegionName = Field(examples=["us-west"])
-    ms: Number = Field(description="milliseconds there and back", examples=[62.0], le=60_000)
+    ms: Milliseconds = Field(description="milliseconds there and back", examples=[62.0])
 
 
 class GpuTypeChange(Body):

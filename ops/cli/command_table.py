@@ -38,6 +38,8 @@ COMMANDS = {
     ),
     "usage": ("usage:show_usage", "Show requests and tokens, the newest first."),
     "logs": ("logs:show_logs", "Show the logs of `tidepool up` on this machine."),
+    "apply": ("apply:apply_file", "Make the fleet and its tenants as a YAML file declares them."),
+    "export": ("apply:export_file", "Print the YAML file that declares what is there."),
     "region": ("fleet:regions", "Regions, in the order that traffic prefers them."),
     "gpu": ("fleet:gpus", "GPU types, with memory and cost of one GPU."),
     "node": ("nodes:nodes", "Nodes: machines with GPUs that have joined the fleet."),

@@ -1,0 +1,108 @@
+"""`apply` and `export`: the fleet as one file."""
+
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ops.cli.examples import examples
+from ops.client.api import CommandError, connected
+from ops.client.fleet_file.applying import Applied, apply_changes
+from ops.client.fleet_file.changes import Change, choose_changes, missing_references
+from ops.client.fleet_file.exporting import export_text
+from ops.client.fleet_file.reading import read_fleet_file
+from ops.client.fleet_file.resources import declared_resources, read_resources
+from ops.client.screen import AsJson, print_json
+
+_SIGNS = {"create": "+", "change": "~", "delete": "-"}
+
+
+@examples(
+    "tidepool apply -f fleet.yaml --dry-run        what would change, field by field",
+    "tidepool apply -f fleet.yaml                  change it; a second run changes nothing",
+    "tidepool export | tidepool apply -f -         changes nothing",
+)
+def apply_file(
+    context: typer.Context,
+    file: Annotated[Path, typer.Option("--file", "-f", help="The file; -: standard input.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make regions, latencies, GPU types, models, endpoints, pins and tenants as a file declares them."""
+    declared = declared_resources(read_fleet_file(_text(file), name=_name(file)), now=datetime.now(UTC))
+    with connected(context) as api:
+        present = read_resources(api)
+        if missing := missing_references(present, declared):
+            raise CommandError("\n".join(f"{_name(file)}: {each}" for each in missing))
+        changes = choose_changes(present, declared)
+        outcomes = (
+            [Applied(change=change, state="planned") for change in changes] if dry_run else apply_changes(api, changes)
+        )
+    if as_json:
+        print_json({"dry_run": dry_run, "changes": [_json(each) for each in outcomes]})
+    else:
+        _print(outcomes, dry_run=dry_run)
+    if any(each.state in {"failed", "not done"} for each in outcomes):
+        raise typer.Exit(1)
+
+
+@examples("tidepool export > fleet.yaml")
+def export_file(context: typer.Context) -> None:
+    """Print the file that declares what is there, for `tidepool apply`."""
+    with connected(context) as api:
+        typer.echo(export_text(read_resources(api)), nl=False)
+
+
+def _name(file: Path) -> str:
+    return "standard input" if str(file) == "-" else str(file)
+
+
+def _text(file: Path) -> str:
+    try:
+        return (sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{_name(file)} cannot be read: {error}") from None
+
+
+def _print(outcomes: list[Applied], *, dry_run: bool) -> None:
+    for each in outcomes:
+        change = each.change
+        state = "" if each.state in {"planned", "done"} else f": {each.state.upper()}"
+        typer.echo(f"{_SIGNS[change.action]} {change.resource.title}{state}")
+        for name, (before, after) in change.fields().items() if change.action == "change" else ():
+            typer.echo(f"    {name}: {_value(before)} -> {_value(after)}")
+        if each.error is not None:
+            typer.echo(f"    {each.error}")
+    typer.echo(_summary(outcomes, dry_run=dry_run))
+
+
+def _summary(outcomes: list[Applied], *, dry_run: bool) -> str:
+    if not outcomes:
+        return "nothing to change"
+    if dry_run:
+        return f"{len(outcomes)} to change; nothing was changed"
+    count = {state: sum(each.state == state for each in outcomes) for state in ("done", "failed", "not done")}
+    if count["done"] == len(outcomes):
+        return f"{len(outcomes)} changed"
+    return (
+        f"{count['done']} changed, {count['failed']} failed, {count['not done']} not tried;"
+        " run it again when the cause is mended: it goes on from here"
+    )
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+def _json(outcome: Applied) -> dict[str, Any]:
+    change: Change = outcome.change
+    return {
+        "action": change.action,
+        "kind": change.resource.kind.name,
+        "key": list(change.resource.key),
+        "fields": {name: {"before": old, "after": new} for name, (old, new) in change.fields().items()},
+        "state": outcome.state,
+        "error": outcome.error,
+    }

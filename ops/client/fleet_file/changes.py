@@ -1,0 +1,69 @@
+"""What it takes to make a fleet as a file declares it: a pure comparison."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ops.client.fleet_file.resources import (
+    ENDPOINT,
+    GPU_TYPE,
+    KINDS,
+    LATENCY,
+    MODEL,
+    PROFILE,
+    REGION,
+    Resource,
+    Resources,
+)
+
+Action = Literal["create", "change", "delete"]
+REFERENCES = {
+    LATENCY.name: (REGION, REGION),
+    PROFILE.name: (MODEL, GPU_TYPE),
+    ENDPOINT.name: (MODEL, REGION),
+}
+"""Kind -> the kinds that its key's parts name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change. `before` and `after` are None where there is nothing."""
+
+    before: Resource | None
+    after: Resource | None
+
+    @property
+    def action(self) -> Action:
+        return "create" if self.before is None else "delete" if self.after is None else "change"
+
+    @property
+    def resource(self) -> Resource:
+        resource = self.after or self.before
+        assert resource is not None, "a change is of something"
+        return resource
+
+    def fields(self) -> dict[str, tuple[Any, Any]]:
+        """Fields that change, with their values before and after."""
+        old = {} if self.before is None else self.before.fields
+        new = {} if self.after is None else self.after.fields
+        names = new if self.after is not None else old
+        return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+
+
+def choose_changes(present: Resources, declared: Resources) -> list[Change]:
+    """What to create and to change, in an order in which each finds what it needs."""
+    order = {kind.name: at for at, kind in enumerate(KINDS)}
+    changes = [Change(before=present.get(key), after=resource) for key, resource in declared.items()]
+    return sorted(
+        (change for change in changes if change.before is None or change.fields()),
+        key=lambda change: order[change.resource.kind.name],
+    )
+
+
+def missing_references(present: Resources, declared: Resources) -> list[str]:
+    """What the file names and neither has nor finds."""
+    return [
+        f"{resource.title}: {kind.name} '{name}' is neither in the file nor registered"
+        for resource in declared.values()
+        for kind, name in zip(REFERENCES.get(resource.kind.name, ()), resource.key, strict=False)
+        if (kind.name, (name,)) not in present and (kind.name, (name,)) not in declared
+    ]
