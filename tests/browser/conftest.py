@@ -125,7 +125,7 @@ class Watched:
         self.expected: list[str] = []
         page.set_default_timeout(PATIENCE_MS)
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        page.on("console", lambda said: said.type == "error" and self.faults.append(f"console: {said.text}"))
+        page.on("console", self._listen)
         page.on("request", self._look)
 
     def open(self, link: str) -> None:
@@ -136,6 +136,10 @@ class Watched:
         """No error that the test did not expect, and no request to another origin."""
         left = [fault for fault in self.faults if not any(words in fault for words in self.expected)]
         assert not left, "\n".join(left)
+
+    def _listen(self, said: Any) -> None:
+        if said.type == "error":
+            self.faults.append(f"console: {said.text} {said.location.get('url', '')}".rstrip())
 
     def _look(self, request: Any) -> None:
         """What pages of others ask for is their affair."""
