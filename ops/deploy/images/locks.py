@@ -1,7 +1,7 @@
 """`python -m ops.deploy.images.locks`: write the locks of the images, with the hash of each wheel.
 
 The versions are those of `ops/requirements.lock`; each lock is the part of it that an image needs, for CPython 3.11 on
-x86-64 Linux. torch is no part: a node's image takes the build of its kind, CPU or CUDA.
+x86-64 Linux. torch, and setuptools for it, are no part: a node's image takes the build of its kind, CPU or CUDA.
 """
 
 import json
@@ -16,11 +16,12 @@ ROOT = HERE.parents[2]
 _CONSTRAINTS = ROOT / "ops" / "requirements.lock"
 WANTED = {
     "build.lock": ("hatchling",),
-    "control.lock": (f"tidepool[control,s3,traces] @ {ROOT.as_uri()}",),
+    # redis needs async-timeout before Python 3.11.3, as Debian 12 has it, and this may be a newer one
+    "control.lock": (f"tidepool[control,s3,traces] @ {ROOT.as_uri()}", "async-timeout"),
     "node.lock": (f"tidepool[node,torch,traces] @ {ROOT.as_uri()}",),
 }
 """What each lock is made for."""
-_LEFT_OUT = {"tidepool", "torch"}
+_LEFT_OUT = {"tidepool", "torch", "setuptools"}
 
 
 def lock_of(wanted: Sequence[str]) -> str:
