@@ -8,6 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,20 @@ _TIERS = {IW: "", NIW: "NIW"}
 Row = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was written. `path`: of the fleet's file, which names that of the demand; `demand_from_s`: the Unix time of
+    the demand with which the simulation begins. What comes before is only for forecasts to learn from.
+    """
+
+    path: Path
+    demand_from_s: int
+
+
 def write_facts(
     folder: Path, database: Database, live: LiveStore, settings: Settings, changes: WhatIfChanges, *, hours: int
-) -> Path:
-    """Write the facts into a folder; returns the path of the fleet's file, which names that of the demand.
+) -> Facts:
+    """Write the facts into a folder.
 
     Raises:
         InvalidValueError: there is more demand than a run may replay.
@@ -53,13 +64,17 @@ def write_facts(
         )
     left_s = (settings.what_if_demand_minutes_max - minutes) // max(1, len(inventory.endpoints)) * 60
     since_s = max(0, until_s - hours * _HOUR_S - min(_LEARN_S_MAX, left_s))
+    first_s, last_s = until_s, since_s
     with (folder / "demand.csv").open("w", newline="", encoding="utf-8") as text:
         writer = csv.writer(text, lineterminator="\n")
         for endpoint in inventory.endpoints:
-            writer.writerows(_demand(database, endpoint.model, endpoint.region, changes, since_s, until_s))
+            for row in _demand(database, endpoint.model, endpoint.region, changes, since_s, until_s):
+                writer.writerow(row)
+                first_s, last_s = min(first_s, row[0]), max(last_s, row[0])
     path = folder / "facts.json"
     path.write_text(json.dumps({"fleet": fleet, "demand": "demand.csv"}), encoding="utf-8")
-    return path
+    whole_hour_s = -(-first_s // _HOUR_S) * _HOUR_S  # with which the simulator's demand begins
+    return Facts(path=path, demand_from_s=max(whole_hour_s, last_s + 60 - hours * _HOUR_S))
 
 
 def _fleet(session: Session, inventory: FleetInventory, changes: WhatIfChanges) -> Row:

@@ -50,7 +50,7 @@ def _run(run: WhatIfRun, database: Database, live: LiveStore, settings: Settings
     with TemporaryDirectory() as folder:
         facts = write_facts(Path(folder), database, live, settings, changes, hours=run.hours)
         document = simulate(
-            facts,
+            facts.path,
             hours=run.hours,
             strategy=changes.strategy or settings.scale_strategy,
             time_max_s=settings.what_if_time_max_s,
@@ -58,7 +58,7 @@ def _run(run: WhatIfRun, database: Database, live: LiveStore, settings: Settings
             go_on=go_on,
         )
     with database.transaction() as session:
-        complete_run(session, run.id, figures_of(document), document["event_log_hash"])
+        complete_run(session, run.id, figures_of(document, demand_from_s=facts.demand_from_s), document["event_log_hash"])
     log.info("what-if run completed", run=run.id)
 
 

@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from ops.simulator.results.results import Result, ResultError
 
+_NOT_IN_RESULTS = ("models", "demand_from_s")
+
 
 def result_of(run: Mapping[str, Any]) -> Result:
     """The result of a completed run, as the API answers it. What was not kept is empty or 0, which `compare` leaves
@@ -23,7 +25,7 @@ def result_of(run: Mapping[str, Any]) -> Result:
         return Result.model_validate(
             {
                 **nothing,
-                **{name: value for name, value in kept.items() if name != "models"},
+                **{name: value for name, value in kept.items() if name not in _NOT_IN_RESULTS},
                 "scenario": run["name"],
                 "event_log_hash": run["event_log_hash"],
                 "rows": kept["models"],

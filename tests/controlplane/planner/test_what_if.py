@@ -28,6 +28,7 @@ from tests.controlplane.world import PATIENCE_S, World
 
 HOUR_S = 3600
 UNTIL_S = 12 * HOUR_S
+DEMAND_FROM_S = UNTIL_S - 2 * HOUR_S
 START = "import os, sys, time; sys.stderr.write('{\"share\": 0.25}\\n'); sys.stderr.flush(); "
 
 
@@ -45,7 +46,7 @@ def fleet(world: World) -> World:
     world.place("n1")
     rows = [
         DemandRow(endpoint=Endpoint(model="tide", region="us-east"), kind=IW, start_s=start_s, tokens_per_s=200.0)
-        for start_s in range(UNTIL_S - 2 * HOUR_S, UNTIL_S, 60)
+        for start_s in range(DEMAND_FROM_S, UNTIL_S, 60)
     ]
     with world.database.transaction() as session:
         put_demand(session, rows)
@@ -105,6 +106,7 @@ def test_a_fleet_is_simulated_with_changes(fleet: World, settings: Settings) -> 
     assert (results[0]["strategy"], results[1]["strategy"]) == ("lt-i", "reactive")
     assert results[1]["requests"] == pytest.approx(2 * results[0]["requests"], rel=0.3)
     assert results[0]["totals"]["gpu_hours"]["serving"] > 0
+    assert results[0]["demand_from_s"] == UNTIL_S - HOUR_S == DEMAND_FROM_S + results[0]["series"]["start_s"]
     assert runs[1].event_log_hash == runs[2].event_log_hash != runs[0].event_log_hash
 
 
@@ -124,7 +126,7 @@ def test_what_changes_is_in_the_facts(fleet: World, settings: Settings, tmp_path
             "lost_regions": [{"region": "us-east", "after_h": 0.5, "down_h": 0.25}],
         }
     )
-    path = write_facts(tmp_path, fleet.database, fleet.live, settings, changes, hours=1)
+    path = write_facts(tmp_path, fleet.database, fleet.live, settings, changes, hours=1).path
     facts = json.loads(path.read_text())["fleet"]
     assert [node["region"] for node in facts["nodes"]] == ["us-east"] * 3
     assert facts["prices"]["H800"] == 0.5
@@ -132,6 +134,14 @@ def test_what_changes_is_in_the_facts(fleet: World, settings: Settings, tmp_path
     assert len(facts["instances"]) == 1
     secret = settings.database_url.get_secret_value()
     assert secret not in path.read_text()
+
+
+@pytest.mark.parametrize(("hours", "from_s"), [(1, UNTIL_S - HOUR_S), (2, DEMAND_FROM_S), (24, DEMAND_FROM_S)])
+def test_the_simulation_begins_with_demand_that_is_known(
+    fleet: World, settings: Settings, tmp_path: Path, hours: int, from_s: int
+) -> None:
+    facts = write_facts(tmp_path, fleet.database, fleet.live, settings, WhatIfChanges(), hours=hours)
+    assert facts.demand_from_s == from_s
 
 
 def test_a_region_without_nodes_fails_in_words(fleet: World, settings: Settings) -> None:

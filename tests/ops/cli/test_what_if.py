@@ -27,7 +27,7 @@ def costs(fleet: Run, database: Database, monkeypatch: pytest.MonkeyPatch) -> li
             if coming:
                 document = result().model_dump(mode="json")
                 document["totals"]["cost"] = coming.pop(0)
-                complete_run(session, run.id, figures_of(document), "ab" * 16)
+                complete_run(session, run.id, figures_of(document, demand_from_s=0), "ab" * 16)
             else:
                 fail_run(session, run.id, "no demand is known")
 
@@ -138,7 +138,7 @@ def test_kept_figures_compare_as_the_whole_ones() -> None:
         "name": "x",
         "state": "completed",
         "event_log_hash": "ab",
-        "result": figures_of(whole.model_dump(mode="json")),
+        "result": figures_of(whole.model_dump(mode="json"), demand_from_s=0),
     }
     kept = {(line.part, line.name): line.a for line in compare(result_of(run), result_of(run))}
     known = {(line.part, line.name): line.a for line in compare(whole, whole)}

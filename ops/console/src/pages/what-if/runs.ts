@@ -22,6 +22,8 @@ export interface Figures {
   requests: number;
   failures: Record<string, number>;
   simulated_s: number;
+  /** Unix time of the demand with which the run begins; runs of an older release lack it. */
+  demand_from_s?: number;
   seconds: number;
   service_attainment: number;
   token_attainment: number;
@@ -128,9 +130,9 @@ interface Curve {
 export function times(shown: readonly Shown[]): number[] {
   const [first] = shown;
   if (first === undefined) return [];
-  const endS = Math.floor(unixSeconds(first.run.started_at ?? first.run.created_at) / 3600) * 3600;
+  const fromS = first.figures.demand_from_s ?? unixSeconds(first.run.started_at ?? first.run.created_at) - first.figures.simulated_s;
   const steps = Math.max(...shown.map(({ figures }) => Math.max(0, ...figures.series.tiers.map((tier) => tier.ttft_p95_s.length), ...Object.values(figures.series.gpus).map((gpus) => gpus.length))));
-  return Array.from({ length: steps }, (_, step) => endS - first.run.hours * 3600 + step * first.figures.series.step_s);
+  return Array.from({ length: steps }, (_, step) => fromS + step * first.figures.series.step_s);
 }
 
 /** GPUs in use: of one run by state, of two runs all but spot. */
