@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ops.client.api import Api
+from ops.local.replay_stack import replayed_model
 from ops.local.stack import LocalStack
 from tests.browser.conftest import HOSTILE, PICTURES, SignIn, expect, serious_faults
 from tests.browser.fleet import waiting_plan
@@ -109,6 +110,44 @@ def test_a_chat_is_streamed(signed_in: SignIn) -> None:
     page.get_by_role("button", name="Send").and_(page.locator(":enabled")).wait_for()
     assert page.evaluate("() => window.pwned") is None
     assert page.get_by_text(HOSTILE).count() >= 1, "markup is shown as what it is: text"
+
+
+def test_a_model_that_nothing_serves_is_marked(signed_in: SignIn, admin: Api) -> None:
+    """The first by its name is served by no instance: another is chosen, and this one says what to do."""
+    admin.put("/admin/models/adrift", replayed_model("adrift", 512))
+    person = signed_in("operator")
+    page = person.page
+    person.open("#/playground")
+    chosen = page.get_by_role("combobox", name="Model")
+    page.wait_for_url("**model=*")
+    assert "adrift" not in page.url
+    chosen.select_option("adrift")
+    page.get_by_text("No instance serves this model now").wait_for()
+    assert chosen.locator("option:checked").inner_text() == "adrift (not served)"
+    page.screenshot(path=PICTURES / "playground-not-served.png", full_page=True)
+    page.get_by_role("textbox", name="Message").fill("Anybody there?")
+    person.expected.append("503")
+    page.get_by_role("button", name="Send").click()
+    page.get_by_text("wait for one, or choose another model").wait_for()
+    assert serious_faults(page) == []
+    page.get_by_role("combobox", name="Beside it").select_option("tide")
+    page.get_by_role("textbox", name="Message").fill("And beside?")
+    page.get_by_role("button", name="Send").click()
+    beside = page.get_by_role("region", name="Conversation with tide")
+    beside.get_by_text("tokens/s").wait_for()
+    assert beside.get_by_text("us-").count() >= 1, "the region that served it"
+    page.screenshot(path=PICTURES / "playground-beside.png", full_page=True)
+    admin.delete("/admin/models/adrift")
+
+
+def test_one_run_to_compare_asks_for_another(signed_in: SignIn) -> None:
+    person = signed_in("viewer")
+    page = person.page
+    person.open("#/what-if?runs=whatif_0")
+    page.get_by_text("choose a second completed run").wait_for()
+    page.get_by_role("button", name="Compare none").click()
+    page.get_by_text("choose a second completed run").wait_for(state="hidden")
+    assert "runs=" not in page.url
 
 
 def test_a_batch_is_submitted_and_cancelled(signed_in: SignIn, admin: Api) -> None:

@@ -6,6 +6,8 @@ import type { components, paths } from "./schema";
 
 export type Schemas = components["schemas"];
 
+/** The code of a refusal for want of an instance, while every server answers. */
+const NO_CAPACITY = "no_capacity";
 const SAFE = new Set(["GET", "HEAD"]);
 
 /** What the API said instead of an answer (RFC 9457), in words that a person can act on. */
@@ -23,11 +25,12 @@ export class Problem extends Error {
 
   /** Whether a server does not answer, which passes by itself. */
   get isAway(): boolean {
-    return this.status === 0 || this.status === 503;
+    return this.status === 0 || (this.status === 503 && this.code !== NO_CAPACITY);
   }
 
   /** What to try, where the status alone says it. */
   get advice(): string {
+    if (this.code === NO_CAPACITY) return "No instance can take this now: wait for one, or choose another model.";
     if (this.status === 0) return "The gateway does not answer. What you see may be old until it does.";
     if (this.status === 403) return "Your role may not do this. An administrator can change it.";
     if (this.status === 409) return "Something has changed meanwhile. Look at the present state, and try again.";
