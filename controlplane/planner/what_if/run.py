@@ -58,7 +58,9 @@ def _run(run: WhatIfRun, database: Database, live: LiveStore, settings: Settings
             go_on=go_on,
         )
     with database.transaction() as session:
-        complete_run(session, run.id, figures_of(document, demand_from_s=facts.demand_from_s), document["event_log_hash"])
+        complete_run(
+            session, run.id, figures_of(document, demand_from_s=facts.demand_from_s), document["event_log_hash"]
+        )
     log.info("what-if run completed", run=run.id)
 
 
