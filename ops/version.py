@@ -2,18 +2,16 @@
 
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from dataplane.protocol.version import tidepool_version
 
 _GIT_TIMEOUT_S = 5.0
 
 
 def version_text() -> str:
     """The package's version, the git revision of a checkout (`+` where it has changes), and Python's version."""
-    try:
-        package = version("tidepool")
-    except PackageNotFoundError:
-        package = "of unknown version (not installed)"
+    package = tidepool_version() or "of unknown version (not installed)"
     revision = revision_of(Path(__file__).parents[1])
     return f"tidepool {package}{f' (git {revision})' if revision else ''}, Python {platform.python_version()}"
 

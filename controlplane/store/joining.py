@@ -42,10 +42,11 @@ def join_node(session: Session, join: Join) -> Joined:
     offered = {name: getattr(join, name) for name in ("region", "gpu_type", "url", "engine", "host_bytes", "dtype")}
     if present is not None and _is_as_before(session, present, offered, slots):
         present.leaving = False
+        present.version, present.engine_version = join.version, join.engine_version
         return Joined(node=present)
     bump_index(session)
     lost = () if present is None else _give_up(session, present, join)
-    node = session.merge(Node(name=join.node, **offered))
+    node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
     session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
     session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))

@@ -125,8 +125,9 @@ class GpuType(Base):
 class Node(Base):
     """A machine with GPUs of one type, run by one agent. `generation` counts changes of what it shall hold.
     `host_bytes`: its model cache in host memory; None: its agent is too old to report it. `dtype`: what weights are
-    converted to; None: they stay as stored, or its agent is too old to report it. `draining`: an operator takes it out
-    of service; `leaving`: its agent is shutting down.
+    converted to; None: they stay as stored, or its agent is too old to report it. `version`, `engine_version`: of
+    Tidepool and of the engine there; None: not installed as a package, or its agent is too old to report it.
+    `draining`: an operator takes it out of service; `leaving`: its agent is shutting down.
     """
 
     __tablename__ = "nodes"
@@ -138,6 +139,8 @@ class Node(Base):
     engine: Mapped[EngineKind] = mapped_column(String)
     host_bytes: Mapped[int | None]
     dtype: Mapped[str | None]
+    version: Mapped[str | None]
+    engine_version: Mapped[str | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
     generation: Mapped[int] = mapped_column(server_default=text("0"))

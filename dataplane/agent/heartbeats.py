@@ -7,6 +7,7 @@ again with backoff, and logs which of the two it is. Proxies named in the enviro
 
 import asyncio
 import time
+from importlib.metadata import PackageNotFoundError, version
 
 import httpx2 as httpx
 import msgspec
@@ -14,9 +15,11 @@ import structlog
 
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings
+from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import StaleGenerationError
-from dataplane.protocol.messages import DesiredInstances, Join, SlotSpec
+from dataplane.protocol.messages import DesiredInstances, EngineKind, Join, SlotSpec
 from dataplane.protocol.tls import client_context
+from dataplane.protocol.version import tidepool_version
 
 log = structlog.get_logger()
 
@@ -35,7 +38,19 @@ def join_message(agent: Agent, url: str) -> Join:
         engine=settings.engine,
         host_bytes=agent.host_bytes,
         dtype=None if settings.engine == "replay" else settings.dtype,
+        version=tidepool_version(),
+        engine_version=_engine_version(settings.engine),
     )
+
+
+def _engine_version(engine: EngineKind) -> str | None:
+    """Of vLLM or torch; a replay is Tidepool's own."""
+    if engine == "vllm":
+        return installed_version()
+    try:
+        return version("torch") if engine == "torch" else None
+    except PackageNotFoundError:
+        return None
 
 
 def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:

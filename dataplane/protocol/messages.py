@@ -350,11 +350,16 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.gpus // self.workers
 
 
+Version = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+$")]
+"""A version of a package, as its own metadata has it."""
+
+
 class Join(msgspec.Struct, frozen=True, kw_only=True):
     """A node joins. Joining again with the same name replaces its url and slots.
 
     `host_bytes`: host memory for the models of all its slots; None from agents of older versions. `dtype`: the type of
-    weights; None: as stored (a replay), or an agent of an older version.
+    weights; None: as stored (a replay), or an agent of an older version. `version`: Tidepool's on the node;
+    `engine_version`: of the package behind `engine`. None: not installed as a package, or an older agent.
     """
 
     node: str
@@ -365,6 +370,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineKind
     host_bytes: int | None = None
     dtype: str | None = None
+    version: Version | None = None
+    engine_version: Version | None = None
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,6 +28,15 @@ nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that h
 _NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
 
 
+def _version_text(node: dict[str, Any]) -> str | None:
+    version: str | None = node["version"]
+    return f"{version} (not the gateway's)" if node["version_differs"] else version
+
+
+def _engine_text(node: dict[str, Any]) -> str:
+    return " ".join(filter(None, (node["engine"], node["engine_version"])))
+
+
 def _slot_text(slot: dict[str, Any]) -> str:
     workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
     return f"{slot['gpus']} GPUs{workers} with {bytes_text(slot['memory_bytes'])}"
@@ -37,7 +46,12 @@ def _slot_text(slot: dict[str, Any]) -> str:
 @examples("tidepool node list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """List nodes."""
-    columns: Columns = _NODE | {"slots": lambda row: len(row["slots"]), "engine": "engine", "last seen": "last_seen_at"}
+    columns: Columns = _NODE | {
+        "slots": lambda row: len(row["slots"]),
+        "engine": _engine_text,
+        "version": _version_text,
+        "last seen": "last_seen_at",
+    }
     print_pages(context, "/admin/nodes", "Nodes", columns, as_json=as_json)
 
 
@@ -54,7 +68,15 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
     known = [(header, node[field]) for header, field in _NODE.items()]
     host = None if node["host_bytes"] is None else bytes_text(node["host_bytes"])
     print_fields(
-        [*known, ("slots", slots), ("host memory", host), ("address", node["url"]), ("last seen", node["last_seen_at"])]
+        [
+            *known,
+            ("slots", slots),
+            ("host memory", host),
+            ("engine", _engine_text(node)),
+            ("version", _version_text(node)),
+            ("address", node["url"]),
+            ("last seen", node["last_seen_at"]),
+        ]
     )
     if node["live_error"] is not None:
         notes().print(f"no heartbeat is available: {node['live_error']}", markup=False)

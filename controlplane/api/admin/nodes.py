@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import Field
+from pydantic import Field, computed_field
 from sqlalchemy.orm import Session
 
 from controlplane.api.admin.changes import fleet_change
@@ -20,6 +20,7 @@ from controlplane.store import fleet, tables
 from controlplane.store.instances import count_of_nodes, instances_of
 from controlplane.store.keys import snapshot
 from controlplane.store.rows import require
+from dataplane.protocol.version import tidepool_version
 
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
@@ -52,7 +53,14 @@ class Node(Answer):
         examples=["bfloat16"],
         description="what weights are converted to; null: they stay as stored, or it does not say",
     )
+    version: str | None = Field(description="Tidepool's on the node; null: its agent does not say")
+    engine_version: str | None = Field(description="of torch or vLLM there; null: a replay, or its agent does not say")
     slots: list[Slot]
+
+    @computed_field(description="its version is known, and not this gateway's")  # type: ignore[prop-decorator]
+    @property
+    def version_differs(self) -> bool:
+        return self.version is not None and self.version != tidepool_version()
 
 
 class NodeRow(Node):

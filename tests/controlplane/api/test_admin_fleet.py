@@ -8,10 +8,12 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
 from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.version import tidepool_version
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
 from tests.controlplane.planner.pool_fleet import LATENCY
 
 BIG = 2**63
+VERSIONS = ("version", "version_differs", "engine_version")
 
 
 def _index(database: Database) -> int:
@@ -278,6 +280,33 @@ def test_a_heartbeat_makes_a_node_alive(ask: Ask, node: str, api: Any, secrets: 
     ]
     assert status["plan"] is None
     assert status["requests_waiting"] == 0
+
+
+def test_a_node_says_its_versions_and_whether_it_is_the_gateways(ask: Ask, node: str, database: Database) -> None:
+    def join_as(version: str | None) -> Any:
+        with database.transaction() as session:
+            join = Join(
+                node=node,
+                region="us-east",
+                gpu_type="H800",
+                url="http://127.0.0.1:1",
+                slots=(SlotSpec(gpus=1, memory_bytes=80), SlotSpec(gpus=2, memory_bytes=160, workers=2)),
+                engine="replay",
+                version=version,
+                engine_version="2.9.1",
+            )
+            join_node(session, join)
+        [listed] = ask("GET", "/admin/nodes", role="viewer")["data"]
+        shown = ask("GET", f"/admin/nodes/{node}")
+        assert [shown[name] for name in VERSIONS] == [listed[name] for name in VERSIONS]
+        return [shown[name] for name in VERSIONS]
+
+    index = _index(database)
+    assert [ask("GET", f"/admin/nodes/{node}")[name] for name in VERSIONS] == [None, False, None], "of an older agent"
+    assert join_as(tidepool_version()) == [tidepool_version(), False, "2.9.1"]
+    assert join_as("0.0.1") == ["0.0.1", True, "2.9.1"]
+    assert join_as(None) == [None, False, "2.9.1"]
+    assert _index(database) == index, "a node that comes back with another version changes no plan"
 
 
 def test_an_endpoint_whose_weights_fit_on_no_slot_is_refused(ask: Ask, fleet: None, database: Database) -> None:

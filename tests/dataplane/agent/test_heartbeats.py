@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
 import httpx2 as httpx
@@ -86,6 +87,7 @@ async def test_joins_heartbeats_and_follows() -> None:
         )
         assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20, weights_bytes=2**20),)
         assert join.dtype is None, "a replay keeps weights as they are stored"
+        assert (join.version, join.engine_version) == (version("tidepool"), None), "its engine is Tidepool's own"
         assert join.host_bytes == agent.host_bytes == 2**20
         assert control.heartbeats[0] == Heartbeat(node="n1", boot_id="boot", generation=0, instances=())
         last = control.heartbeats[-1]

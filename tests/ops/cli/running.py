@@ -33,5 +33,13 @@ def join(database: Database, name: str, *slots: SlotSpec, region: str = "us-east
     with database.transaction() as session:
         join_node(
             session,
-            Join(node=name, region=region, gpu_type=gpu_type, url="http://127.0.0.1:1", slots=chosen, engine="replay"),
+            Join(
+                node=name,
+                region=region,
+                gpu_type=gpu_type,
+                url="http://127.0.0.1:1",
+                slots=chosen,
+                engine="replay",
+                version="0.0.1",
+            ),
         )

@@ -42,6 +42,8 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     assert "draining" in served("node", "drain", "n-1").out
     assert served("node", "show", "n-1", "--json").json["draining"] is True
     assert "8 GPUs with 1 GiB, 8 GPUs in 8 workers with 1 GiB" in served("node", "show", "n-1").out
+    assert "0.0.1 (not the gateway's)" in served("node", "show", "n-1").out
+    assert "0.0.1" in served("node", "list").out
     assert served("node", "undrain", "n-1", "--json").json["draining"] is False
     assert "n-1" in served("node", "list").out
     assert served("instance", "list", "--json").json["data"] == []
