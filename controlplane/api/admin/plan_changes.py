@@ -1,6 +1,6 @@
 """A plan for review: its totals, its changes by filter and in groups, and what it expects of one endpoint."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import APIRouter, Depends, Query
 from pydantic import BaseModel, Field
@@ -17,6 +17,7 @@ from controlplane.store import plan_changes
 from controlplane.store.plan_changes import ChangeFilter, GroupBy
 from controlplane.store.plans import Plan, get_plan
 
+RowT = TypeVar("RowT", bound=BaseModel)
 router = APIRouter(tags=["admin: plans"])
 ROWS_MAX = 1000
 OFFSET_MAX = 10_000_000
@@ -97,21 +98,22 @@ class PlanSummary(BaseModel):
     largest_shortfalls: list[Shortfall] = Field(description=f"at most {SHORTFALLS_MAX}, the largest first")
 
 
-class Changes(BaseModel):
-    """Some cells of a plan. `next` goes into `after` while `has_more`."""
+class Some(BaseModel, Generic[RowT]):
+    """A page of rows. `next` goes into `after` while `has_more`."""
+
+    data: list[RowT]
+    has_more: bool
+    next: int | None
+
+
+class Groups(Some[Group]):
+    """Some groups of a plan's cells."""
+
+
+class Changes(Some[Change]):
+    """Some cells of a plan."""
 
     totals: Totals = Field(description="of all cells that the filter selects")
-    data: list[Change]
-    has_more: bool
-    next: int | None
-
-
-class Groups(BaseModel):
-    """Some groups of a plan's cells. `next` goes into `after` while `has_more`."""
-
-    data: list[Group]
-    has_more: bool
-    next: int | None
 
 
 class Expected(BaseModel):
@@ -187,13 +189,7 @@ def list_changes(
     """Cells by filter, those first that change the most, and the totals of all that the filter selects."""
     _check(session, plan_id, against)
     rows = plan_changes.list_changes(session, plan_id, against=against, which=which, offset=after, limit=limit + 1)
-    more = len(rows) > limit
-    return Changes(
-        totals=_totals(session, plan_id, against, which),
-        data=[Change.model_validate(row) for row in rows[:limit]],
-        has_more=more,
-        next=after + limit if more else None,
-    )
+    return Changes(totals=_totals(session, plan_id, against, which), **_some(rows, limit, after))
 
 
 @router.get("/plans/{plan_id}/groups", summary="A plan's changes in groups")
@@ -212,12 +208,7 @@ def list_groups(
     rows = plan_changes.list_groups(
         session, plan_id, against=against, which=which, by=by, offset=after, limit=limit + 1
     )
-    more = len(rows) > limit
-    return Groups(
-        data=[Group.model_validate(row) for row in rows[:limit]],
-        has_more=more,
-        next=after + limit if more else None,
-    )
+    return Groups(**_some(rows, limit, after))
 
 
 @router.get("/plans/{plan_id}/endpoint", summary="What a plan expects of an endpoint")
@@ -239,6 +230,12 @@ def get_plan_endpoint(
         demand=demand,
         cells=[Change.model_validate(row) for row in cells],
     )
+
+
+def _some(rows: list[dict[str, Any]], limit: int, offset: int) -> dict[str, Any]:
+    """The fields of `Some`, of one row more than a page has."""
+    more = len(rows) > limit
+    return {"data": rows[:limit], "has_more": more, "next": offset + limit if more else None}
 
 
 def _check(session: Session, plan_id: str, against: str | None) -> Plan:
