@@ -1,5 +1,6 @@
 """`node`: machines with GPUs, as the control plane knows them, and what this one can do."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -28,12 +29,12 @@ nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that h
 _NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
 
 
-def _version_text(node: dict[str, Any]) -> str | None:
+def _version_text(node: Mapping[str, Any]) -> str | None:
     version: str | None = node["version"]
     return f"{version} (not the gateway's)" if node["version_differs"] else version
 
 
-def _engine_text(node: dict[str, Any]) -> str:
+def _engine_text(node: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (node["engine"], node["engine_version"])))
 
 
