@@ -174,11 +174,11 @@ def test_a_batch_is_submitted_and_cancelled(signed_in: SignIn, admin: Api) -> No
     expect(page.get_by_role("button", name="Cancel the batch …")).to_have_count(0)
     batch = admin.get(f"/admin/batches/{name}")
     assert batch["state"] == "cancelled"
-    assert batch["completed"] < batch["total"], "what waited never ran"
+    assert batch["completed"] < len(lines), "what waited never ran"
     (entry, *_) = [row for row in admin.pages("/admin/audit")["data"] if row["action"] == "batch.cancel"]
     assert (entry["subject"], "browser-operator" in entry["actor"]) == (name, True)
     page.get_by_role("navigation", name="Pages").get_by_role("link", name="Batches").click()
-    row = page.get_by_role("table", name="Batches").get_by_role("row").filter(has_text=name)
+    row = page.get_by_role("table", name="Batches").get_by_role("row").filter(has_text=name[-8:])
     expect(row).to_contain_text("cancelled")
     assert page.evaluate("() => window.pwned") is None
 
