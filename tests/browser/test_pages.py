@@ -34,7 +34,7 @@ def _look(signed_in: SignIn, address: str, name: str, theme: str) -> None:
         person.page.screenshot(path=PICTURES / f"{name}-{theme}-{size[0]}.png", full_page=True)
         assert serious_faults(person.page) == []
         overflow = person.page.evaluate("() => document.documentElement.scrollWidth - window.innerWidth")
-        assert overflow <= 0, f"{name} is {overflow} px wider than a window of {size[0]}"
+        assert overflow <= 0, f"{name} is {overflow} px wider than {size[0]}: {person.page.evaluate(BEYOND)}"
 
 
 @pytest.mark.parametrize("theme", PARTS)

@@ -35,7 +35,7 @@ def test_a_person_signs_in_with_a_key_and_out_again(stranger: Watched, keys: dic
     assert page.evaluate("() => document.cookie") == "", "no script sees the session"
     page.reload()
     page.get_by_role("heading", name="Overview").wait_for()
-    page.get_by_role("button", name="Sign out").click()
+    page.get_by_role("button", name="Sign out", exact=True).click()
     page.get_by_label("Key of an administrator").wait_for()
 
 
@@ -119,7 +119,7 @@ def test_a_person_of_the_provider_signs_in_and_out_of_it(visitor: Watched, stack
     session = ask_session().json()
     assert (session["source"], session["role"]) == ("oidc", "operator")
 
-    page.get_by_role("button", name="Sign out").click()
+    page.get_by_role("button", name="Sign out", exact=True).click()
     page.wait_for_url(f"{provider}/oauth2/end_session?**")
     asked = parse_qs(urlsplit(page.url).query)
     assert asked["post_logout_redirect_uri"] == [f"{stack.url}/ui/"]
