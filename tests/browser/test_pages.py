@@ -23,6 +23,12 @@ def settled(page: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0")
 
 
+BEYOND = """() => [...document.querySelectorAll("body *")]
+    .filter((each) => each.getBoundingClientRect().right > window.innerWidth && !each.closest(".scroll"))
+    .map((each) => `${each.tagName}.${each.className}`).slice(0, 9).join(", ")"""
+"""The elements that reach beyond the window."""
+
+
 def _look(signed_in: SignIn, address: str, name: str, theme: str) -> None:
     """Open it at each width, draw it, and check what must hold of any page."""
     for size in PARTS[theme]:
