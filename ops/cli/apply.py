@@ -30,7 +30,7 @@ def apply_file(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make regions, latencies, GPU types, models, endpoints, pins and tenants as a file declares them."""
+    """Make the fleet and its tenants as a YAML file declares them."""
     declared = declared_resources(read_fleet_file(_text(file), name=_name(file)), now=datetime.now(UTC))
     with connected(context) as api:
         present = read_resources(api)
@@ -50,7 +50,7 @@ def apply_file(
 
 @examples("tidepool export > fleet.yaml")
 def export_file(context: typer.Context) -> None:
-    """Print the file that declares what is there, for `tidepool apply`."""
+    """Print the YAML file that declares what is there."""
     with connected(context) as api:
         typer.echo(export_text(read_resources(api)), nl=False)
 
