@@ -249,6 +249,30 @@ def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
     return tuple(session.scalars(select(Node.name).where(holds, ~heard_of(alive_s)).order_by(Node.name)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodePulse:
+    """A node and its last heartbeat. `silent_s`: seconds since then, None: it has sent none; `holds`: whether it has
+    instances that are wanted or still draining.
+    """
+
+    name: str
+    url: str
+    version: str | None
+    silent_s: float | None
+    holds: bool
+
+
+def node_pulses(session: Session) -> list[NodePulse]:
+    """All nodes by name."""
+    silent_s = func.extract("epoch", func.clock_timestamp() - Node.last_seen_at)
+    holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
+    rows = session.execute(select(Node.name, Node.url, Node.version, silent_s, holds).order_by(Node.name))
+    return [
+        NodePulse(name=name, url=url, version=version, silent_s=None if age is None else float(age), holds=held)
+        for name, url, version, age, held in rows
+    ]
+
+
 def touch_node(session: Session, name: str, *, leaving: bool = False) -> Node:
     """Store that the node sent a heartbeat now, and whether its agent is shutting down. This locks its row, which must
     be locked before its instances are changed.

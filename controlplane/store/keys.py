@@ -188,6 +188,12 @@ def is_good() -> tuple[ColumnElement[bool], ...]:
     return ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.now())
 
 
+def good_keys_by_role(session: Session) -> dict[str, int]:
+    """How many keys of each role are neither revoked nor expired."""
+    counted = select(ApiKey.role, func.count()).where(*is_good()).group_by(ApiKey.role)
+    return dict(session.execute(counted).tuples())
+
+
 def get_key(session: Session, key_id: str) -> ApiKey:
     """A key by its id; NotFoundError where there is none."""
     return require(session, ApiKey, key_id, param="key_id")

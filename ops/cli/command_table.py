@@ -22,6 +22,7 @@ COMMANDS = {
     "agent": ("processes:agent", "Run the agent of this node."),
     "migrate": ("processes:migrate", "Migrate the database TIDEPOOL_DATABASE_URL to the newest schema."),
     "init": ("init:init", "Create the first keys (admin, client, node) without `tidepool up`."),
+    "doctor": ("doctor:doctor", "Examine an installation, and say what to do."),
     "status": (
         "status:show_status",
         "Show the fleet: health, loops, regions, instances, batches, the plan in force.",

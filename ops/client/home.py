@@ -90,6 +90,12 @@ def remember(home: Path, name: str, port: int) -> None:
     write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": secret}}, indent=2))
 
 
+def remembered_port(home: Path, name: str) -> int | None:
+    """The port that an embedded server had last; None: there was none."""
+    port = _notes(home).get(name, {}).get("port")
+    return None if port is None else int(port)
+
+
 def password(home: Path, name: str) -> str:
     """The stored password of a server.
 
