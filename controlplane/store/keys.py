@@ -191,7 +191,7 @@ def is_good() -> tuple[ColumnElement[bool], ...]:
 def good_keys_by_role(session: Session) -> dict[str, int]:
     """How many keys of each role are neither revoked nor expired."""
     counted = select(ApiKey.role, func.count()).where(*is_good()).group_by(ApiKey.role)
-    return dict(session.execute(counted).tuples())
+    return dict(session.execute(counted).all())
 
 
 def get_key(session: Session, key_id: str) -> ApiKey:

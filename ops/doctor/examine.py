@@ -40,12 +40,12 @@ def _run(name: str, look: Examination, ended: "queue.SimpleQueue[tuple[str, Sequ
         ended.put((name, look()))
     except Exception as error:  # whatever is broken, the others are examined all the same
         told = mask(str(error).strip().partition("\n")[0]) or type(error).__name__
-        ended.put(
-            (name, [failure(name, told, f"see that the {name} answers this machine, and the settings that name it")])
-        )
+        ended.put((name, [failure(name, told, f"mend what the error names: {name} could not be examined")]))
 
 
 def _silent(name: str, timeout_s: float) -> Finding:
     return failure(
-        name, f"no answer within {timeout_s:g} s", f"see why the {name} hangs: a firewall that drops, a full disk"
+        name,
+        f"no answer within {timeout_s:g} s",
+        "see what hangs there: a firewall that drops packets, a full disk, a lock",
     )
