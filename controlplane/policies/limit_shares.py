@@ -72,7 +72,7 @@ def choose_limit_share(
     one; `now_s`: by the one clock of all grants.
     """
     own = next((share for share in shares if share.region == region), LimitShare(region=region))
-    others = [share for share in shares if share.region != region and share.counted(now_s) + share.demand > 0]
+    others = [share for share in shares if share.region != region and now_s < share.ends_s + FLOOR_LEASE_S]
     held, held_floor = own.counted(now_s), min(own.held_floor, own.counted(now_s))
     if report.version == own.version and now_s < own.ends_s:
         held, held_floor = min(held, max(own.granted, report.applied)), min(held_floor, own.floor)
@@ -81,10 +81,11 @@ def choose_limit_share(
     demands[region] = report.demand
     targets = divide_limit(limit, demands, now_s=now_s)
     target = targets[region]
-    near = abs(target - own.granted) <= _DEADBAND * limit and (own.granted > 0) == (target > 0)
-    wanted = own.granted if near and now_s < own.ends_s else target
-    granted = min(wanted, free)
-    floor = min(_floor(limit, len(demands)), granted)
+    floor = _floor(limit, len(demands))
+    near = abs(target - own.granted) <= _DEADBAND * limit and own.granted >= floor and limit > len(demands)
+    content = near and now_s < own.ends_s and all(share.granted >= max(1, floor) for share in others)
+    granted = min(own.granted if content else target, free)
+    floor = min(floor, granted)
     return replace(
         own,
         granted=granted,
@@ -152,13 +153,12 @@ def apply_share(
     before: AppliedShare | None, share: LimitShare, *, asked_s: float, now_s: float, lease_s: float
 ) -> AppliedShare:
     """The share that a region applies from now on, having asked for it at `asked_s`."""
-    peak = share.held if before is None else before.applied(now_s)
-    lowered = share.granted < peak and (before is None or share.granted < before.granted)
+    lowered = before is None or share.granted < before.granted
     return AppliedShare(
         version=share.version,
         granted=share.granted,
         floor=share.floor,
-        ends_s=asked_s + lease_s - REST_S - 5.0,
-        peak=peak,
+        ends_s=asked_s + lease_s - REST_S,
+        peak=share.held if before is None else before.applied(now_s),
         since_s=now_s if before is None or lowered else before.since_s,
     )
