@@ -120,6 +120,12 @@ class Settings(BaseSettings):
     """concurrent requests of a tenant without a limit of its own; unset: unlimited"""
     tenant_queued_batch_tokens_max: int | None = Field(None, ge=0)
     """queued batch tokens of a tenant without a limit of its own; unset: unlimited"""
+    limit_shares: bool = False
+    """each region's gateways count tenants' limits in a Redis of their own, and share the limits through Postgres; needs region"""
+    limit_share_lease_s: float = Field(600.0, ge=180)
+    """how long a region that cannot reach Postgres keeps its shares of limits; then only their guaranteed part"""
+    limit_share_every_s: float = Field(5.0, gt=0, le=30)
+    """how often a region asks for its shares of limits"""
     limit_lease_s: float = Field(30.0, ge=1)
     """after this long the requests of a gateway that was killed no longer count against limits"""
     limit_timeout_s: float = Field(0.5, gt=0)
@@ -396,6 +402,12 @@ class Settings(BaseSettings):
             raise ValueError(
                 "plan_approval 'limits' needs plan_gpus_moved_max, plan_share_moved_max or plan_cost_change_max"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_are_a_regions(self) -> Self:
+        if self.limit_shares and self.region is None:
+            raise ValueError("limit_shares needs region: a share of a limit is a region's")
         return self
 
     @model_validator(mode="after")

@@ -30,12 +30,14 @@ _FLOOR = 0.2
 """The part of a limit that is divided evenly, whoever asks for how much."""
 _DEADBAND = 0.05
 """A share that is wrong by less than this part of the limit stays: every move leaves something unused for a minute."""
+_SMOOTHING = 0.2
+_DEMAND_MIN = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitShare:
     """The share of a region. `granted`, `floor`: what it may use now, and after its lease ended at `ends_s`; `held`,
-    `held_floor`: the most that it may still believe to have. `demand`: what its callers lately asked for in a minute.
+    `held_floor`: the most that it may still believe to have. `demand`: what its callers lately asked for a minute.
     """
 
     region: str
@@ -57,7 +59,8 @@ class LimitShare:
 @dataclass(frozen=True, kw_only=True)
 class ShareReport:
     """What a region says when it asks. `version`: of the grant that it applies; None: it knows none. `applied`: the
-    most that it used since `REST_S` ago, or that still runs.
+    most that it used since `REST_S` ago, or that still runs. `demand`: what its
+    callers asked for since the last time, for a minute.
     """
 
     version: int | None
@@ -78,7 +81,7 @@ def choose_limit_share(
         held, held_floor = min(held, max(own.granted, report.applied)), min(held_floor, own.floor)
     free = max(0, limit - sum(share.counted(now_s) for share in others))
     demands = {share.region: share.demand if now_s < share.ends_s else 0.0 for share in others}
-    demands[region] = report.demand
+    demands[region] = smoothed(own.demand, report.demand)
     targets = divide_limit(limit, demands, now_s=now_s)
     target = targets[region]
     floor = _floor(limit, len(demands))
@@ -92,7 +95,7 @@ def choose_limit_share(
         floor=floor,
         held=max(granted, held),
         held_floor=max(floor, held_floor),
-        demand=report.demand,
+        demand=demands[region],
         ends_s=now_s + lease_s,
         version=own.version + 1,
     )
@@ -128,7 +131,7 @@ def _floor(limit: int, regions: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class AppliedShare:
     """A share as its region applies it, by the region's own clock. `peak`: the most that it used before its share
-    became smaller at `since_s`.
+    became smaller at `since_s`. `demand`: as `LimitShare` had it.
     """
 
     version: int
@@ -137,6 +140,11 @@ class AppliedShare:
     ends_s: float
     peak: int
     since_s: float
+    demand: float = 0.0
+
+    def is_settled(self, now_s: float) -> bool:
+        """Whether its region has nothing to say: its callers ask for nothing, and what it gave up was released."""
+        return self.demand == 0 and now_s >= self.since_s + 2 * REST_S
 
     def usable(self, now_s: float) -> int:
         """What the region may use now."""
@@ -161,4 +169,11 @@ def apply_share(
         ends_s=asked_s + lease_s - REST_S,
         peak=share.held if before is None else before.applied(now_s),
         since_s=now_s if before is None or lowered else before.since_s,
+        demand=share.demand,
     )
+
+
+def smoothed(before: float, now: float) -> float:
+    """Demand as shares go by: a gust of a few seconds moves little, and one that ended is forgotten within minutes."""
+    demand = before + _SMOOTHING * (now - before)
+    return demand if demand >= _DEMAND_MIN else 0.0

@@ -4,6 +4,7 @@ Gateways share the counts in Redis, where a script applies the same rules (`stor
 two. While Redis is unavailable, each gateway decides here, for its own share.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -31,7 +32,26 @@ class TenantLimits:
 
     def meter_interactive(self) -> bool:
         """Whether interactive requests have a limit."""
-        return (self.requests_per_minute, self.tokens_per_minute, self.concurrent_max) != (None, None, None)
+        return bool(self.by_kind())
+
+    def by_kind(self) -> dict[Limit, int]:
+        """The limits of interactive requests that there are."""
+        kinds = {
+            Limit.REQUESTS: self.requests_per_minute,
+            Limit.TOKENS: self.tokens_per_minute,
+            Limit.RUNNING: self.concurrent_max,
+        }
+        return {kind: limit for kind, limit in kinds.items() if limit is not None}
+
+    def with_shares(self, shares: Mapping[Limit, int]) -> "TenantLimits":
+        """These limits with the shares of them in place of those that are shared; never more than the limits."""
+        least = {kind: min(limit, shares.get(kind, limit)) for kind, limit in self.by_kind().items()}
+        return replace(
+            self,
+            requests_per_minute=least.get(Limit.REQUESTS),
+            tokens_per_minute=least.get(Limit.TOKENS),
+            concurrent_max=least.get(Limit.RUNNING),
+        )
 
     def share(self, gateways: int) -> "TenantLimits":
         """The even share of one of so many gateways, at least 1."""
