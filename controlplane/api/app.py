@@ -24,6 +24,7 @@ from controlplane.api.console.files import ConsoleHeaders
 from controlplane.api.console.provider import OpenIdProvider
 from controlplane.api.credentials import KeyCache, SessionCache, following_revocations
 from controlplane.api.direct import DirectRoutes, direct_routes
+from controlplane.api.limit_shares import RegionShares
 from controlplane.api.methods import HeadRequests, allow_origins
 from controlplane.api.metrics import Metrics
 from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
@@ -53,6 +54,7 @@ from controlplane.serving.usage import UsageCounter
 from controlplane.settings import Settings
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.keys import KeyScope
+from controlplane.store.redis.limit_shares import ShareStore
 from controlplane.store.redis.limits import LimitStore
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
@@ -179,7 +181,7 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         demand=demand,
         offered=OfferedLoad(demand),
         metrics=metrics,
-        limits=LimitKeeper(LimitStore(settings), metrics, settings),
+        limits=LimitKeeper(LimitStore(settings), metrics, settings, _shares(database, metrics, settings)),
         usage=UsageCounter(database),
         objectives=ObjectiveCounter(database),
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),
@@ -187,6 +189,13 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         background=BackgroundResponses(stored, count_max=settings.background_responses_max),
         member=member,
     )
+
+
+def _shares(database: Database, metrics: Metrics, settings: Settings) -> RegionShares | None:
+    """The region's shares of limits; None: all gateways count in one Redis."""
+    if not settings.limit_shares or settings.region is None:
+        return None
+    return RegionShares(settings.region, ShareStore(settings), database, metrics, settings)
 
 
 def _wrap(app: FastAPI, settings: Settings) -> None:

@@ -78,6 +78,10 @@ class Metrics:
             "model",
         )
         self.limits_local = self._gauge("limits_local", "1 while limits are counted in this process alone.")
+        self.limit_shares = self._gauge("limit_shares", "Shares of tenants' limits that the region has.")
+        self.limit_share_failures = self._counter(
+            "limit_share_failures", "Times that shares of limits could not be read or renewed."
+        )
         self.request_log_dropped = self._counter(
             "request_log_dropped", "Request records dropped because Postgres was unavailable or too slow."
         )

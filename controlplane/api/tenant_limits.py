@@ -16,6 +16,7 @@ import uuid_utils
 from fastapi import Request
 
 from controlplane.api.credentials import Caller
+from controlplane.api.limit_shares import RegionShares
 from controlplane.api.metrics import Metrics, Stage
 from controlplane.errors import InvalidValueError, RateLimitError, UnavailableError
 from controlplane.policies.limits import (
@@ -48,6 +49,7 @@ class LimitKeeper:
     store: LimitStore
     metrics: Metrics
     settings: Settings
+    shares: RegionShares | None = None
     _gateway: str = field(default_factory=lambda: uuid_utils.uuid7().hex)
     _gateways: int = 1
     _charges: dict[str, Charge] = field(default_factory=dict)
@@ -77,13 +79,12 @@ class LimitKeeper:
         if not caller.limits.meter_interactive():
             yield
             return
-        lease = f"{self._gateway}.{uuid_utils.uuid7().hex}"
-        charge = Charge(tenant=caller.tenant, limits=caller.limits, tokens=0, lease=lease)
+        charge = await self._charge(caller, 0)
         limits, admission, _ = await self._admit(charge)
         request.state.answer_headers = _headers(admission.usage, limits)
         if admission.refused is not None:
             self.metrics.note_limit_refusal(admission.refused, model=model, input_tokens=0)
-            raise _refusal(charge, limits, admission.refused, admission.usage)
+            raise self._refusal(charge, limits, admission)
         try:
             yield
         finally:
@@ -111,13 +112,8 @@ class LimitKeeper:
         self, request: Request, caller: Caller, in_flight: InFlightQuery, stream: ChoiceStream
     ) -> ChoiceStream:
         async with contextlib.aclosing(stream):
-            charge = Charge(
-                tenant=caller.tenant,
-                limits=caller.limits,
-                tokens=in_flight.tokens,
-                lease=f"{self._gateway}.{uuid_utils.uuid7().hex}",
-            )
-            _refuse_too_large(charge)
+            _refuse_too_large(caller, in_flight.tokens)
+            charge = await self._charge(caller, in_flight.tokens)
             limits, admission, shared = await self._admit(charge)
             request.state.stages.end(Stage.LIMITS)
             request.state.answer_headers = _headers(admission.usage, limits)
@@ -125,13 +121,34 @@ class LimitKeeper:
                 self.metrics.note_limit_refusal(
                     admission.refused, model=in_flight.query.model, input_tokens=in_flight.input_tokens
                 )
-                raise _refusal(charge, limits, admission.refused, admission.usage)
+                raise self._refusal(charge, limits, admission)
             try:
                 async for arrived in stream:
                     yield arrived
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._settle(charge, in_flight.used_tokens if shared else charge.tokens)
+
+    async def _charge(self, caller: Caller, tokens: int) -> Charge:
+        """The charge of a request. One larger than its region's share takes all of it, and the rest when it ends."""
+        limits = caller.limits
+        if self.shares is not None:
+            limits = await self.shares.within(caller.tenant, limits, tokens=tokens)
+            tokens = tokens if limits.tokens_per_minute is None else min(tokens, limits.tokens_per_minute)
+        lease = f"{self._gateway}.{uuid_utils.uuid7().hex}"
+        return Charge(tenant=caller.tenant, limits=limits, tokens=tokens, lease=lease)
+
+    def _refusal(self, charge: Charge, limits: TenantLimits, admission: Admission) -> RateLimitError:
+        assert admission.refused is not None
+        wait_s = max(_RETRY_AFTER_MIN_S, retry_after_s(admission.refused, admission.usage, charge.tokens, limits))
+        most, where = limits.by_kind()[admission.refused], ""
+        if self.shares is not None:
+            where = f" (the share of region '{self.shares.region}' now)"
+        return RateLimitError(
+            f"The limit of tenant '{charge.tenant}' is reached: {most} {_UNITS[admission.refused]}{where}."
+            f" Try again in {math.ceil(wait_s)} s.",
+            retry_after_s=wait_s,
+        )
 
     async def _admit(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
         """The decision, its limits, and whether these are the tenant's, counted for all gateways; else they are this
@@ -152,6 +169,8 @@ class LimitKeeper:
         return limits, admission, shared
 
     async def _ask(self, charge: Charge) -> tuple[TenantLimits, Admission, bool]:
+        if nothing := [kind for kind, limit in charge.limits.by_kind().items() if limit == 0]:
+            return charge.limits, Admission(refused=nothing[0], usage=Usage()), True
         if time.monotonic() >= self._away_until_s:
             try:
                 admission = await self.store.admit(charge)
@@ -187,7 +206,8 @@ class LimitKeeper:
     async def running(self) -> AsyncIterator[None]:
         """Renew leases, three times within their duration, while the block runs."""
         try:
-            async with in_background(self._renew_forever()):
+            following = contextlib.nullcontext() if self.shares is None else self.shares.running()
+            async with in_background(self._renew_forever()), following:
                 yield
         finally:
             await self.store.close()
@@ -229,28 +249,14 @@ class LimitKeeper:
         self.metrics.limits_local.set(0)
 
 
-def _refuse_too_large(charge: Charge) -> None:
-    most = charge.limits.tokens_per_minute
-    if most is not None and charge.tokens > most:
+def _refuse_too_large(caller: Caller, tokens: int) -> None:
+    most = caller.limits.tokens_per_minute
+    if most is not None and tokens > most:
         raise InvalidValueError(
-            f"max_tokens: prompt and answer may take {charge.tokens} tokens, and the limit of tenant '{charge.tenant}'"
+            f"max_tokens: prompt and answer may take {tokens} tokens, and the limit of tenant '{caller.tenant}'"
             f" is {most} a minute",
             param="max_tokens",
         )
-
-
-def _refusal(charge: Charge, limits: TenantLimits, refused: Limit, usage: Usage) -> RateLimitError:
-    wait_s = max(_RETRY_AFTER_MIN_S, retry_after_s(refused, usage, charge.tokens, limits))
-    most = {
-        Limit.REQUESTS: limits.requests_per_minute,
-        Limit.TOKENS: limits.tokens_per_minute,
-        Limit.RUNNING: limits.concurrent_max,
-    }[refused]
-    return RateLimitError(
-        f"The limit of tenant '{charge.tenant}' is reached: {most} {_UNITS[refused]}."
-        f" Try again in {math.ceil(wait_s)} s.",
-        retry_after_s=wait_s,
-    )
 
 
 def _headers(usage: Usage, limits: TenantLimits) -> list[tuple[bytes, bytes]]:

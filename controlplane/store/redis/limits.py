@@ -64,7 +64,9 @@ _SETTLE = (
     _COMMON
     + """
 local tokens_max, back, lease = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3]
-if tokens_max > 0 and back ~= 0 then
+if tokens_max > 0 and back > 0 then -- the next admission refills, and knows the limit of then
+  if redis.call('EXISTS', KEYS[1]) == 1 then redis.call('HINCRBYFLOAT', KEYS[1], 'level', back) end
+elseif tokens_max > 0 and back < 0 then
   keep(KEYS[1], tokens_max, math.min(tokens_max, level_of(KEYS[1], tokens_max) + back))
 end
 redis.call('ZREM', KEYS[2], lease)
@@ -93,18 +95,23 @@ class Charge:
     lease: str
 
 
+def connect(settings: Settings) -> redis.asyncio.Redis:
+    """A client that gives up soon: requests wait."""
+    return redis.asyncio.Redis.from_url(
+        settings.redis_url.get_secret_value(),
+        decode_responses=True,
+        socket_timeout=settings.limit_timeout_s,
+        socket_connect_timeout=settings.limit_timeout_s,
+        retry=Retry(NoBackoff(), 1),
+    )
+
+
 class LimitStore:
     """The counts of all gateways. Every call raises UnavailableError soon while Redis is unavailable: requests wait."""
 
     def __init__(self, settings: Settings) -> None:
         self._lease_s = settings.limit_lease_s
-        self._redis = redis.asyncio.Redis.from_url(
-            settings.redis_url.get_secret_value(),
-            decode_responses=True,
-            socket_timeout=settings.limit_timeout_s,
-            socket_connect_timeout=settings.limit_timeout_s,
-            retry=Retry(NoBackoff(), 1),
-        )
+        self._redis = connect(settings)
         self._admit = self._redis.register_script(_ADMIT)
         self._settle = self._redis.register_script(_SETTLE)
         self._renew = self._redis.register_script(_RENEW)
@@ -115,7 +122,7 @@ class LimitStore:
     async def admit(self, charge: Charge) -> Admission:
         """Charge a request to its tenant, or refuse it and charge nothing."""
         limits = charge.limits
-        refused, requests, tokens, running, at_s = await _answered(
+        refused, requests, tokens, running, at_s = await answered(
             self._admit(
                 keys=[_key(charge.tenant, name) for name in ("requests", "tokens", "running")],
                 args=[
@@ -138,9 +145,9 @@ class LimitStore:
 
     async def settle(self, charge: Charge, *, used_tokens: int) -> None:
         """End a request: correct its tokens by what it used, and end its lease."""
-        await _answered(
+        await answered(
             self._settle(
-                keys=[_key(charge.tenant, "tokens"), _key(charge.tenant, "running")],
+                keys=[_key(charge.tenant, "tokens"), running_key(charge.tenant)],
                 args=[_number(charge.limits.tokens_per_minute), charge.tokens - used_tokens, charge.lease],
             )
         )
@@ -148,25 +155,35 @@ class LimitStore:
     async def renew(self, leases: Mapping[str, Sequence[str]]) -> None:
         """Renew, or restore, the leases of running requests, by tenant."""
         for tenant, ids in leases.items():
-            await _answered(self._renew(keys=[_key(tenant, "running")], args=[self._lease_s, *ids]))
+            await answered(self._renew(keys=[running_key(tenant)], args=[self._lease_s, *ids]))
 
     async def drop(self, tenant: str, leases: Sequence[str]) -> None:
-        await _answered(self._redis.zrem(_key(tenant, "running"), *leases))
+        await answered(self._redis.zrem(running_key(tenant), *leases))
 
     async def count_gateways(self, gateway: str) -> int:
         """Register a gateway; returns how many there are."""
-        return int(await _answered(self._renew(keys=[_GATEWAYS], args=[self._lease_s, gateway])))
+        return int(await answered(self._renew(keys=[_GATEWAYS], args=[self._lease_s, gateway])))
 
 
 def _key(tenant: str, name: str) -> str:
     return f"tidepool:limits:{{{tenant}}}:{name}"
 
 
+def running_key(tenant: str) -> str:
+    """The set of a tenant's running requests."""
+    return _key(tenant, "running")
+
+
 def _number(limit: int | None) -> int:
     return _NONE if limit is None else limit
 
 
-async def _answered(call: Awaitable[Any] | Any) -> Any:
+async def answered(call: Awaitable[Any] | Any) -> Any:
+    """What Redis answers.
+
+    Raises:
+        UnavailableError: it does not.
+    """
     try:
         return await cast("Awaitable[Any]", call)
     except redis.RedisError as error:
