@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     tenant_queued_batch_tokens_max: int | None = Field(None, ge=0)
     """queued batch tokens of a tenant without a limit of its own; unset: unlimited"""
     limit_shares: bool = False
-    """each region's gateways count tenants' limits in a Redis of their own, and share the limits through Postgres; needs region"""
+    """each region has a Redis of its own, so that tenants' limits are divided between regions; needs region"""
     limit_share_lease_s: float = Field(600.0, ge=180)
     """how long a region that cannot reach Postgres keeps its shares of limits; then only their guaranteed part"""
     limit_share_every_s: float = Field(5.0, gt=0, le=30)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import redis.asyncio
-
 from controlplane.policies.limit_shares import FLOOR_LEASE_S, AppliedShare
 from controlplane.policies.limits import Limit
 from controlplane.settings import Settings

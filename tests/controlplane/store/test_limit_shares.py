@@ -9,7 +9,7 @@ from controlplane.store.limit_shares import Grants, grant_shares, shares_of
 from controlplane.store.session import Database
 from controlplane.store.tenants import Tenant, put_tenant
 
-NEW = ShareReport(version=None, applied=0, demand=60.0)
+NEW = ShareReport(version=None, applied=0, demand=0.0)
 
 
 def ask(database: Database, settings: Settings, region: str, report: ShareReport = NEW, tenant: str = "acme") -> Grants:
@@ -25,13 +25,13 @@ def test_a_region_alone_has_all_and_shares_when_another_asks(database: Database,
     assert {kind: share.granted for kind, share in first.items()} == {Limit.REQUESTS: 100, Limit.RUNNING: 10}
     assert ask(database, settings, "south")["acme"][Limit.REQUESTS].granted == 0, "all of it is held"
     second = ask(database, settings, "north")["acme"][Limit.REQUESTS]
-    assert (second.granted, second.held) == (61, 100), "it did not say that it applies less"
-    applies = ShareReport(version=second.version, applied=61, demand=60.0)
-    assert ask(database, settings, "north", applies)["acme"][Limit.REQUESTS].held == 61
-    assert ask(database, settings, "south")["acme"][Limit.REQUESTS].granted == 39
+    assert (second.granted, second.held) == (50, 100), "it did not say that it applies less"
+    applies = ShareReport(version=second.version, applied=50, demand=0.0)
+    assert ask(database, settings, "north", applies)["acme"][Limit.REQUESTS].held == 50
+    assert ask(database, settings, "south")["acme"][Limit.REQUESTS].granted == 50
     with database.transaction() as session:
         kept = [(row.kind, row.region, row.granted) for row in shares_of(session, "acme") if row.kind == "requests"]
-    assert kept == [("requests", "north", 61), ("requests", "south", 39)]
+    assert kept == [("requests", "north", 50), ("requests", "south", 50)]
     assert ask(database, settings, "north", tenant="free") == {"free": {}}, "a tenant without limits has no shares"
 
 
