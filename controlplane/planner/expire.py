@@ -8,6 +8,7 @@ from functools import partial
 from sqlalchemy.orm import Session
 
 from controlplane.planner.runs import JobsRun, run_jobs
+from controlplane.policies.limit_shares import FLOOR_LEASE_S
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.console import ConsoleFlow, ConsoleLink, ConsoleSession
@@ -16,6 +17,7 @@ from controlplane.store.events import Event, note_lost
 from controlplane.store.files import expire_files, known_files
 from controlplane.store.instances import forget_stopped, lose_silent_nodes
 from controlplane.store.keys import IdempotencyKey
+from controlplane.store.limit_shares import LimitShareRow
 from controlplane.store.objectives import forget_objectives
 from controlplane.store.plans import forget_plans
 from controlplane.store.queue import expire_leases, expire_requests
@@ -73,6 +75,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "console_sessions": partial(delete_older, column=ConsoleSession.ends_at, keep_s=_DAY_S),
         "console_links": partial(delete_older, column=ConsoleLink.ends_at, keep_s=_DAY_S),
         "console_flows": partial(delete_older, column=ConsoleFlow.ends_at, keep_s=_DAY_S),
+        "limit_shares": partial(delete_older, column=LimitShareRow.ends_at, keep_s=FLOOR_LEASE_S),
         "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
         "what_if_runs": partial(delete_older, column=WhatIfRun.created_at, keep_s=settings.what_if_keep_days * _DAY_S),
         "usage": partial(delete_older, column=UsageHour.hour, keep_s=settings.usage_keep_days * _DAY_S),

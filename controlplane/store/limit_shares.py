@@ -4,13 +4,13 @@ tenant, by this database's clock; see `policies.limit_shares`.
 
 from collections.abc import Mapping
 from dataclasses import fields
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
-from sqlalchemy import CheckConstraint, delete, func, select
+from sqlalchemy import CheckConstraint, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.policies.limit_shares import FLOOR_LEASE_S, LimitShare, ShareReport, choose_limit_share
+from controlplane.policies.limit_shares import LimitShare, ShareReport, choose_limit_share
 from controlplane.policies.limits import Limit
 from controlplane.settings import Settings
 from controlplane.store.tables import Base
@@ -100,8 +100,3 @@ def shares_of(session: Session, tenant: str) -> list[LimitShareRow]:
     """A tenant's shares by limit and region."""
     order = (LimitShareRow.kind, LimitShareRow.region)
     return list(session.scalars(select(LimitShareRow).where(LimitShareRow.tenant == tenant).order_by(*order)))
-
-
-def delete_old_shares(session: Session) -> None:
-    """Delete the shares of which nothing is held any more."""
-    session.execute(delete(LimitShareRow).where(LimitShareRow.ends_at < func.now() - timedelta(seconds=FLOOR_LEASE_S)))

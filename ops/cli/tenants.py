@@ -19,6 +19,9 @@ _COLUMNS: Columns = {
     "at once": "concurrent_max",
     "queued batch tokens": "queued_batch_tokens_max",
 }
+_SHARES: Columns = {
+    name: name.replace(" ", "_") for name in ("limit", "region", "share", "held", "floor", "demand", "ends at")
+}
 
 
 def _limit(text: str) -> int | None:
@@ -49,7 +52,7 @@ def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
 @tenants.command("show")
 @examples("tidepool tenant show team-a")
 def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
-    """Show a tenant's limits, and the tokens that its batches have queued."""
+    """Show a tenant's limits, its shares of them by region, and the tokens that its batches have queued."""
     with connected(context) as api:
         answer = api.get(f"/admin/tenants/{name}")
     if as_json:
@@ -57,6 +60,8 @@ def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> N
         return
     title = f"Tenant {name}" + (" (default limits)" if answer["is_default"] else "")
     print_table(title, {**_COLUMNS, "queued now": "queued_batch_tokens"}, [answer])
+    if answer["shares"]:
+        print_table("Shares of its limits by region", _SHARES, answer["shares"])
 
 
 @tenants.command("set")

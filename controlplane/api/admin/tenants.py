@@ -14,6 +14,7 @@ from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import Tenant, TenantChange
 from controlplane.store import tenants
+from controlplane.store.limit_shares import shares_of
 from controlplane.store.rows import list_rows
 
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
@@ -36,11 +37,24 @@ class OwnLimits(TenantLimits):
     created_at: datetime
 
 
+class LimitShare(Answer):
+    """What a region may use of a tenant's limit, where limits are divided between regions."""
+
+    limit: str = Field(validation_alias="kind", examples=["requests"])
+    region: str = Field(examples=["north"])
+    share: int = Field(validation_alias="granted", description="what it may use now; after `ends_at` its `floor`")
+    held: int = Field(description="the most that it may still use until it said that it applies its share")
+    floor: int = Field(description="what it may use while it cannot reach Postgres for longer than its share lasts")
+    demand: float = Field(description="requests or tokens a minute that its callers lately asked for")
+    ends_at: datetime = Field(description="until when it has the share, unless it asks again")
+
+
 class TenantDetail(TenantLimits):
     """What a tenant may use, and what it has waiting."""
 
     is_default: bool = Field(description="whether these are the limits of the settings")
     queued_batch_tokens: int = Field(description="tokens of its batch requests that have not ended")
+    shares: list[LimitShare] = Field(description="of its limits by region; none where all gateways share one Redis")
 
 
 @router.get("/tenants", summary="List tenants with limits of their own")
@@ -59,6 +73,7 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
         **asdict(limits),
         is_default=row is None,
         queued_batch_tokens=tenants.queued_batch_tokens(session, name),
+        shares=[LimitShare.model_validate(share) for share in shares_of(session, name)],
     )
 
 

@@ -161,7 +161,7 @@ def test_a_renewal_that_succeeds_ends_counting_alone_at_once(world: World) -> No
 def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
     shown = ask("GET", "/admin/tenants/acme")
     none = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_max", "queued_batch_tokens_max"))
-    assert shown == {"name": "acme", "is_default": True, "queued_batch_tokens": 0} | none
+    assert shown == {"name": "acme", "is_default": True, "queued_batch_tokens": 0, "shares": []} | none
     ask("PUT", "/admin/tenants/acme", json={"requests_per_minute": 5}, role="operator", status=403)
     for bad in ({"requests_per_minute": 0}, {"tokens_per_minute": 1.5}, {"concurrent_max": -1}, {"x": 1},
                 {"queued_batch_tokens_max": 2**63}):  # fmt: skip
