@@ -36,6 +36,10 @@ class Settings(BaseSettings):
         SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool")
     )
     """address of Postgres; postgres:// and postgresql:// are accepted too"""
+    database_replica_url: Annotated[
+        SecretStr | None, AfterValidator(lambda url: url and SecretStr(psycopg_url(url.get_secret_value())))
+    ] = None
+    """address of the region's own standby of Postgres, from which keys, models and endpoints are read; unset: none"""
     redis_url: SecretStr = SecretStr("redis://127.0.0.1:6379/0")
     """address of Redis or Valkey"""
     home: Path = Path("~/.tidepool")
@@ -109,6 +113,11 @@ class Settings(BaseSettings):
     """how long a verified API key is accepted without asking Postgres again"""
     key_wait_s: float = Field(1.0, gt=0)
     """how long a request waits for Postgres to verify a key before the last known answer is used"""
+    replica_lag_max_s: float = Field(5.0, ge=2)
+    """a standby that may be further behind is read only while no primary answers"""
+    key_revocation_max_age_s: float = Field(6 * 3600.0, ge=1)
+    """while no primary answers, keys of a standby that may be further behind are refused; the longest that a region
+    which is cut off accepts a key that was revoked elsewhere"""
     node_keys_unbound: bool = False
     """accept node keys that are bound to no node; for a stack on one machine"""
 

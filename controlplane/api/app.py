@@ -47,6 +47,7 @@ from controlplane.serving.objectives import ObjectiveCounter
 from controlplane.serving.offered_load import OfferedLoad
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS
 from controlplane.serving.pooling_requests import EMBEDDINGS, RERANK, SCORE
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.stored_responses import StoredResponses
@@ -94,6 +95,7 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
         try:
             async with (
                 state.requests.running(),
+                state.reads.following(),
                 state.fleet.following(),
                 state.demand.flushing(),
                 state.usage.flushing(),
@@ -158,7 +160,8 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
     """What the process holds; connections are made when they are first used."""
     database = Database(make_engine(settings))
     live = LiveStore(settings)
-    fleet = FleetCache(database, live, settings)
+    reads = RegionalReads(database, settings)
+    fleet = FleetCache(reads, live, settings)
     demand = DemandCounter(live, gateway=True)
     metrics = Metrics()
     sender = Sender(fleet, client, settings)
@@ -170,8 +173,9 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         database=database,
         live=live,
         blobs=open_blobs(settings),
-        keys=KeyCache(database, settings),
-        sessions=SessionCache(database, settings),
+        reads=reads,
+        keys=KeyCache(reads, settings),
+        sessions=SessionCache(reads, settings),
         console=built_console(),
         provider=None if settings.oidc_issuer is None else OpenIdProvider(settings),
         fleet=fleet,

@@ -19,11 +19,11 @@ from sqlalchemy.orm import Session
 from controlplane.errors import AuthenticationError, UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.serving.background import in_background
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.settings import Settings
 from controlplane.store.console import FoundSession, SessionSource, find_session
 from controlplane.store.keys import ApiKey, KeyScope, find_with_tenant, hash_secret
 from controlplane.store.redis.live import LiveStore
-from controlplane.store.session import Database
 from controlplane.store.tables import Role
 from controlplane.store.tenants import limits_of
 
@@ -83,13 +83,15 @@ class _Known:
 
 class CallerCache(ABC):
     """Callers by the hash of their secret. A revoked secret stops working after a second, by way of Redis, or after
-    `key_cache_s`. While Postgres is unavailable, known ones work for five minutes, and invalid ones stay invalid.
+    `key_cache_s`; in a region with a standby of Postgres up to `replica_lag_max_s` later. While no primary answers, the
+    standby's word counts for good secrets until it may be `key_revocation_max_age_s` old, and for others nobody's;
+    where there is no standby, known secrets work for five minutes. Invalid ones stay invalid.
     """
 
     _refusal: ClassVar[str]
 
-    def __init__(self, database: Database, settings: Settings) -> None:
-        self._database = database
+    def __init__(self, reads: RegionalReads, settings: Settings) -> None:
+        self._reads = reads
         self._settings = settings
         self._good: dict[str, _Known] = {}
         self._bad: dict[str, _Known] = {}
@@ -101,6 +103,7 @@ class CallerCache(ABC):
 
         Raises:
             AuthenticationError: the secret is unknown, revoked or expired.
+            SQLAlchemyError, UnavailableError: nobody can say now.
         """
         hashed = hash_secret(secret)
         known = self._good.get(hashed) or self._bad.get(hashed)
@@ -129,7 +132,7 @@ class CallerCache(ABC):
         """
         now_s = time.monotonic()
         if hashed not in self._loading:
-            task = asyncio.create_task(self._load(hashed, secret))
+            task = asyncio.create_task(self._load(hashed, secret, last))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # even without a waiting request
             self._loading[hashed] = (now_s, task)
         asked_s, loading = self._loading[hashed]
@@ -138,14 +141,14 @@ class CallerCache(ABC):
         try:
             async with asyncio.timeout(patience_s if may_reuse else None):
                 return await asyncio.shield(loading)
-        except (SQLAlchemyError, TimeoutError):
+        except (SQLAlchemyError, UnavailableError, TimeoutError):
             if last is not None and last.is_good_for(_STALE_KEY_KEEP_S):
                 return last
             raise
 
-    async def _load(self, hashed: str, secret: str) -> _Known:
+    async def _load(self, hashed: str, secret: str, last: _Known | None) -> _Known:
         try:
-            known = await anyio.to_thread.run_sync(self._read, secret, limiter=self._load_threads)
+            known = await anyio.to_thread.run_sync(self._read, secret, last, limiter=self._load_threads)
         finally:
             del self._loading[hashed]
         self._note(hashed, known)
@@ -158,10 +161,18 @@ class CallerCache(ABC):
             kept.clear()  # invalid keys have a table of their own and evict no valid one
         kept[hashed] = known
 
-    def _read(self, secret: str) -> _Known:
+    def _read(self, secret: str, last: _Known | None) -> _Known:
+        """What the database knows. A standby may lag: only the primary refuses a secret, or accepts a refused one."""
         at_s = time.monotonic()
-        with self._database.transaction() as session:
-            caller, good_for_s = self._look_up(session, secret)
+        age_max_s = self._settings.key_revocation_max_age_s
+        refused = last is not None and last.caller is None
+        (caller, good_for_s), age_s = self._reads.read(
+            lambda session: self._look_up(session, secret),
+            age_max_s=age_max_s,
+            counts=lambda found: found[0] is not None and not refused,
+        )
+        if age_s:
+            good_for_s = min(good_for_s, age_max_s - age_s)
         return _Known(caller=caller, at_s=at_s, good_until_s=at_s + good_for_s)
 
     @abstractmethod

@@ -21,6 +21,7 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.node_questions import NodeQuestions
 from controlplane.serving.objectives import ObjectiveCounter
 from controlplane.serving.offered_load import OfferedLoad
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.serving.request_log import RequestLog
 from controlplane.serving.send import Sender
 from controlplane.serving.stored_responses import StoredResponses
@@ -52,6 +53,7 @@ class State:
     database: Database
     live: LiveStore
     blobs: BlobStore
+    reads: RegionalReads
     keys: KeyCache
     sessions: SessionCache
     console: ConsoleFiles

@@ -28,6 +28,7 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.demand_counter import DemandCounter
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.garbage import collect_less_often
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
@@ -104,7 +105,8 @@ class Dispatcher:
         database = Database(make_engine(settings))
         live = LiveStore(settings)
         agents = AgentClient(settings)
-        fleet = FleetCache(database, live, settings)
+        reads = RegionalReads(database, settings)
+        fleet = FleetCache(reads, live, settings)
         demand = DemandCounter(live, gateway=False)
         sender = Sender(fleet, agents, settings)
         releaser = Releaser(
@@ -119,7 +121,7 @@ class Dispatcher:
             woken=woken,
         )
         try:
-            async with fleet.following(), demand.flushing():
+            async with reads.following(), fleet.following(), demand.flushing():
                 try:
                     yield database, open_blobs(settings), fleet, releaser
                 finally:

@@ -25,10 +25,10 @@ from controlplane.policies.objectives import choose_objective
 from controlplane.policies.routing import choose_preference
 from controlplane.serving.background import in_background
 from controlplane.serving.in_flight_tokens import Sending, SentTokens
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.settings import Settings
 from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
-from controlplane.store.session import Database
 from controlplane.store.stored_view import stored_view
 from controlplane.store.tables import Model
 from dataplane.protocol.tiers import Objective, Tier
@@ -48,8 +48,8 @@ class FleetCache:
     tokens that this process has sent to each instance since its last heartbeat.
     """
 
-    def __init__(self, database: Database, live: LiveStore, settings: Settings) -> None:
-        self._database = database
+    def __init__(self, reads: RegionalReads, live: LiveStore, settings: Settings) -> None:
+        self._reads = reads
         self._live = live
         self._settings = settings
         self._view: FleetView = EMPTY_VIEW
@@ -246,8 +246,7 @@ class FleetCache:
             view = _merged(self._view, read, was_away=self._view_away, keep_s=keep_s)
         except UnavailableError:
             if not self._view.nodes:
-                with self._database.transaction() as session:
-                    self._take_view(stored_view(session, heard_s=keep_s))
+                self._take_view(self._reads.read(lambda session: stored_view(session, heard_s=keep_s))[0])
             raise
         oldest_s = read.read_s - keep_s
         self._reporting = frozenset(name for name, node in read.nodes.items() if node.received_s >= oldest_s)
@@ -269,8 +268,7 @@ class FleetCache:
 
     def _read_catalog(self) -> None:
         self._catalog_asked_s = time.monotonic()
-        with self._database.transaction() as session:
-            self._catalog = load_catalog(session)
+        self._catalog, _ = self._reads.read(load_catalog)
         self._has_catalog = True
 
     async def _repeat(self, read: Callable[[], None], every_s: float, what: str) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError
 
 from controlplane.api.credentials import KeyCache
 from controlplane.errors import AuthenticationError
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.settings import Settings
 from controlplane.store.keys import ApiKey, make_key, revoke_key
 from controlplane.store.redis.live import LiveStore
@@ -197,7 +198,8 @@ class Postgres:
 
 def _cache(database: Database, settings: Settings, **changes: Any) -> tuple[Postgres, KeyCache]:
     postgres = Postgres(database)
-    return postgres, KeyCache(postgres, settings.model_copy(update={"key_cache_s": 0.0} | changes))  # type: ignore[arg-type]
+    reads = RegionalReads(postgres, settings)  # type: ignore[arg-type]
+    return postgres, KeyCache(reads, settings.model_copy(update={"key_cache_s": 0.0} | changes))
 
 
 def test_without_postgres_good_keys_work_and_bad_ones_stay_bad(database: Database, settings: Settings) -> None:

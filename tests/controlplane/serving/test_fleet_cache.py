@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError, UnknownModelError
 from controlplane.serving.fleet_cache import FleetCache
+from controlplane.serving.regional_reads import RegionalReads
 from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.redis.live import FleetView, LiveStore
 from tests.controlplane.world import PATIENCE_S, World
@@ -21,7 +22,7 @@ def sent(cache: FleetCache) -> int:
 
 
 def test_tokens_sent_are_forgotten_once_reported_even_when_sends_never_pause(world: World) -> None:
-    cache = FleetCache(world.database, world.live, world.settings)
+    cache = FleetCache(RegionalReads(world.database, world.settings), world.live, world.settings)
 
     def beat() -> None:
         world.report("n1", "i1", region="us-east", url="http://n1")
@@ -40,7 +41,7 @@ def test_tokens_sent_are_forgotten_once_reported_even_when_sends_never_pause(wor
 
 
 def test_what_an_instance_refused_counts_no_more(world: World) -> None:
-    cache = FleetCache(world.database, world.live, world.settings)
+    cache = FleetCache(RegionalReads(world.database, world.settings), world.live, world.settings)
     world.report("n1", "i1", region="us-east", url="http://n1")
     cache.read_view()
     refused = cache.note_sent("i1", 100_000)
@@ -54,7 +55,7 @@ def test_what_an_instance_refused_counts_no_more(world: World) -> None:
 def test_whoever_waits_for_a_change_hears_of_a_request_that_ended_and_of_each_view(world: World) -> None:
     async def run() -> None:
         quick = world.settings.model_copy(update={"view_refresh_s": 0.05})
-        cache = FleetCache(world.database, world.live, quick)
+        cache = FleetCache(RegionalReads(world.database, world.settings), world.live, quick)
         world.report("n1", "i1", region="us-east", url="http://n1")
         cache.read_view()
         sending = cache.note_sent("i1", 20)
@@ -71,7 +72,7 @@ def test_whoever_waits_for_a_change_hears_of_a_request_that_ended_and_of_each_vi
 
 
 def test_facts_of_a_model_are_made_once_for_a_view(world: World) -> None:
-    cache = FleetCache(world.database, world.live, world.settings)
+    cache = FleetCache(RegionalReads(world.database, world.settings), world.live, world.settings)
     for number in (1, 2):
         world.report(f"n{number}", f"i{number}", region="us-east", url="http://n1")
     cache.read_view()
@@ -113,7 +114,7 @@ def test_the_view_does_not_age_while_redis_is_away(world: World, redis_client: R
     live = SwitchedLive(world.settings)
 
     async def run() -> None:
-        cache = FleetCache(world.database, live, quick)
+        cache = FleetCache(RegionalReads(world.database, world.settings), live, quick)
         world.report("n1", "i1", region="us-east", url="http://n1")
         async with cache.following():
             live.away = True
@@ -136,7 +137,7 @@ def test_the_view_does_not_age_while_redis_is_away(world: World, redis_client: R
 
 def test_made_up_names_share_a_read_and_reads_keep_apart(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     every_s = 0.3
-    cache = FleetCache(world.database, world.live, world.settings)
+    cache = FleetCache(RegionalReads(world.database, world.settings), world.live, world.settings)
     reads: list[tuple[float, float]] = []
 
     def read(session: Session) -> Catalog:

@@ -1,0 +1,53 @@
+"""How old a standby's copy of the database is, as a bound that is never too low.
+
+The age of a copy is the time since the primary's state that it holds. It is bounded in two ways, and the lower bound
+counts. First, by positions in the write-ahead log: a standby that has replayed what the primary had written at some
+moment is as new as that moment, so that a primary at which nothing happens does not look like a lag, and no clock of
+another region is trusted. Second, by the time at which the last transaction it has replayed was committed, by the
+clocks of both servers: a process that has never reached the primary knows nothing better.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+_MARKS_MAX = 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPosition:
+    """Where a server is in the write-ahead log. `timeline`: of a server that takes writes; `replayed_ago_s`: since the
+    last transaction that a standby has replayed was committed, None where it does not know.
+    """
+
+    bytes: int
+    timeline: str | None = None
+    replayed_ago_s: float | None = None
+
+
+class ReplicaAge:
+    """What was seen of the primary and of one standby. Times are of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, LogPosition]] = deque(maxlen=_MARKS_MAX)
+        self._in_step_s = -math.inf
+        self._replayed_s = -math.inf
+
+    def note_primary(self, position: LogPosition, asked_s: float) -> None:
+        """The primary answered; it was asked at `asked_s`."""
+        self._marks.append((asked_s, position))
+
+    def note_replica(self, position: LogPosition, asked_s: float) -> None:
+        """The standby answered; it was asked at `asked_s`. A standby that was promoted is as new as a primary of its
+        own timeline only.
+        """
+        if position.replayed_ago_s is not None:
+            self._replayed_s = asked_s - max(0.0, position.replayed_ago_s)
+        while self._marks and self._marks[0][1].bytes <= position.bytes:
+            at_s, mark = self._marks.popleft()
+            if position.timeline in (None, mark.timeline):
+                self._in_step_s = at_s
+
+    def age_s(self, now_s: float) -> float:
+        """The age at a moment; infinite where nothing is known."""
+        return max(0.0, now_s - max(self._in_step_s, self._replayed_s))
