@@ -2,15 +2,19 @@
 
 import contextlib
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
-from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
+from ops.client.home import make_home
+from ops.local.embedded import INITDB_TIMEOUT_S, LEFTOVERS_TIMEOUT_S, EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.supervisor import Supervisor
+from ops.local.wheels import postgres_binary
 
 
 class Servers:
@@ -59,3 +63,22 @@ class Servers:
     def close(self) -> None:
         for name in list(self._running):
             self.stop(name)
+
+
+class Standby(EmbeddedPostgres):
+    """A streaming standby of a Postgres that runs."""
+
+    def __init__(self, folder: Path, primary: EmbeddedPostgres) -> None:
+        super().__init__(folder, free_port(), fsync=False)
+        self._primary = primary
+
+    def prepare(self, *, leftovers_timeout_s: float = LEFTOVERS_TIMEOUT_S) -> None:
+        make_home(self.home)
+        shutil.copy(self._primary.home / "embedded.json", self.home)  # its roles and their passwords are the primary's
+        super().prepare(leftovers_timeout_s=leftovers_timeout_s)
+
+    def _initdb(self) -> None:
+        source = self._primary.url("postgres").replace("postgresql+psycopg://", "postgresql://")
+        options = ["--write-recovery-conf", "--checkpoint=fast", "--no-sync", "--pgdata", str(self.data)]
+        argv = [str(postgres_binary("pg_basebackup")), "--dbname", source, *options]
+        subprocess.run(argv, check=True, timeout=INITDB_TIMEOUT_S, env=os.environ | {"PGSSLMODE": "disable"})

@@ -37,6 +37,7 @@ _SERVER_ERRORS = 500
 
 
 _COLLISIONS = {"40001", "40P01"}  # serialization failure, deadlock
+_NOT_PRIMARY = "25006"  # the server takes no writes: it is a standby, or becomes one
 _NO_SUCH_TABLE = {"42P01", "42703"}  # undefined table, undefined column
 
 
@@ -114,6 +115,8 @@ def translate_database(error: SQLAlchemyError) -> TidepoolError:
     if state in _NO_SUCH_TABLE:
         log.error("the database's schema is not this version's", error=str(error).splitlines()[0])
         return SchemaError("the database's schema is not this version's: run `tidepool migrate`")
+    if state == _NOT_PRIMARY:
+        return UnavailableError("no primary database answers; nothing was changed")
     if away or type(error).__name__ in {"OperationalError", "InterfaceError"}:
         return UnavailableError("the database does not answer")
     if isinstance(error, DataError):

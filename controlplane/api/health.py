@@ -1,7 +1,8 @@
 """Liveness, readiness and metrics. `/livez` queries no server; `/readyz` reports whether requests can be served.
 
 Interactive requests need a live view, a catalog and a key, but not Postgres and Redis themselves: while one of them is
-unavailable, a gateway serves from its caches for minutes and stays ready. What needs Postgres, such as the Batch API,
+unavailable, a gateway serves from its caches for minutes, and from the region's standby of Postgres, if there is one,
+for hours, and stays ready. What needs the primary, such as the Batch API,
 answers 503. `read_health` decides for all: probes, `/admin/status` and with it the command line, and metrics.
 """
 
@@ -27,6 +28,7 @@ from controlplane.policies.readiness import (
     choose_health,
     choose_late_loops,
 )
+from controlplane.serving.regional_reads import ReplicaState
 from controlplane.store.fleet import lost_nodes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
@@ -63,14 +65,26 @@ async def read_health(state: StateDep) -> SystemHealth:
     stored = await _answer(lambda: _read_stored(state), state.postgres_probes)
     redis = await _answer(lambda: _ping(state), state.redis_probes)
     away = [name for name, answer in (("postgres", stored), ("redis", redis)) if answer is None]
+    replica = state.reads.replica_state()
+    away += ["replica"] if replica is ReplicaState.AWAY else []
     missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
-    if stored is None and not state.keys.knows_any():
+    confirmed = stored is not None or state.reads.has_replica(state.settings.key_revocation_max_age_s)
+    if not confirmed and not state.keys.knows_any():
         missing.append("keys")
     known = stored or Stored()
     if known.schema_fault is not None:
         missing.append(known.schema_fault)
     late = choose_late_loops(known.loops, known.now_s, loop_periods_s(state.settings))
-    verdict = choose_health(HealthFacts(missing=tuple(missing), away=tuple(away), late=late, lost=known.lost))
+    age_s = state.reads.replica_age_s()
+    facts = HealthFacts(
+        missing=tuple(missing),
+        away=tuple(away),
+        late=late,
+        lost=known.lost,
+        behind=("replica",) if replica is ReplicaState.BEHIND else (),
+        replica_age_s=None if age_s is None else round(age_s, 1),
+    )
+    verdict = choose_health(facts)
     return SystemHealth(verdict=verdict, stored=known)
 
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from controlplane.policies.readiness import Health, HealthStatus, LoopFacts
 from controlplane.store.system_facts import PlanningFacts, QueueFacts, SystemFacts
 
-_SERVERS = ("postgres", "redis")
+_SERVERS = ("postgres", "replica", "redis")
 
 
 class SystemMetrics(Collector):
@@ -26,6 +26,9 @@ class SystemMetrics(Collector):
         yield _gauge("ready", "1 while this gateway can serve, as /readyz says.", float(ready))
         away = {(server,): float(server in verdict.away) for server in _SERVERS}
         yield _gauges("server_away", "1 while a server does not answer this gateway.", away.items(), "server")
+        if verdict.replica_age_s is not None:
+            text = "How far the region's copy of the database may be behind."
+            yield _gauge("replica_age_seconds", text, verdict.replica_age_s)
         yield from self._loop_metrics()
         if self._facts is not None:
             yield from _fleet(self._facts)

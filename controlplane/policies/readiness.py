@@ -68,13 +68,17 @@ def choose_late_loops(loops: tuple[LoopFacts, ...], now_s: float, periods_s: Map
 @dataclass(frozen=True, kw_only=True)
 class HealthFacts:
     """What one gateway knows. `missing`: what it needs to serve and lacks; `away`: servers that do not answer; `late`:
-    loops; `lost`: nodes that hold instances and send no heartbeats.
+    loops; `lost`: nodes that hold instances and send no heartbeats; `behind`: copies of the database that are too old
+    to be read while the primary answers; `replica_age_s`: how old the region's copy may be, None where there is none,
+    or it does not answer, or nothing is known.
     """
 
     missing: tuple[str, ...] = ()
     away: tuple[str, ...] = ()
     late: tuple[Loop, ...] = ()
     lost: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    replica_age_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +92,7 @@ def choose_health(facts: HealthFacts) -> Health:
     """The verdict on these facts."""
     if facts.missing:
         status = HealthStatus.UNAVAILABLE
-    elif facts.away or facts.late or facts.lost:
+    elif facts.away or facts.late or facts.lost or facts.behind:
         status = HealthStatus.DEGRADED
     else:
         status = HealthStatus.OK

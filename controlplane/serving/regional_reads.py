@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from enum import StrEnum
 from typing import TypeVar
 
 import anyio
@@ -40,6 +41,15 @@ _POSITION = text(
     FROM pg_is_in_recovery() AS standby
     """
 )
+
+
+class ReplicaState(StrEnum):
+    """There is none; it does not answer; it may be too far behind to be read while the primary answers; it is not."""
+
+    NONE = "none"
+    AWAY = "away"
+    BEHIND = "behind"
+    IN_STEP = "in step"
 
 
 class _Server:
@@ -153,10 +163,18 @@ class RegionalReads:
         return answers and self._age.age_s(time.monotonic()) <= age_max_s
 
     def replica_age_s(self) -> float | None:
-        """How old the standby's copy may be, infinite where nothing is known; None: there is no standby, or it does not
-        answer.
-        """
-        return self._age.age_s(time.monotonic()) if self.has_replica(math.inf) else None
+        """How old the standby's copy may be; None: there is no standby, or it does not answer, or nothing is known."""
+        age_s = self._age.age_s(time.monotonic())
+        return age_s if self.has_replica(math.inf) and math.isfinite(age_s) else None
+
+    def replica_state(self) -> ReplicaState:
+        """Whether the standby is read first, and why not."""
+        if self._replica is None:
+            return ReplicaState.NONE
+        if not self._replica.answers():
+            return ReplicaState.AWAY
+        in_step = self.has_replica(self._settings.replica_lag_max_s)
+        return ReplicaState.IN_STEP if in_step else ReplicaState.BEHIND
 
     def _note_primary(self, position: LogPosition, asked_s: float) -> None:
         if position.timeline is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_PARTS = {"missing": "missing", "away": "away", "late": "late loops", "lost": "lost nodes"}
+_PARTS = {"missing": "missing", "away": "away", "late": "late loops", "lost": "lost nodes", "behind": "behind"}
 
 
 def health_causes(health: Mapping[str, Any]) -> str:

@@ -260,7 +260,7 @@ def test_a_node_whose_agent_was_killed_is_lost_wherever_one_looks(system: System
             "some ready": bool(region["instances_ready"]),
         }
 
-    nothing = {"missing": [], "away": [], "late": []}
+    nothing = {"missing": [], "away": [], "late": [], "behind": [], "replica_age_s": None}
     well = {"status": "ok", **nothing, "lost": []}
     lost = {"status": "degraded", **nothing, "lost": ["n1"]}
     wait_until(lambda: shown() == _alike(well, alive=True, state="ready"), "all is well", PATIENCE_S)

@@ -13,7 +13,7 @@ from ops.local.ports import free_port
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World, until
 
-WELL = {"status": "ok", "missing": [], "away": [], "late": [], "lost": []}
+WELL = {"status": "ok", "missing": [], "away": [], "late": [], "lost": [], "behind": [], "replica_age_s": None}
 
 
 def test_ready(world: World) -> None:

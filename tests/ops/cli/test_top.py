@@ -9,7 +9,7 @@ from ops.cli.top_screen import ROWS_MAX, Snapshot, screen, take_snapshot
 from ops.client.api import CommandError
 
 STATUS = {
-    "health": {"status": "ok", "missing": [], "away": [], "late": [], "lost": []},
+    "health": {"status": "ok", "missing": [], "away": [], "late": [], "lost": [], "behind": []},
     "loops": [
         {"loop": "scale", "late": False, "since_success_s": 3.2, "since_failure_s": 900.0, "last_error": "old"},
         {"loop": "plan", "late": True, "since_success_s": 7200.0, "since_failure_s": 60.0, "last_error": "no solver"},
@@ -172,6 +172,13 @@ def test_a_wide_terminal_shows_all_columns() -> None:
 
 
 def test_the_head_says_what_the_probe_says() -> None:
-    late = {"status": "degraded", "missing": [], "away": ["redis"], "late": ["plan", "scale"], "lost": ["n1"]}
+    late = {
+        "status": "degraded",
+        "missing": [],
+        "away": ["redis"],
+        "late": ["plan", "scale"],
+        "lost": ["n1"],
+        "behind": [],
+    }
     text = _shown(_snapshot(**{"/readyz": late}))
     assert " degraded\naway: redis; late loops: plan, scale; lost nodes: n1\n" in text
