@@ -16,7 +16,6 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 import structlog
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -24,6 +23,7 @@ from controlplane.errors import UnavailableError
 from controlplane.policies.replica_age import LogPosition, ReplicaAge
 from controlplane.serving.background import in_background
 from controlplane.settings import Settings
+from controlplane.store.log_position import read_log_position
 from controlplane.store.session import Database, make_engine
 
 log = structlog.get_logger()
@@ -32,15 +32,6 @@ _LOOK_EVERY_S = 1.0
 _FIRST_LOOK_S = 3.0
 _RECENT_S = 5.0
 """A server that has not answered for this long counts as away."""
-_POSITION = text(
-    """
-    SELECT CASE WHEN standby THEN NULL ELSE left(pg_walfile_name(pg_current_wal_lsn()), 8) END AS timeline,
-        pg_wal_lsn_diff(CASE WHEN standby THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, '0/0') AS bytes,
-        extract(epoch FROM clock_timestamp()
-            - coalesce(pg_last_xact_replay_timestamp(), (pg_control_checkpoint()).checkpoint_time)) AS replayed_ago_s
-    FROM pg_is_in_recovery() AS standby
-    """
-)
 
 
 class ReplicaState(StrEnum):
@@ -84,9 +75,7 @@ class _Server:
 
     def _position(self) -> LogPosition:
         with self.database.transaction() as session:
-            row = session.execute(_POSITION).one()
-        ago_s = None if row.replayed_ago_s is None else float(row.replayed_ago_s)
-        return LogPosition(bytes=int(row.bytes or 0), timeline=row.timeline, replayed_ago_s=ago_s)
+            return read_log_position(session)
 
 
 class RegionalReads:

@@ -1,0 +1,26 @@
+"""Where a Postgres is in its write-ahead log."""
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from controlplane.policies.replica_age import LogPosition
+
+_POSITION = text(
+    """
+    SELECT CASE WHEN standby THEN NULL ELSE left(pg_walfile_name(pg_current_wal_lsn()), 8) END AS timeline,
+        pg_wal_lsn_diff(CASE WHEN standby THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, '0/0') AS bytes,
+        extract(epoch FROM clock_timestamp()
+            - coalesce(pg_last_xact_replay_timestamp(), (pg_control_checkpoint()).checkpoint_time)) AS replayed_ago_s
+    FROM pg_is_in_recovery() AS standby
+    """
+)
+
+
+def read_log_position(session: Session) -> LogPosition:
+    """The position of the server that the session is connected to."""
+    row = session.execute(_POSITION).one()
+    return LogPosition(
+        bytes=int(row.bytes or 0),
+        timeline=row.timeline,
+        replayed_ago_s=None if row.replayed_ago_s is None else float(row.replayed_ago_s),
+    )
