@@ -3,7 +3,8 @@
 from alembic import context
 from sqlalchemy import create_engine, pool
 
-from controlplane.settings import Settings, psycopg_url
+from controlplane.database_address import psycopg_url
+from controlplane.settings import Settings
 from controlplane.store import (
     batch_tables,
     console,
