@@ -116,6 +116,12 @@ class Settings(BaseSettings):
     """concurrent requests of a tenant without a limit of its own; unset: unlimited"""
     tenant_queued_batch_tokens_max: int | None = Field(None, ge=0)
     """queued batch tokens of a tenant without a limit of its own; unset: unlimited"""
+    tenant_tokens_per_day: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may use in a day (UTC); unset: unlimited"""
+    tenant_tokens_per_month: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may use in a month (UTC); unset: unlimited"""
+    tenant_tokens_total: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may ever use; unset: unlimited"""
     limit_shares: bool = False
     """each region has a Redis of its own, so that tenants' limits are divided between regions; needs region"""
     limit_share_lease_s: float = Field(600.0, ge=180)

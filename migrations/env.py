@@ -19,6 +19,7 @@ from controlplane.store import (
     responses,
     tables,
     tenants,
+    token_budgets,
     usage,
     what_if,
 )
@@ -36,6 +37,7 @@ for module, table in (
     (request_log, "request_log"),
     (responses, "responses"),
     (tenants, "tenants"),
+    (token_budgets, "token_budgets"),
     (usage, "usage_hours"),
     (what_if, "what_if_runs"),
 ):

@@ -91,7 +91,7 @@ class TokenBudgets:
         if held is None or held.left < tokens:
             async with self._locks.setdefault(tenant, asyncio.Lock()):
                 held = self._present(tenant)
-                if held is None or held.left < tokens:
+                while held is None or held.left < tokens:
                     held = await self._reserve(tenant, held, tokens)
                 held.left -= tokens
                 return held
@@ -162,7 +162,7 @@ class TokenBudgets:
 
     async def give_back(self, *, idle_s: float) -> None:
         """Return what is left of blocks whose period ended, and of those from which nothing was taken for so long. What
-        cannot be returned now is kept for the next time.
+        cannot be returned stays reserved: it may have been returned, and a second time would overrun the budget.
         """
         now_s = time.monotonic()
         for tenant, held in list(self._held.items()):
@@ -175,7 +175,9 @@ class TokenBudgets:
                 if tokens > 0:
                     await anyio.to_thread.run_sync(self._return_now, tenant, held.starts, tokens, limiter=self._threads)
             except SQLAlchemyError as error:
-                log.warning("unused tokens stay reserved", tenant=tenant, tokens=tokens, error=str(error).splitlines()[0])
+                log.warning(
+                    "unused tokens stay reserved", tenant=tenant, tokens=tokens, error=str(error).splitlines()[0]
+                )
 
     def _return_now(self, tenant: str, starts: Mapping[Budget, datetime], tokens: int) -> None:
         with self.database.transaction() as session:

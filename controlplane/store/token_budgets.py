@@ -12,10 +12,12 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.policies.token_budgets import Budget, Reserved, choose_block
 from controlplane.settings import Settings
+from controlplane.store.rows import delete_some
 from controlplane.store.tables import Base
 from controlplane.store.tenants import Tenant, limits_of
 
 _EVER = datetime(1970, 1, 1, tzinfo=UTC)
+_MONTH = timedelta(days=31)
 
 
 class TokenBudgetRow(Base):
@@ -75,9 +77,7 @@ def reserve_block(session: Session, tenant: str, need: int, settings: Settings) 
 
 
 def _locked(session: Session, tenant: str, budget: Budget, starts_at: datetime, most: int) -> TokenBudgetRow:
-    row = insert(TokenBudgetRow).values(
-        tenant=tenant, budget=budget.value, starts_at=starts_at, reserved=0, most=most
-    )
+    row = insert(TokenBudgetRow).values(tenant=tenant, budget=budget.value, starts_at=starts_at, reserved=0, most=most)
     grown = func.greatest(TokenBudgetRow.most, row.excluded.most)
     put = row.on_conflict_do_update(constraint="pk_token_budgets", set_={"most": grown}).returning(TokenBudgetRow)
     return session.execute(put, execution_options={"populate_existing": True}).scalar_one()
@@ -102,3 +102,9 @@ def reserved_now(session: Session, tenant: str, now: datetime) -> dict[Budget, i
     rows = session.scalars(select(TokenBudgetRow).where(TokenBudgetRow.tenant == tenant))
     present = {budget: period_of(budget, now)[0] for budget in Budget}
     return {Budget(row.budget): row.reserved for row in rows if present[Budget(row.budget)] == row.starts_at}
+
+
+def forget_budgets(session: Session, *, keep_s: float, count_max: int) -> int:
+    """Delete what was reserved in periods that began so long ago, and ended; a budget for ever has no end."""
+    old = (TokenBudgetRow.starts_at > _EVER, TokenBudgetRow.starts_at < func.now() - timedelta(seconds=keep_s) - _MONTH)
+    return delete_some(session, TokenBudgetRow, *old, order=TokenBudgetRow.starts_at, count_max=count_max)
