@@ -171,9 +171,7 @@ class CallerCache(ABC):
             age_max_s=age_max_s,
             counts=lambda found: found[0] is not None and not refused,
         )
-        if age_s:
-            good_for_s = min(good_for_s, age_max_s - age_s)
-        return _Known(caller=caller, at_s=at_s, good_until_s=at_s + good_for_s)
+        return _Known(caller=caller, at_s=at_s, good_until_s=at_s + min(good_for_s, age_max_s - age_s))
 
     @abstractmethod
     def _look_up(self, session: Session, secret: str) -> tuple[Caller | None, float]:

@@ -1,5 +1,5 @@
 """Metrics of the whole system, read from Postgres at each scrape: every gateway shows the same. While Postgres is away
-there are none but `tidepool_ready` and `tidepool_server_away`.
+there are none but `tidepool_ready`, `tidepool_server_away` and `tidepool_replica_age_seconds`, this gateway's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

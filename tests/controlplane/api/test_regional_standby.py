@@ -1,5 +1,6 @@
 """A gateway in a region with its own standby of Postgres, while the primary is there, behind, and away."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,9 +13,11 @@ from sqlalchemy import text
 
 import migrations
 from controlplane.settings import Settings
-from controlplane.store.keys import ApiKey
+from controlplane.store.keys import ApiKey, make_key, revoke_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
+from controlplane.store.tables import Role
+from ops.local.ports import free_port
 from ops.local.supervisor import Supervisor
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until
@@ -108,3 +111,80 @@ def test_a_region_serves_from_its_standby_while_no_primary_is_there(region: Regi
                 assert "tidepool_replica_age_seconds" in late.http.get("/metrics").text
         until(lambda: ready(gateway) == (200, "ok", []))
         until(lambda: asks(gateway, "tp-client-unknown").status_code == 401)
+
+
+def test_a_key_that_was_revoked_elsewhere_is_refused_at_once_though_the_standby_is_behind(region: Region) -> None:
+    """It is read from the primary, whose word counts while it is there; a key too that the standby has not got."""
+    with running_gateway(region.world, FakeAgent(), replica_lag_max_s=2.0) as gateway:
+        with region.database.transaction() as session:
+            made = make_key(session, name="leaked", role=Role.CLIENT, tenant="acme")
+        until(lambda: region.has(made.row.id))
+        assert asks(gateway, made.secret).status_code == 200
+        with region.not_replaying():
+            with region.database.transaction() as session:
+                revoke_key(session, made.row.id)
+                fresh = make_key(session, name="fresh", role=Role.CLIENT, tenant="acme")
+            assert asks(gateway, fresh.secret).status_code == 200
+            until(lambda: asks(gateway, made.secret).status_code == 401)
+            answer = gateway.http.get("/readyz").json()
+            assert (answer["status"], answer["behind"]) == ("degraded", ["replica"])
+            assert answer["replica_age_s"] > 2.0
+            assert not region.has(fresh.row.id)
+        until(lambda: ready(gateway) == (200, "ok", []))
+
+
+def test_a_copy_beyond_the_bound_lets_nobody_in_and_heals(region: Region) -> None:
+    """The error says how old the copy is; a shorter bound than the outage is set here."""
+    with running_gateway(region.world, FakeAgent(), key_revocation_max_age_s=2.0) as gateway:
+        until(lambda: asks(gateway, gateway.secret).status_code == 200)
+        with region.servers.stopped("postgres"):
+            until(lambda: asks(gateway, gateway.secret).status_code == 503)
+            refused = asks(gateway, gateway.secret)
+            assert "old; 2 s are allowed" in assert_error(refused)["message"]
+            assert ready(gateway)[0] == 503
+        until(lambda: asks(gateway, gateway.secret).status_code == 200)
+
+
+def test_a_standby_that_is_away_is_named_and_not_needed(region: Region) -> None:
+    nobody = SecretStr(f"postgresql+psycopg://127.0.0.1:{free_port()}/tidepool")
+    with running_gateway(region.world, FakeAgent(), database_replica_url=nobody) as gateway:
+        assert asks(gateway, gateway.secret).status_code == 200
+        assert asks(gateway, "tp-client-unknown").status_code == 401
+        assert ready(gateway) == (200, "degraded", ["replica"])
+        assert 'tidepool_server_away{server="replica"} 1.0' in gateway.http.get("/metrics").text
+
+
+def test_what_needs_a_primary_waits_and_says_so(region: Region) -> None:
+    """Both where nobody answers, and where the one that answers takes no writes, as a former primary does."""
+    with running_gateway(region.world, FakeAgent()) as gateway:
+        admin = region.world.key(Role.ADMIN)
+        file_id = _upload(gateway).json()["id"]
+        only_standby = region.settings.model_copy(update={"database_url": region.settings.database_replica_url})
+        reading = copy.copy(region.world)
+        reading.settings = only_standby
+        with running_gateway(reading, secret=gateway.secret) as former:
+            until(lambda: former.http.get(f"/v1/files/{file_id}").status_code == 200)
+            _refuses_writes(former, admin, file_id)
+        with region.servers.stopped("postgres"):
+            _refuses_writes(gateway, admin, file_id)
+            until(lambda: ready(gateway) == (200, "degraded", ["postgres"]))
+            _refuses_writes(gateway, admin, file_id)
+        until(lambda: _upload(gateway).status_code == 200)
+        assert len(gateway.http.get("/v1/files").json()["data"]) == 2, "what was refused left nothing"
+
+
+def _refuses_writes(gateway: Gateway, admin: str, file_id: str) -> None:
+    """Batches and files in OpenAI's words, the admin API by a problem, all with the time to come back."""
+    batch = {"input_file_id": file_id, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    for refused in (_upload(gateway), gateway.http.post("/v1/batches", json=batch)):
+        assert refused.status_code == 503, refused.text
+        assert assert_error(refused)["code"] == "unavailable"
+    headers = {"Authorization": f"Bearer {admin}"}
+    refused = gateway.http.put("/admin/regions/eu-west", json={}, headers=headers)
+    assert (refused.status_code, refused.json()["code"]) == (503, "unavailable"), refused.text
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert int(refused.headers["retry-after"]) >= 1
+
+
+def _upload(gateway: Gateway) -> httpx.Response:
+    return gateway.http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a.jsonl", b"{}\n")})
