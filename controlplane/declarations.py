@@ -185,6 +185,15 @@ class TenantChange(Body):
     queued_batch_tokens_max: Annotated[int, Field(strict=True, ge=0, le=INT64_MAX)] | None = Field(
         None, description=f"tokens of batch requests that have not ended; {_NONE}", examples=[5_000_000]
     )
+    tokens_per_day: PositiveInt | None = Field(
+        None, description=f"budget of interactive requests' tokens for a day in UTC; {_NONE}", examples=[2_000_000]
+    )
+    tokens_per_month: PositiveInt | None = Field(
+        None, description=f"budget of interactive requests' tokens for a month in UTC; {_NONE}", examples=[50_000_000]
+    )
+    tokens_total: PositiveInt | None = Field(
+        None, description=f"budget of interactive requests' tokens for ever; {_NONE}", examples=[100_000_000]
+    )
 
 
 class Override(Body):

@@ -219,6 +219,14 @@ class RateLimitError(TidepoolError):
     retry_helps = True
 
 
+class InsufficientQuotaError(TidepoolError):
+    """A budget of the tenant is used up: asking again soon does not help."""
+
+    status = 429
+    code = "insufficient_quota"
+    retry_helps = False
+
+
 class UnavailableError(TidepoolError):
     """A part this answer needs is down."""
 

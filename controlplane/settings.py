@@ -7,35 +7,22 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from controlplane.database_address import psycopg_url
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 from dataplane.protocol.tls import check_tls_files
-
-_POSTGRES_SCHEMES = frozenset({"postgres", "postgresql", "postgresql+psycopg"})
-
-
-def psycopg_url(url: str) -> str:
-    """A Postgres address, in whichever of its spellings, as SQLAlchemy and our driver take it.
-
-    Raises:
-        ValueError: it is no address of a Postgres.
-    """
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _POSTGRES_SCHEMES:
-        raise ValueError("must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE")
-    return f"postgresql+psycopg://{rest}"
 
 
 class Settings(BaseSettings):
     """Settings of the control plane's processes. Limits and timeouts are here and nowhere else."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TIDEPOOL_", frozen=True, extra="ignore", use_attribute_docstrings=True
+        env_prefix="TIDEPOOL_", frozen=True, extra="ignore", use_attribute_docstrings=True, hide_input_in_errors=True
     )
 
     database_url: Annotated[SecretStr, AfterValidator(lambda url: SecretStr(psycopg_url(url.get_secret_value())))] = (
         SecretStr("postgresql+psycopg://postgres@127.0.0.1:5432/tidepool")
     )
-    """address of Postgres; postgres:// and postgresql:// are accepted too"""
+    """address of Postgres in libpq's form; of several hosts (A:5432,B:5432) the one that takes writes is used"""
     database_replica_url: Annotated[
         SecretStr | None, AfterValidator(lambda url: url and SecretStr(psycopg_url(url.get_secret_value())))
     ] = None
@@ -129,6 +116,12 @@ class Settings(BaseSettings):
     """concurrent requests of a tenant without a limit of its own; unset: unlimited"""
     tenant_queued_batch_tokens_max: int | None = Field(None, ge=0)
     """queued batch tokens of a tenant without a limit of its own; unset: unlimited"""
+    tenant_tokens_per_day: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may use in a day (UTC); unset: unlimited"""
+    tenant_tokens_per_month: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may use in a month (UTC); unset: unlimited"""
+    tenant_tokens_total: int | None = Field(None, ge=1)
+    """tokens that a tenant without limits of its own may ever use; unset: unlimited"""
     limit_shares: bool = False
     """each region has a Redis of its own, so that tenants' limits are divided between regions; needs region"""
     limit_share_lease_s: float = Field(600.0, ge=180)

@@ -3,7 +3,8 @@
 from alembic import context
 from sqlalchemy import create_engine, pool
 
-from controlplane.settings import Settings, psycopg_url
+from controlplane.database_address import psycopg_url
+from controlplane.settings import Settings
 from controlplane.store import (
     batch_tables,
     console,
@@ -18,6 +19,7 @@ from controlplane.store import (
     responses,
     tables,
     tenants,
+    token_budgets,
     usage,
     what_if,
 )
@@ -35,6 +37,7 @@ for module, table in (
     (request_log, "request_log"),
     (responses, "responses"),
     (tenants, "tenants"),
+    (token_budgets, "token_budgets"),
     (usage, "usage_hours"),
     (what_if, "what_if_runs"),
 ):

@@ -34,6 +34,7 @@ from controlplane.api.request_limits import AnswerHeaders, RequestLimits, Upload
 from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.api.token_budgets import TokenBudgets
 from controlplane.api.tracing import Traces
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
@@ -185,7 +186,13 @@ def _state_of_process(settings: Settings, client: AgentClient, member: GroupMemb
         demand=demand,
         offered=OfferedLoad(demand),
         metrics=metrics,
-        limits=LimitKeeper(LimitStore(settings), metrics, settings, _shares(database, metrics, settings)),
+        limits=LimitKeeper(
+            LimitStore(settings),
+            metrics,
+            settings,
+            TokenBudgets(database, metrics, settings),
+            _shares(database, metrics, settings),
+        ),
         usage=UsageCounter(database),
         objectives=ObjectiveCounter(database),
         requests=RequestLog(database, settings, on_drop=metrics.request_log_dropped.inc),

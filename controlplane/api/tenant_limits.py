@@ -18,6 +18,7 @@ from fastapi import Request
 from controlplane.api.credentials import Caller
 from controlplane.api.limit_shares import RegionShares
 from controlplane.api.metrics import Metrics, Stage
+from controlplane.api.token_budgets import TokenBudgets
 from controlplane.errors import InvalidValueError, RateLimitError, UnavailableError
 from controlplane.policies.limits import (
     Admission,
@@ -49,6 +50,7 @@ class LimitKeeper:
     store: LimitStore
     metrics: Metrics
     settings: Settings
+    budgets: TokenBudgets
     shares: RegionShares | None = None
     _gateway: str = field(default_factory=lambda: uuid_utils.uuid7().hex)
     _gateways: int = 1
@@ -60,9 +62,12 @@ class LimitKeeper:
     def limited(self, request: Request, in_flight: InFlightQuery, stream: ChoiceStream) -> ChoiceStream:
         """The events of a request within its tenant's limits; `x-ratelimit-*` go into the answer's headers.
 
-        The first `anext` raises RateLimitError, or InvalidValueError for a request larger than a minute's tokens.
+        The first `anext` raises RateLimitError, InvalidValueError for a request larger than a minute's tokens, or
+        InsufficientQuotaError.
         """
         caller: Caller = request.state.caller
+        if caller.limits.budgets():
+            stream = self.budgets.spent(caller, in_flight, stream)
         if not caller.limits.meter_interactive():
             return stream
         return self._metered(request, caller, in_flight, stream)
@@ -207,7 +212,7 @@ class LimitKeeper:
         """Renew leases, three times within their duration, while the block runs."""
         try:
             following = contextlib.nullcontext() if self.shares is None else self.shares.running()
-            async with in_background(self._renew_forever()), following:
+            async with in_background(self._renew_forever()), following, self.budgets.running():
                 yield
         finally:
             await self.store.close()

@@ -25,6 +25,7 @@ from controlplane.store.request_log import LoggedRequest
 from controlplane.store.responses import ResponseRow
 from controlplane.store.rows import delete_older
 from controlplane.store.session import Database
+from controlplane.store.token_budgets import forget_budgets
 from controlplane.store.usage import UsageHour, add_up_usage
 from controlplane.store.what_if import WhatIfRun, fail_lost_runs
 
@@ -75,6 +76,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "console_sessions": partial(delete_older, column=ConsoleSession.ends_at, keep_s=_DAY_S),
         "console_links": partial(delete_older, column=ConsoleLink.ends_at, keep_s=_DAY_S),
         "console_flows": partial(delete_older, column=ConsoleFlow.ends_at, keep_s=_DAY_S),
+        "token_budgets": partial(forget_budgets, keep_s=settings.usage_keep_days * _DAY_S),
         "limit_shares": partial(delete_older, column=LimitShareRow.ends_at, keep_s=FLOOR_LEASE_S),
         "idempotency_keys": partial(delete_older, column=IdempotencyKey.created_at, keep_s=_DAY_S),
         "what_if_runs": partial(delete_older, column=WhatIfRun.created_at, keep_s=settings.what_if_keep_days * _DAY_S),

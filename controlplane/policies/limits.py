@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from controlplane.policies.token_budgets import Budget
+
 MINUTE_S = 60.0
 RUNNING_RETRY_S = 1.0
 """Retry-After of a request refused for concurrency: when another one ends is unknown."""
@@ -29,6 +31,14 @@ class TenantLimits:
     tokens_per_minute: int | None = None
     concurrent_max: int | None = None
     queued_batch_tokens_max: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    tokens_total: int | None = None
+
+    def budgets(self) -> dict[Budget, int]:
+        """The budgets of tokens that there are."""
+        tokens: dict[Budget, int | None] = {budget: getattr(self, budget.value) for budget in Budget}
+        return {budget: most for budget, most in tokens.items() if most is not None}
 
     def meter_interactive(self) -> bool:
         """Whether interactive requests have a limit."""

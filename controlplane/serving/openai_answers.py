@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from controlplane.errors import TidepoolError
+from controlplane.errors import InsufficientQuotaError, TidepoolError
 from controlplane.serving.answers import ChoiceAnswer, Renderer, sse
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.serving.openai_requests import served_as
@@ -124,7 +124,7 @@ def _frame(value: dict[str, Any]) -> tuple[bytes, bytes]:
 def openai_error(error: TidepoolError) -> dict[str, Any]:
     """The error object that OpenAI's clients parse, always with all four keys."""
     default = "invalid_request_error" if error.status < 500 else "server_error"
-    kind = _OPENAI_TYPES.get(error.status, default)
+    kind = error.code if isinstance(error, InsufficientQuotaError) else _OPENAI_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 

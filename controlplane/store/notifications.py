@@ -12,9 +12,10 @@ from enum import StrEnum
 
 import psycopg
 import structlog
-from sqlalchemy import func, make_url, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from controlplane.database_address import libpq_url
 from controlplane.settings import Settings
 from controlplane.store.session import connect_args
 
@@ -58,6 +59,5 @@ async def listen(settings: Settings, woken: Callable[[Wake, float], None]) -> No
 
 
 async def _connect(settings: Settings) -> psycopg.AsyncConnection[tuple[object, ...]]:
-    url = make_url(settings.database_url.get_secret_value()).set(drivername="postgresql")
-    address = url.render_as_string(hide_password=False)
+    address = libpq_url(settings.database_url.get_secret_value())
     return await psycopg.AsyncConnection.connect(address, autocommit=True, **connect_args(settings))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -31,16 +31,19 @@ def make_engine(settings: Settings) -> Engine:
 
 
 def connect_args(settings: Settings) -> dict[str, Any]:
-    """libpq's parameters of a connection."""
-    return {
+    """libpq's parameters of a connection, but for those that the address gives itself."""
+    given = make_url(settings.database_url.get_secret_value()).query
+    options = f"-c statement_timeout={settings.database_timeout_s * 1000} -c timezone=UTC"
+    defaults = {
         "connect_timeout": settings.database_timeout_s,
-        "options": f"-c statement_timeout={settings.database_timeout_s * 1000} -c timezone=UTC",
         "application_name": "tidepool",
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
         "tcp_user_timeout": _SILENT_SERVER_MS,
     }
+    ours = {name: value for name, value in defaults.items() if name not in given}
+    return ours | {"options": f"{given.get('options', '')} {options}".strip()}
 
 
 class Database:

@@ -22,12 +22,16 @@ class Tenant(Base):
     __table_args__ = (
         CheckConstraint("requests_per_minute > 0 AND tokens_per_minute > 0 AND concurrent_max > 0", name="positive"),
         CheckConstraint("queued_batch_tokens_max >= 0", name="queued_positive"),
+        CheckConstraint("tokens_per_day > 0 AND tokens_per_month > 0 AND tokens_total > 0", name="budgets_positive"),
     )
     name: Mapped[str] = mapped_column(primary_key=True)
     requests_per_minute: Mapped[int | None]
     tokens_per_minute: Mapped[int | None]
     concurrent_max: Mapped[int | None]
     queued_batch_tokens_max: Mapped[int | None]
+    tokens_per_day: Mapped[int | None]
+    tokens_per_month: Mapped[int | None]
+    tokens_total: Mapped[int | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -22,6 +22,8 @@ COMMANDS = {
     "agent": ("processes:agent", "Run the agent of this node."),
     "migrate": ("processes:migrate", "Migrate the database TIDEPOOL_DATABASE_URL to the newest schema."),
     "init": ("init:init", "Create the first keys (admin, client, node) without `tidepool up`."),
+    "backup": ("backup:backup", "Back up the database, the files and keys.json while everything runs."),
+    "restore": ("backup:restore", "Restore a backup into an empty database."),
     "doctor": ("doctor:doctor", "Examine an installation, and say what to do."),
     "status": (
         "status:show_status",

@@ -7,17 +7,28 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
 from ops.client.api import connected
-from ops.client.screen import AsJson, Columns, print_answer, print_json, print_table
+from ops.client.screen import AsJson, Columns, print_answer, print_json, print_table, same
 
 tenants = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
 
-LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_max", "queued_batch_tokens_max")
+LIMITS = (
+    "requests_per_minute",
+    "tokens_per_minute",
+    "concurrent_max",
+    "queued_batch_tokens_max",
+    "tokens_per_day",
+    "tokens_per_month",
+    "tokens_total",
+)
 _COLUMNS: Columns = {
     "tenant": "name",
     "requests/min": "requests_per_minute",
     "tokens/min": "tokens_per_minute",
     "at once": "concurrent_max",
     "queued batch tokens": "queued_batch_tokens_max",
+    "tokens/day": "tokens_per_day",
+    "tokens/month": "tokens_per_month",
+    "tokens ever": "tokens_total",
 }
 _SHARES: Columns = {
     name: name.replace(" ", "_") for name in ("limit", "region", "share", "held", "floor", "demand", "ends at")
@@ -60,6 +71,9 @@ def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> N
         return
     title = f"Tenant {name}" + (" (default limits)" if answer["is_default"] else "")
     print_table(title, {**_COLUMNS, "queued now": "queued_batch_tokens"}, [answer])
+    if answer["tokens_reserved"]:
+        reserved = [{"budget": name, "reserved": count} for name, count in answer["tokens_reserved"].items()]
+        print_table("Tokens used or held of its budgets", same("budget", "reserved"), reserved)
     if answer["shares"]:
         print_table("Shares of its limits by region", _SHARES, answer["shares"])
 
@@ -73,10 +87,21 @@ def set_tenant(
     tokens_per_minute: Annotated[str | None, _option("Prompt and completion tokens a minute")] = None,
     concurrent_max: Annotated[str | None, _option("Interactive requests at once")] = None,
     queued_batch_tokens_max: Annotated[str | None, _option("Tokens of batch requests that have not ended")] = None,
+    tokens_per_day: Annotated[str | None, _option("Budget of tokens for a day in UTC")] = None,
+    tokens_per_month: Annotated[str | None, _option("Budget of tokens for a month in UTC")] = None,
+    tokens_total: Annotated[str | None, _option("Budget of tokens for ever")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Set a tenant's limits. All gateways apply them within seconds."""
-    given = (requests_per_minute, tokens_per_minute, concurrent_max, queued_batch_tokens_max)
+    """Set a tenant's limits and budgets. All gateways apply them within seconds."""
+    given = (
+        requests_per_minute,
+        tokens_per_minute,
+        concurrent_max,
+        queued_batch_tokens_max,
+        tokens_per_day,
+        tokens_per_month,
+        tokens_total,
+    )
     changes = {limit: _limit(text) for limit, text in zip(LIMITS, given, strict=True) if text is not None}
     with connected(context) as api:
         present = api.get(f"/admin/tenants/{name}")

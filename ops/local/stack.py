@@ -21,7 +21,8 @@ from pydantic import SecretStr
 from sqlalchemy import make_url
 
 import migrations
-from controlplane.settings import Settings, psycopg_url
+from controlplane.database_address import psycopg_url
+from controlplane.settings import Settings
 from controlplane.store.session import Database, make_engine
 from ops.client.home import EmbeddedError, make_home
 from ops.local.bootstrap import keep_secrets, store_keys

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter
@@ -73,7 +73,8 @@ def _shown(value: Any) -> Any:
 
 
 def _address(url: str) -> str:
-    """Scheme, host, port and path: users, passwords and tokens stand before and after them."""
+    """Scheme, hosts, port and path: users, passwords and tokens stand before and after them."""
     parts = urlsplit(url)
+    hosts = parts.netloc.rpartition("@")[2] or ",".join(parse_qs(parts.query).get("host", []))
     query = "…" if parts.query else ""
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, ""))
+    return urlunsplit((parts.scheme, hosts, parts.path, query, ""))

@@ -1,7 +1,7 @@
 """Tenants and what they may use."""
 
 from dataclasses import asdict
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -13,9 +13,11 @@ from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import Tenant, TenantChange
+from controlplane.policies.token_budgets import Budget
 from controlplane.store import tenants
 from controlplane.store.limit_shares import shares_of
 from controlplane.store.rows import list_rows
+from controlplane.store.token_budgets import reserved_now
 
 router = APIRouter(tags=["admin: keys"], route_class=IdempotentRoute)
 TenantPath = Annotated[Tenant, Path(description="the tenant's name")]
@@ -29,6 +31,9 @@ class TenantLimits(Answer):
     tokens_per_minute: int | None
     concurrent_max: int | None
     queued_batch_tokens_max: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+    tokens_total: int | None
 
 
 class OwnLimits(TenantLimits):
@@ -54,6 +59,9 @@ class TenantDetail(TenantLimits):
 
     is_default: bool = Field(description="whether these are the limits of the settings")
     queued_batch_tokens: int = Field(description="tokens of its batch requests that have not ended")
+    tokens_reserved: dict[Budget, int] = Field(
+        description="of its budgets, in their present periods: tokens that were used, or that gateways hold to be used"
+    )
     shares: list[LimitShare] = Field(description="of its limits by region; none where all gateways share one Redis")
 
 
@@ -73,6 +81,7 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
         **asdict(limits),
         is_default=row is None,
         queued_batch_tokens=tenants.queued_batch_tokens(session, name),
+        tokens_reserved=reserved_now(session, name, datetime.now(UTC)),
         shares=[LimitShare.model_validate(share) for share in shares_of(session, name)],
     )
 

@@ -33,10 +33,13 @@ def test_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_addresses_are_shown_without_users_passwords_and_queries() -> None:
-    url = f"postgresql://ann:{SECRET}@db:5432/tidepool?password={SECRET}"
+    url = f"postgresql://ann:{SECRET}@db:5432/tidepool?sslpassword={SECRET}"
     shown = values(Settings(database_url=SecretStr(url)), {})["TIDEPOOL_DATABASE_URL"]
     assert shown.value == "postgresql+psycopg://db:5432/tidepool?…"
     assert shown.secret
+    url = f"postgresql://ann:{SECRET}@a:5432,b:5433/tidepool"
+    shown = values(Settings(database_url=SecretStr(url)), {})["TIDEPOOL_DATABASE_URL"]
+    assert shown.value == "postgresql+psycopg://a,b/tidepool?…"
 
 
 def test_no_setting_shows_a_secret() -> None:

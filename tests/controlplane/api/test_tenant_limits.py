@@ -11,10 +11,12 @@ from pydantic import SecretStr
 
 from controlplane.api.metrics import Metrics
 from controlplane.api.tenant_limits import LimitKeeper
+from controlplane.api.token_budgets import TokenBudgets
 from controlplane.errors import UnavailableError
 from controlplane.policies.limits import TenantLimits
 from controlplane.store.redis.limits import Charge, LimitStore
 from controlplane.store.tenants import Tenant, put_tenant
+from ops.cli.tenants import LIMITS
 from ops.local.ports import free_port
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
@@ -160,8 +162,11 @@ def test_a_renewal_that_succeeds_ends_counting_alone_at_once(world: World) -> No
 
 def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
     shown = ask("GET", "/admin/tenants/acme")
-    none = dict.fromkeys(("requests_per_minute", "tokens_per_minute", "concurrent_max", "queued_batch_tokens_max"))
-    assert shown == {"name": "acme", "is_default": True, "queued_batch_tokens": 0, "shares": []} | none
+    none = dict.fromkeys(LIMITS)
+    assert (
+        shown
+        == {"name": "acme", "is_default": True, "queued_batch_tokens": 0, "shares": [], "tokens_reserved": {}} | none
+    )
     ask("PUT", "/admin/tenants/acme", json={"requests_per_minute": 5}, role="operator", status=403)
     for bad in ({"requests_per_minute": 0}, {"tokens_per_minute": 1.5}, {"concurrent_max": -1}, {"x": 1},
                 {"queued_batch_tokens_max": 2**63}):  # fmt: skip
@@ -187,7 +192,9 @@ def test_a_tenant_is_shown_set_and_reset(ask: Ask) -> None:
 def test_who_leaves_while_redis_is_asked_gets_no_tokens_back(world: World) -> None:
     async def run() -> set[float]:
         settings = world.settings.model_copy(update={"limit_timeout_s": PATIENCE_S})
-        keeper = LimitKeeper(LimitStore(settings), Metrics(), settings)
+        keeper = LimitKeeper(
+            LimitStore(settings), Metrics(), settings, TokenBudgets(world.database, Metrics(), settings)
+        )
         limits = TenantLimits(tokens_per_minute=1000, concurrent_max=5)
 
         def charge(name: str, tokens: int) -> Charge:

@@ -124,6 +124,6 @@ def test_each_spelling_of_an_address_works(settings: Settings, scheme: str) -> N
 
 @pytest.mark.parametrize("url", ["mysql://me:word@db/x", "db:5432", "postgresql+asyncpg://db/x"])
 def test_another_address_is_refused(url: str) -> None:
-    with pytest.raises(ValidationError, match="must be postgresql://USER:PASSWORD@HOST:PORT/DATABASE") as refused:
+    with pytest.raises(ValidationError, match="must be postgresql://USER:PASSWORD@HOST:PORT") as refused:
         Settings(database_url=SecretStr(url))
     assert "word" not in str(refused.value)
