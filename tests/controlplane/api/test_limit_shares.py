@@ -5,18 +5,23 @@ from contextlib import asynccontextmanager
 
 import pytest
 from pydantic import SecretStr, ValidationError
+from sqlalchemy import update
 
 from controlplane.api.limit_shares import RegionShares
 from controlplane.api.metrics import Metrics
 from controlplane.errors import UnavailableError
 from controlplane.policies import limit_shares
-from controlplane.policies.limits import TenantLimits
+from controlplane.policies.limit_shares import ShareReport
+from controlplane.policies.limits import Limit, TenantLimits
 from controlplane.settings import Settings
+from controlplane.store.limit_shares import LimitShareRow, grant_shares, shares_of
 from controlplane.store.redis.limit_shares import ShareStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tenants import Tenant, put_tenant
 from ops.local.ports import free_port
-from tests.controlplane.world import PATIENCE_S
+from tests.controlplane.api.gateway import assert_error, running_gateway
+from tests.controlplane.redis_clock import RedisClock
+from tests.controlplane.world import PATIENCE_S, FakeAgent, World
 
 pytestmark = pytest.mark.anyio
 OTHER_REDIS_DATABASE = 13
@@ -128,3 +133,42 @@ async def test_a_gateway_that_was_slow_puts_no_share_over_a_newer_one(settings: 
 def test_shares_need_a_region() -> None:
     with pytest.raises(ValidationError, match="limit_shares needs region"):
         Settings(limit_shares=True)
+
+
+def test_a_gateway_admits_within_its_regions_share(world: World, redis_clock: RedisClock) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="acme", requests_per_minute=100, tokens_per_minute=4000))
+        reports = {"acme": {kind: ShareReport(version=None, applied=0, demand=0.0) for kind in Limit}}
+        other = grant_shares(session, "south", reports, world.settings)["acme"]
+        session.execute(update(LimitShareRow).values(held=90, granted=90).where(LimitShareRow.kind == "requests"))
+        session.execute(update(LimitShareRow).values(held=3000, granted=3000).where(LimitShareRow.kind == "tokens"))
+    assert other[Limit.TOKENS].granted == 4000
+    with running_gateway(world, FakeAgent(), region="north", limit_shares=True, limit_share_every_s=30) as gateway:
+        first = gateway.chat(max_tokens=50)
+        assert first.headers["x-ratelimit-limit-requests"] == "10"
+        assert first.headers["x-ratelimit-limit-tokens"] == "1000"
+        redis_clock.move(60)
+        assert gateway.chat(max_tokens=3000).headers["x-ratelimit-remaining-tokens"] == "0", "it takes all of the share"
+        for _ in range(9):
+            gateway.chat(max_tokens=10)
+        refused = assert_error(gateway.chat(429, max_tokens=10))
+        assert "10 requests per minute (the share of region 'north' now)" in refused["message"]
+        assert "tidepool_limit_shares 2.0" in gateway.http.get("/metrics").text
+        shown = {row.region: row.granted for row in _requests_shares(world)}
+        assert shown == {"north": 10, "south": 90}
+
+
+def test_a_region_without_any_share_refuses_and_says_so(world: World) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="acme", concurrent_max=2))
+        reports = {"acme": {Limit.RUNNING: ShareReport(version=None, applied=0, demand=0.0)}}
+        grant_shares(session, "south", reports, world.settings)
+    with running_gateway(world, FakeAgent(), region="north", limit_shares=True, limit_share_every_s=30) as gateway:
+        refused = gateway.chat(429)
+        assert "0 requests at once (the share of region 'north' now)" in assert_error(refused)["message"]
+        assert refused.headers["retry-after"] == "1"
+
+
+def _requests_shares(world: World) -> list[LimitShareRow]:
+    with world.database.transaction() as session:
+        return [row for row in shares_of(session, "acme") if row.kind == "requests"]
