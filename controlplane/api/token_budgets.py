@@ -31,6 +31,8 @@ from controlplane.store.token_budgets import Block, reserve_block, return_block
 log = structlog.get_logger()
 _RETURN_EVERY_S = 15.0
 _IDLE_S = 300.0
+_AWAY_FOR_S = 1.0
+"""How long a gateway does not ask a Postgres that did not answer."""
 _REFUSED_FOR_S = 5.0
 """How long a gateway refuses by itself what a budget has too few tokens for; it may be raised meanwhile."""
 
@@ -65,6 +67,7 @@ class TokenBudgets:
     _locks: dict[str, asyncio.Lock] = field(default_factory=dict)
     _unused: list[tuple[str, _Held]] = field(default_factory=list)
     _threads: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(4))
+    _away_until_s: float = 0.0
 
     async def spent(self, caller: Caller, in_flight: InFlightQuery, stream: ChoiceStream) -> ChoiceStream:
         """The events of a request that is paid from its tenant's budgets.
@@ -112,14 +115,14 @@ class TokenBudgets:
         last, now_s = self._refused.get(tenant), time.monotonic()
         if last is not None and now_s < last.until_s and need >= last.need:
             raise _refusal(tenant, last)
+        if now_s < self._away_until_s:  # those that waited for the one that asked need not wait themselves
+            raise _away(tenant)
         try:
             block = await anyio.to_thread.run_sync(self._reserve_now, tenant, need, limiter=self._threads)
         except SQLAlchemyError as error:
             log.warning("no tokens were reserved", tenant=tenant, error=str(error).splitlines()[0])
-            raise UnavailableError(
-                f"The tokens that were reserved of the budget of tenant '{tenant}' are used up, and no more can be"
-                " reserved: the database does not answer."
-            ) from None
+            self._away_until_s = time.monotonic() + _AWAY_FOR_S
+            raise _away(tenant) from None
         if block.refused is not None:
             ends_s = None if block.good_for_s is None else now_s + block.good_for_s
             self._refused[tenant] = _Refused(
@@ -182,6 +185,13 @@ class TokenBudgets:
     def _return_now(self, tenant: str, starts: Mapping[Budget, datetime], tokens: int) -> None:
         with self.database.transaction() as session:
             return_block(session, tenant, starts, tokens)
+
+
+def _away(tenant: str) -> UnavailableError:
+    return UnavailableError(
+        f"The tokens that were reserved of the budget of tenant '{tenant}' are used up, and no more can be reserved:"
+        " the database does not answer."
+    )
 
 
 def _refusal(tenant: str, refused: _Refused) -> InsufficientQuotaError:

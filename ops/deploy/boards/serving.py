@@ -133,6 +133,7 @@ SERVING = Board(
                 queries={
                     "{{model}}: {{reason}}": _rate("tidepool_refusals_total", "model, reason"),
                     "limit {{limit}}": "sum by (limit) (rate(tidepool_limit_refusals_total[$__rate_interval]))",
+                    "budgets of tokens": "sum(rate(tidepool_budget_refusals_total[$__rate_interval]))",
                 },
                 page="tenants",
             ),

@@ -181,3 +181,16 @@ def test_the_whole_limit_is_divided(limit: int, demands: list[float]) -> None:
     asking = len([demand for demand in demands if demand > 0]) or len(demands)
     assert sum(divided.values()) == (limit if limit >= len(demands) else min(limit, asking))
     assert min(divided.values()) >= 0
+
+
+def test_a_floor_that_its_region_may_still_believe_in_is_lent_to_nobody() -> None:
+    known, lost, new = Region("a"), Region("b"), Region("c", demand=1000.0)
+    walk = Walk(300, random.Random(1), [known, lost, new])
+    _settle(walk, [known, lost], 600)
+    assert lost.usable(walk.now_s) == 150
+    walk.ask(new)
+    walk.ask(lost, lost=True)  # its floor is a third of the fifth now, and it never hears of it
+    assert walk.kept["b"].floor == 20
+    _settle(walk, [known, new], LEASE_S + 4 * REST_S)
+    assert lost.usable(walk.now_s) == 30
+    assert walk.kept["a"].held + walk.kept["c"].held == 270
