@@ -21,7 +21,7 @@ from controlplane.store.session import connect_args
 
 log = structlog.get_logger()
 _CHANNEL = "tidepool_batches"
-_RETRY_MIN_S, _RETRY_MAX_S = 0.5, 30.0
+_RETRY_MIN_S, _RETRY_MAX_S = 0.5, 5.0
 
 
 class Wake(StrEnum):

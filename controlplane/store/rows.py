@@ -23,6 +23,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from controlplane.errors import InvalidValueError, NotFoundError
+from controlplane.store.session import is_lost
 from controlplane.store.tables import Base
 
 PAGE_MAX = 100
@@ -125,7 +126,9 @@ def copy_rows(session: Session, into: str, rows: Iterable[Sequence[Any]]) -> int
                 copy.write_row(row)
                 count += 1
     except psycopg.Error as error:
-        raise DBAPIError.instance("COPY", None, error, psycopg.Error) from error
+        if lost := is_lost(error):
+            session.connection().invalidate(error)
+        raise DBAPIError.instance("COPY", None, error, psycopg.Error, connection_invalidated=lost) from error
     return count
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, ExceptionContext, create_engine, event, make_url, text
 from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
@@ -13,13 +13,16 @@ from controlplane.settings import Settings
 
 _CLOSE_TIMEOUT_S = 10.0
 _SILENT_SERVER_MS = 10_000
+_LOST = frozenset({"25006", "57P01", "57P02", "57P03"})
+"""States of SQL that say: this server takes no writes, ends, or does not answer yet."""
 
 
 def make_engine(settings: Settings) -> Engine:
     """A connection pool to Postgres. Connections are checked before use, so a restarted server heals by itself;
-    a connection that is lost silently is noticed within about ten seconds.
+    a connection that is lost silently is noticed within about ten seconds. An error that says that the server is not
+    the primary any more drops all pooled connections: the next ones are made to the one that is.
     """
-    return create_engine(
+    engine = create_engine(
         settings.database_url.get_secret_value(),
         pool_size=settings.database_pool_size,
         max_overflow=0,
@@ -28,6 +31,20 @@ def make_engine(settings: Settings) -> Engine:
         hide_parameters=True,  # an error in the log must not hold prompts, answers or hashes of keys
         connect_args=connect_args(settings),
     )
+    event.listen(engine, "handle_error", _note_loss)
+    return engine
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a driver's error means that its connection leads to no primary any more."""
+    state = getattr(error, "sqlstate", None)
+    return state is not None and (state in _LOST or state.startswith("08"))
+
+
+def _note_loss(context: ExceptionContext) -> None:
+    """A disconnect drops the pool. SQLAlchemy sees by itself those that closed the connection."""
+    if is_lost(context.original_exception):
+        context.is_disconnect = True
 
 
 def connect_args(settings: Settings) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""The primary is lost and its standby promoted under a process, which goes on by itself."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import event, text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from controlplane.settings import Settings
+from controlplane.store.notifications import Wake, listen, notify
+from controlplane.store.rows import copy_rows
+from controlplane.store.session import Database, make_engine
+from ops.local.embedded import EmbeddedPostgres
+from ops.local.supervisor import Supervisor
+from tests.controlplane.world import PATIENCE_S, until
+from tests.servers import Servers, Standby
+
+
+class Pair:
+    """A primary and its standby, and a database whose address names both."""
+
+    def __init__(self, folder: Path) -> None:
+        self.servers = Servers(folder / "primary")
+        self.primary = self.servers.postgres
+        self.standby = Standby(folder / "standby", self.primary)
+        self.standby.prepare()
+        self._running = ExitStack()
+        self._running.enter_context(Supervisor([self.standby.child()]))
+        at = self.primary.url()
+        both = at.replace(f":{self.primary.port}/", f":{self.primary.port},127.0.0.1:{self.standby.port}/")
+        self.settings = Settings(database_url=SecretStr(both), database_pool_size=4)
+        self.database = Database(make_engine(self.settings))
+        self.connected = 0
+        event.listen(self.database.engine, "connect", self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.connected += 1
+
+    def promote(self) -> None:
+        tell(self.standby, "SELECT pg_promote()")
+
+    def port(self) -> int:
+        """The port of the server that takes a write now."""
+        with self.database.transaction() as session:
+            return written_at(session)
+
+    def written_while_it_stops(self) -> None:
+        with self.database.transaction() as session:
+            written_at(session)
+            self.servers.stop("postgres")
+            written_at(session)
+
+    def copied_where_nothing_is_written(self) -> None:
+        with self.database.transaction() as session:
+            session.execute(text("SET TRANSACTION READ ONLY"))
+            copy_rows(session, "written (at)", [(1,)])
+
+    def failed(self, state: str) -> bool:
+        """Whether an error of that state is said to have lost its connection."""
+        try:
+            with self.database.transaction() as session:
+                session.execute(text(f"DO $$ BEGIN RAISE EXCEPTION 'failed' USING ERRCODE = '{state}'; END $$"))
+        except DBAPIError as error:
+            return error.connection_invalidated
+        return False
+
+    def idle(self, count: int) -> None:
+        """Have that many connections in the pool."""
+        with ExitStack() as stack:
+            for _ in range(count):
+                stack.enter_context(self.database.transaction()).execute(text("SELECT 1"))
+
+    def close(self) -> None:
+        self.database.close()
+        self._running.close()
+        self.servers.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    with pair.database.transaction() as session:
+        session.execute(text("CREATE TABLE written (at int)"))
+    yield pair
+    pair.close()
+
+
+def tell(server: EmbeddedPostgres, *statements: str) -> None:
+    """Run statements on one server, each by itself."""
+    database = Database(make_engine(Settings(database_url=SecretStr(server.url()))))
+    for statement in statements:
+        with database.statement() as session:
+            session.execute(text(statement))
+    database.close()
+
+
+def written_at(session: Session) -> int:
+    session.execute(text("INSERT INTO written SELECT current_setting('port')::int"))
+    return session.execute(text("SELECT current_setting('port')::int")).scalar_one()
+
+
+def has_promoted(pair: Pair) -> bool:
+    try:
+        return pair.port() == pair.standby.port
+    except SQLAlchemyError:
+        return False
+
+
+def test_a_process_follows_the_primary(pair: Pair) -> None:
+    """What was open fails, nothing is written twice, and listeners hear of the new primary."""
+
+    async def run() -> None:
+        heard: list[tuple[Wake, float]] = []
+        task = asyncio.create_task(listen(pair.settings, lambda wake, delay_s: heard.append((wake, delay_s))))
+        try:
+            await asyncio.to_thread(until, lambda: len(heard) == len(Wake))
+            pair.idle(3)
+            heard.clear()
+            with pytest.raises(SQLAlchemyError):
+                await asyncio.to_thread(pair.written_while_it_stops)
+            with pytest.raises(SQLAlchemyError):
+                pair.port()
+            pair.promote()
+            await asyncio.to_thread(until, lambda: has_promoted(pair))
+            await asyncio.to_thread(until, lambda: len(heard) >= len(Wake), PATIENCE_S)
+            with pair.database.transaction() as session:
+                notify(session, Wake.RELEASE, delay_s=7)
+            await asyncio.to_thread(until, lambda: (Wake.RELEASE, 7.0) in heard)
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())
+    with pair.database.transaction() as session:
+        found = session.scalars(text("SELECT at FROM written")).all()
+    assert found == [pair.standby.port], "what was not acknowledged by the first was undone, and not repeated"
+
+
+def test_a_server_that_turns_read_only_loses_the_whole_pool(pair: Pair) -> None:
+    """A demoted server may keep its connections, which answer a ping: only the error of a write says what it is."""
+    pair.idle(3)
+    assert (pair.port(), pair.connected) == (pair.primary.port, 3)
+    pair.promote()
+    tell(pair.primary, "ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()")
+    until(lambda: refusal(pair) == ("25006", True))
+    connected = pair.connected
+    until(lambda: pair.port() == pair.standby.port)
+    pair.idle(3)
+    assert pair.connected - connected == 3, "none of the old connections was used again"
+
+
+def refusal(pair: Pair) -> tuple[str | None, bool] | None:
+    """The state of a write's error, and whether its connection is said to be lost."""
+    try:
+        pair.port()
+    except DBAPIError as error:
+        return getattr(error.orig, "sqlstate", None), error.connection_invalidated
+    return None
+
+
+def test_each_state_that_says_the_server_is_lost_drops_the_pool_and_no_other(pair: Pair) -> None:
+    lost = {"25006", "57P01", "57P02", "57P03", "08006", "08P01"}
+    for state in (*sorted(lost), "22012", "57014", "40001"):
+        pair.idle(2)
+        connected = pair.connected
+        assert pair.failed(state) == (state in lost), state
+        pair.idle(2)
+        assert pair.connected - connected == (2 if state in lost else 0), state
+
+
+def test_a_copy_that_meets_a_server_without_writes_loses_its_connection(pair: Pair) -> None:
+    with pytest.raises(DBAPIError) as lost:
+        pair.copied_where_nothing_is_written()
+    assert lost.value.connection_invalidated
+    connected = pair.connected
+    assert pair.port() == pair.primary.port
+    assert pair.connected == connected + 1
