@@ -30,6 +30,7 @@ from controlplane.policies.readiness import (
 )
 from controlplane.serving.regional_reads import ReplicaState
 from controlplane.store.fleet import lost_nodes
+from controlplane.store.log_position import takes_writes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
 from controlplane.store.system_facts import read_system_facts
@@ -43,13 +44,14 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """What Postgres knows of the system's health: its own Unix time, the loops' runs, and lost nodes; or only the fault
-    of its schema.
+    of its schema. `read_only`: the server that answers takes no writes, so no primary is there.
     """
 
     now_s: float = 0.0
     loops: tuple[LoopFacts, ...] = ()
     lost: tuple[str, ...] = ()
     schema_fault: str | None = None
+    read_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,8 @@ async def read_health(state: StateDep) -> SystemHealth:
     stored = await _answer(lambda: _read_stored(state), state.postgres_probes)
     redis = await _answer(lambda: _ping(state), state.redis_probes)
     away = [name for name, answer in (("postgres", stored), ("redis", redis)) if answer is None]
+    if stored is not None and stored.read_only:
+        away.insert(0, "postgres")
     replica = state.reads.replica_state()
     away += ["replica"] if replica is ReplicaState.AWAY else []
     missing = [*(["draining"] if state.draining else []), *state.fleet.missing()]
@@ -145,7 +149,7 @@ def _read_stored(state: State) -> Stored:
     with state.database.transaction() as session:
         now_s, loops = read_loop_runs(session)
         lost = lost_nodes(session, alive_s=state.settings.heartbeat_stale_s)
-    return Stored(now_s=now_s, loops=loops, lost=lost)
+        return Stored(now_s=now_s, loops=loops, lost=lost, read_only=not takes_writes(session))
 
 
 def _render_system(state: State, health: SystemHealth) -> bytes:

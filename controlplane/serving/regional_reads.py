@@ -44,11 +44,14 @@ class ReplicaState(StrEnum):
 
 
 class _Server:
-    """One of the two servers, and when it answered last, on the monotonic clock."""
+    """One of the two servers, and when it answered last, on the monotonic clock. `writable`: one that takes no writes,
+    as a former primary does, counts as away.
+    """
 
-    def __init__(self, name: str, database: Database) -> None:
+    def __init__(self, name: str, database: Database, *, writable: bool = False) -> None:
         self.name = name
         self.database = database
+        self._writable = writable
         self._answered_s = -math.inf
         self._threads = anyio.CapacityLimiter(1)
         self._told_away = False
@@ -62,7 +65,9 @@ class _Server:
         asked_s = time.monotonic()
         try:
             position = await anyio.to_thread.run_sync(self._position, limiter=self._threads, abandon_on_cancel=True)
-        except SQLAlchemyError as error:
+            if self._writable and position.timeline is None:
+                raise UnavailableError("it takes no writes")
+        except (SQLAlchemyError, UnavailableError) as error:
             if not self._told_away:
                 log.warning("a server does not answer", server=self.name, error=str(error).splitlines()[0])
             self._told_away = True
@@ -84,7 +89,7 @@ class RegionalReads:
     def __init__(self, database: Database, settings: Settings) -> None:
         self._settings = settings
         self._age = ReplicaAge()
-        self._primary = _Server("primary", database)
+        self._primary = _Server("primary", database, writable=True)
         url = settings.database_replica_url
         self._replica = (
             None
@@ -99,7 +104,7 @@ class RegionalReads:
             yield
             return
         primary, replica = self._primary, self._replica
-        looks = (lambda: primary.look(self._note_primary), lambda: replica.look(self._age.note_replica))
+        looks = (lambda: primary.look(self._age.note_primary), lambda: replica.look(self._age.note_replica))
         try:
             with anyio.move_on_after(_FIRST_LOOK_S):
                 async with anyio.create_task_group() as group:
@@ -164,10 +169,6 @@ class RegionalReads:
             return ReplicaState.AWAY
         in_step = self.has_replica(self._settings.replica_lag_max_s)
         return ReplicaState.IN_STEP if in_step else ReplicaState.BEHIND
-
-    def _note_primary(self, position: LogPosition, asked_s: float) -> None:
-        if position.timeline is not None:
-            self._age.note_primary(position, asked_s)
 
     def _from_replica(self, query: Callable[[Session], Found]) -> tuple[Found] | None:
         """What the standby finds; None: it does not answer."""

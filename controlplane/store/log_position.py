@@ -16,6 +16,11 @@ _POSITION = text(
 )
 
 
+def takes_writes(session: Session) -> bool:
+    """Whether the server is a primary; a standby, and one that is made a standby, take no writes."""
+    return bool(session.scalar(text("SELECT current_setting('transaction_read_only') = 'off'")))
+
+
 def read_log_position(session: Session) -> LogPosition:
     """The position of the server that the session is connected to."""
     row = session.execute(_POSITION).one()

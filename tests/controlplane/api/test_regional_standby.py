@@ -164,6 +164,7 @@ def test_what_needs_a_primary_waits_and_says_so(region: Region) -> None:
         reading.settings = only_standby
         with running_gateway(reading, secret=gateway.secret) as former:
             until(lambda: former.http.get(f"/v1/files/{file_id}").status_code == 200)
+            assert ready(former)[::2] == (200, ["postgres"])
             _refuses_writes(former, admin, file_id)
         with region.servers.stopped("postgres"):
             _refuses_writes(gateway, admin, file_id)

@@ -62,6 +62,10 @@ topologySpreadConstraints:
 {{- define "tidepool.control.env" -}}
 - name: TIDEPOOL_DATABASE_URL
   valueFrom: {secretKeyRef: {name: {{ .Values.secrets.database.name }}, key: {{ .Values.secrets.database.key }}}}
+{{- with .Values.secrets.databaseReplica }}
+- name: TIDEPOOL_DATABASE_REPLICA_URL
+  valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+{{- end }}
 - name: TIDEPOOL_REDIS_URL
   valueFrom: {secretKeyRef: {name: {{ .Values.secrets.redis.name }}, key: {{ .Values.secrets.redis.key }}}}
 - name: TIDEPOOL_NODE_KEY
