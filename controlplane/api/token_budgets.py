@@ -1,5 +1,6 @@
 """Budgets of tokens: a gateway reserves a block of a tenant's budgets in Postgres, and its requests spend it without
-asking anybody. While Postgres has no primary, what is reserved is spent, and then requests are refused.
+asking anybody. A request takes the most that it may need, and returns the rest when it ends. While Postgres has no
+primary, what is reserved is spent, and then requests are refused.
 
 What a gateway reserved stays reserved if it is killed; it returns what it did not use when it ends, when a period ends,
 and when the tenant asks for nothing.
@@ -75,7 +76,7 @@ class TokenBudgets:
         The first `anext` raises InsufficientQuotaError, or UnavailableError where nothing can be reserved.
         """
         async with contextlib.aclosing(stream):
-            tokens = in_flight.tokens
+            tokens = in_flight.tokens_max
             held = await self.take(caller.tenant, tokens)
             try:
                 async for arrived in stream:
@@ -114,7 +115,7 @@ class TokenBudgets:
         need = tokens - (0 if held is None else held.left)
         last, now_s = self._refused.get(tenant), time.monotonic()
         if last is not None and now_s < last.until_s and need >= last.need:
-            raise _refusal(tenant, last)
+            raise _refusal(tenant, last, tokens)
         if now_s < self._away_until_s:  # those that waited for the one that asked need not wait themselves
             raise _away(tenant)
         try:
@@ -129,7 +130,7 @@ class TokenBudgets:
                 need=need, budget=block.refused, until_s=now_s + _REFUSED_FOR_S, ends_s=ends_s
             )
             self.metrics.budget_refusals.inc()
-            raise _refusal(tenant, self._refused[tenant])
+            raise _refusal(tenant, self._refused[tenant], tokens)
         self._refused.pop(tenant, None)
         return self._add(tenant, block, now_s)
 
@@ -194,11 +195,12 @@ def _away(tenant: str) -> UnavailableError:
     )
 
 
-def _refusal(tenant: str, refused: _Refused) -> InsufficientQuotaError:
+def _refusal(tenant: str, refused: _Refused, tokens: int) -> InsufficientQuotaError:
     rest = "" if refused.ends_s is None else " Its period ends at midnight UTC."
     if refused.budget is Budget.MONTH:
         rest = " Its period ends with the month, UTC."
     return InsufficientQuotaError(
-        f"The budget of tenant '{tenant}' has too few tokens left for this request ({refused.budget}).{rest}",
+        f"The budget of tenant '{tenant}' ({refused.budget}) has too few tokens left for a request that may take"
+        f" {tokens}; with a lower max_tokens it takes fewer.{rest}",
         retry_after_s=None if refused.ends_s is None else max(1.0, refused.ends_s - time.monotonic()),
     )

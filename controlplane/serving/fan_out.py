@@ -103,6 +103,11 @@ class InFlightQuery:
         return self.input_tokens + sum(choice.tokens - choice.input_tokens for choice in self.choices)
 
     @property
+    def tokens_max(self) -> int:
+        """The most tokens that it may take, as budgets count them."""
+        return sum(choice.tokens_max for choice in self.choices)
+
+    @property
     def used_tokens(self) -> int:
         """Prompt and completion tokens so far; 0 until a node has the first request."""
         return self.prompt_tokens + sum(choice.used_tokens - choice.prompt_tokens for choice in self.choices)

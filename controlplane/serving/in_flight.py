@@ -16,6 +16,8 @@ from dataplane.protocol.records import RecordedEvent, TextRecord
 
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
+_TEMPLATE_TOKENS, _MESSAGE_TOKENS = 256, 16
+"""What a chat template may add to a prompt, and to each of its messages."""
 
 EventStream = AsyncGenerator[list[RecordedEvent], None]
 """The events of a request; those that arrived together are one list."""
@@ -26,17 +28,19 @@ class InFlightRequest:
     """One request of a gateway or a dispatcher, from its admission to the end of its stream.
 
     `message`: the request as nodes take it; every attempt adds its instance and the tokens so far. `input_tokens`: an
-    estimate. `preference`: the regions in the order in which `origin` prefers them. `only_region`: the region that a
-    deferred request was released to. `routes`: every instance that was tried, in order; the last one streams.
-    `excluded`: instances that failed the request, and `failure`: how the last one did. `wait_until_s`: until when the
-    request waits for an instance, by `time.monotonic`. `beside`: the instance that has computed its prompt just now for
-    another choice of the same query. `released_to`: the instance that has room for it; it is taken if no other is known
-    to have cached the prompt. `prefix`: its prompt, as instances may have cached it. `text_frame`: as in
-    `Generate`. `pass_on`: takes its text past the stream, as soon as whoever reads the stream has set it.
+    estimate. `context_tokens`: those of its model. `preference`: the regions in the order in which `origin` prefers
+    them. `only_region`: the region that a deferred request was released to. `routes`: every instance that was tried, in
+    order; the last one streams. `excluded`: instances that failed the request, and `failure`: how the last one did.
+    `wait_until_s`: until when the request waits for an instance, by `time.monotonic`. `beside`: the instance that has
+    computed its prompt just now for another choice of the same query. `released_to`: the instance that has room for it;
+    it is taken if no other is known to have cached the prompt. `prefix`: its prompt, as instances may have cached it.
+    `text_frame`: as in `Generate`. `pass_on`: takes its text past the stream, as soon as whoever reads the stream has
+    set it.
     """
 
     message: Generate
     input_tokens: int
+    context_tokens: int
     origin: str | None
     preference: tuple[str, ...]
     prefix: PromptPrefix
@@ -84,6 +88,7 @@ class InFlightRequest:
             message=salted,
             prefix=prefix or prefix_of(salted, prompt_cache_key),
             input_tokens=min(estimated_input_tokens(message), model.context_tokens),
+            context_tokens=model.context_tokens,
             origin=origin,
             preference=fleet.preference(origin),
             only_region=only_region,
@@ -95,6 +100,16 @@ class InFlightRequest:
         if self.message.pooling:
             return self.input_tokens
         return self.input_tokens + (self.message.sampling.max_tokens or _OUTPUT_TOKENS_GUESS)
+
+    @property
+    def tokens_max(self) -> int:
+        """The most prompt and completion tokens that it may take: a token of text has a byte at least."""
+        prompt = self.input_tokens
+        if self.message.prompt_tokens is None:
+            messages = len(self.message.messages or ())
+            prompt = _BYTES_PER_TOKEN * prompt + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages
+        answer = 0 if self.message.pooling else self.message.sampling.max_tokens or self.context_tokens
+        return min(self.context_tokens, prompt + answer)
 
     @property
     def used_tokens(self) -> int:

@@ -33,15 +33,15 @@ def reserved(database: Database) -> dict[Budget, int]:
 
 
 def test_a_request_beyond_the_budget_is_refused_as_clients_expect(world: World) -> None:
-    limit(world.database, tokens_per_month=1600)
+    limit(world.database, tokens_per_month=1800)
     with running_gateway(world, FakeAgent()) as gateway:
         assert gateway.chat(max_tokens=1500).status_code == 200
         assert gateway.chat(max_tokens=1500).status_code == 200, "10 tokens were used, not 1501"
-        refused = gateway.chat(429, max_tokens=1600)
+        refused = gateway.chat(429, max_tokens=1700)
         error = assert_error(refused)
         assert (error["code"], error["type"]) == ("insufficient_quota", "insufficient_quota")
         assert "tenant 'acme'" in error["message"]
-        assert "tokens_per_month" in error["message"]
+        assert "(tokens_per_month) has too few tokens left for a request that may take 1976;" in error["message"]
         assert refused.headers["x-should-retry"] == "false"
         assert "tidepool_budget_refusals_total 1.0" in gateway.http.get("/metrics").text
         limit(world.database, tokens_per_minute=10**6)

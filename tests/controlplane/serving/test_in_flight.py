@@ -11,9 +11,9 @@ from dataplane.protocol.tiers import Tier
 from tests.controlplane.serving.test_continuation import Fleet
 
 
-def in_flight(**prompt: Any) -> InFlightRequest:
+def in_flight(max_tokens: int | None = 100, **prompt: Any) -> InFlightRequest:
     model = Model(name="tide", context_tokens=4096)
-    sampling = Sampling(max_tokens=100)
+    sampling = Sampling(max_tokens=max_tokens)
     message = Generate(request_id="r", instance_id="", model="tide", tier=Tier.IW_N, sampling=sampling, **prompt)
     return InFlightRequest.of(Fleet(), model, message, tenant="t", origin=None)
 
@@ -41,3 +41,10 @@ def test_tokens_and_continuations_are_counted_as_events_arrive() -> None:
     request.note([Started(prompt_tokens=7), Token(text="b", token_ids=(3,))])
     request.note([Finished(finish_reason="stop", prompt_tokens=7, completion_tokens=4)])
     assert (request.position, request.used_tokens, request.continuations) == ((3, 2), 11, 1)
+
+
+def test_the_most_that_a_request_may_take_is_bounded_by_its_bytes_and_by_the_context() -> None:
+    assert in_flight(None, prompt="x").tokens_max == 4096, "without max_tokens its answer may fill the context"
+    assert 300 <= in_flight(prompt="ä" * 100).tokens_max <= 600
+    assert in_flight(10, prompt_tokens=(1, 2, 3)).tokens_max == 13
+    assert in_flight(4000, prompt="x" * 4000).tokens_max == 4096
