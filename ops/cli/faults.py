@@ -18,6 +18,7 @@ faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack unde
 @faults.command("run")
 @examples(
     "tidepool faults run",
+    "tidepool faults run --upgrade --nodes 3 --regions 2 --models 4",
     "tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7",
 )
 def run_faults(
@@ -29,13 +30,19 @@ def run_faults(
     streams: Annotated[int, typer.Option(min=1, max=200, help="Interactive streams at once.")] = 8,
     gateways: Annotated[int, typer.Option(min=1, max=4, help="Gateways that clients may ask.")] = 2,
     seed: Annotated[int, typer.Option(help="Draws the same faults on the same victims again.")] = 1,
+    upgrade: Annotated[
+        bool,
+        typer.Option(
+            "--upgrade", help="No faults: replace each process of the previous release by this one's, and back."
+        ),
+    ] = False,
     only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
     home: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep, logs too; default: temporary.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes.
+    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes, or upgrade them.
 
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
@@ -45,6 +52,7 @@ def run_faults(
     from ops.faults.injector import Kind
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
+    from ops.faults.upgrade import NoReleaseError
     from ops.local.replay_stack import Fleet
 
     try:
@@ -53,10 +61,20 @@ def run_faults(
         raise CommandError(f"--only: {error}; the kinds are {', '.join(Kind)}") from None
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
     plan = Plan(
-        fleet=fleet, minutes=minutes, every_s=every_s, seed=seed, kinds=kinds, streams=streams, gateways=gateways
+        fleet=fleet,
+        minutes=minutes,
+        every_s=every_s,
+        seed=seed,
+        kinds=kinds,
+        streams=streams,
+        gateways=gateways,
+        upgrade=upgrade,
     )
     with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-faults-") as folder:
-        report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
+        try:
+            report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
+        except NoReleaseError as error:
+            raise CommandError(str(error)) from error
     if as_json:
         print_json(report)
     else:

@@ -13,11 +13,10 @@ from typing import Any
 
 from ops.faults.losses import FaultTimes, kind_of_process
 from ops.faults.proxy import Fault
-from ops.faults.stack import FaultStack
+from ops.faults.stack import SERVERS, FaultStack
 
 PAUSE_MIN_S, PAUSE_MAX_S = 1.0, 12.0
 LATENCY_MIN_S, LATENCY_MAX_S = 0.05, 0.8
-SERVERS = ("postgres", "valkey")
 
 
 class Kind(StrEnum):
@@ -42,7 +41,7 @@ LINK_FAULTS = {Kind.LATENCY: Fault.LATENCY, Kind.RESET: Fault.RESET, Kind.BLACK_
 class InjectedFault:
     """An injected fault: `at_s` after the start of the run, for `lasted_s`."""
 
-    kind: Kind
+    kind: str
     victim: str
     at_s: float
     lasted_s: float

@@ -14,8 +14,10 @@ from ops.faults.check import FINDINGS_MAX, BatchCheck, attainment, leak_findings
 from ops.faults.injector import FaultInjector, Kind
 from ops.faults.load import Load, Streamed
 from ops.faults.losses import stream_losses
-from ops.faults.stack import SKEWS_S, FaultStack
+from ops.faults.stack import REPLICAS, SKEWS_S, FaultStack
+from ops.faults.upgrade import Releases, Upgrade, schema_of, seamless_findings, unpack_release
 from ops.local.replay_stack import Fleet
+from ops.local.stack import Wiring
 from ops.local.waiting import wait_until
 
 PROGRESS_EVERY_S = 10.0
@@ -24,7 +26,9 @@ GONE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The parameters of a run. `calm_s`: how long interactive load continues after the last fault."""
+    """The parameters of a run. `calm_s`: how long interactive load continues after the last fault. `upgrade`: instead of
+    faults, every process is replaced by this release's and back, from the previous release's.
+    """
 
     fleet: Fleet
     minutes: float
@@ -36,26 +40,45 @@ class Plan:
     batch_lines: int = 40
     batch_every_s: float = 15.0
     calm_s: float = 30.0
+    upgrade: bool = False
 
 
 async def run_faults(plan: Plan, home: Path, notify: Callable[[str], None]) -> dict[str, Any]:
     """Run in an empty home and return the report; `broken` lists violated guarantees."""
-    stack = FaultStack(home, plan.fleet, gateways=plan.gateways)
+    stack, injector = _make(plan, home, notify)
     notify(f"starting {plan.fleet.nodes} nodes and {len(stack.links)} links; the logs are in {home / 'logs'}")
     async with stack.running():
-        report = await _Run(plan, stack, notify).run()
+        report = await _Run(plan, stack, injector, notify).run()
     report["broken"] += await _left_behind(home)
     return report
 
 
+def _make(plan: Plan, home: Path, notify: Callable[[str], None]) -> tuple[FaultStack, FaultInjector | Upgrade]:
+    """The stack, and what disturbs it."""
+    if not plan.upgrade:
+        stack = FaultStack(home, plan.fleet, gateways=plan.gateways)
+        return stack, FaultInjector(stack, plan.kinds, plan.seed)
+    previous = unpack_release(home / "previous")
+    counts = Wiring(replicas={**REPLICAS, "api": plan.gateways})
+    names = [name for command in ("api", "dispatcher", "worker", "beat") for name in counts.names(command)]
+    names += [f"agent-{node.name}" for node in plan.fleet.local_nodes()]
+    releases = Releases(home / "releases", names, previous)
+    stack = FaultStack(
+        home, plan.fleet, gateways=plan.gateways, programs=releases.programs(), schema=schema_of(previous)
+    )
+    return stack, Upgrade(stack, releases, previous, notify)
+
+
 class _Run:
-    def __init__(self, plan: Plan, stack: FaultStack, notify: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, stack: FaultStack, injector: FaultInjector | Upgrade, notify: Callable[[str], None]
+    ) -> None:
         self._plan = plan
         self._stack = stack
         self._notify = notify
         local = stack.local
         self._load = Load(local.urls, local.keys["client"], plan.fleet.model_names(), plan.seed)
-        self._injector = FaultInjector(stack, plan.kinds, plan.seed)
+        self._injector = injector
         self._stop_faults, self._stop_batches, self._stop_streams = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def run(self) -> dict[str, Any]:
@@ -75,9 +98,11 @@ class _Run:
             "batches": batches.findings,
             "leaks": leaks,
         }
+        if self._plan.upgrade:
+            broken["upgrade"] = seamless_findings(sent.streams, sent.uploads_failed)
         return {
             "plan": asdict(self._plan),
-            "clocks_wrong_s": SKEWS_S,
+            "clocks_wrong_s": {} if self._plan.upgrade else SKEWS_S,
             "broken": [f"{what}: {one}" for what, found in broken.items() for one in found[:FINDINGS_MAX]],
             "broken_count": sum(map(len, broken.values())),
             "interactive": self._interactive([s for s in sent.streams if s.started_s < calm_from_s]),

@@ -5,7 +5,7 @@ gateways, dispatchers -> agents -> gateways
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from ops.faults.proxy import Link
 from ops.local.replay_stack import Fleet, ReplayStack
 from ops.local.stack import Wiring
 
+SERVERS = ("postgres", "valkey")
 REPLICAS = {"dispatcher": 2, "beat": 2, "forecaster": 0}
 SKEWS_S = {"api-2": -150.0, "dispatcher-2": 300.0, "beat-2": 120.0}
 """Clock skews by process, in seconds."""
@@ -29,13 +30,23 @@ ENVIRONMENT = {
 
 
 class FaultStack(ReplayStack):
-    """A stack and its links."""
+    """A stack and its links. `programs`: what Python runs for some processes, else some of them with wrong clocks;
+    `schema`: the revision that its database begins with.
+    """
 
-    def __init__(self, home: Path, fleet: Fleet, *, gateways: int = 2) -> None:
+    def __init__(
+        self,
+        home: Path,
+        fleet: Fleet,
+        *,
+        gateways: int = 2,
+        programs: Mapping[str, tuple[str, ...]] | None = None,
+        schema: str = "head",
+    ) -> None:
         self.links: dict[tuple[str, str], Link] = {}
-        programs = {name: ("-m", "ops.cli.skewed", str(by_s)) for name, by_s in SKEWS_S.items()}
-        replicas = {**REPLICAS, "api": gateways}
-        wiring = Wiring(replicas=replicas, between=self._between, programs=programs)
+        if programs is None:
+            programs = {name: ("-m", "ops.cli.skewed", str(by_s)) for name, by_s in SKEWS_S.items()}
+        wiring = Wiring(replicas={**REPLICAS, "api": gateways}, between=self._between, programs=programs, schema=schema)
         super().__init__(home, fleet, environment=ENVIRONMENT, wiring=wiring)
         ports = tuple(int(url.rpartition(":")[2]) for url in self.local.urls)
         for link in self.links.values():

@@ -56,12 +56,14 @@ class Wiring:
 
     Replicas are named `name`, `name-2` and so on. `between(caller, called, port)` is the port by which a child reaches
     another that listens on `port`; `*` is the caller where several share a port.
-    `programs`: what Python runs for some children instead of the command line's module.
+    `programs`: what Python runs for some children instead of the command line's module. `schema`: the revision that the
+    database is migrated to.
     """
 
     replicas: Mapping[str, int] = field(default_factory=dict)
     between: Callable[[str, str, int], int] = lambda _caller, _called, port: port
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    schema: str = "head"
 
     def names(self, command: str) -> tuple[str, ...]:
         """The names of a command's children."""
@@ -148,7 +150,7 @@ class LocalStack:
         """Migrate the schema and store the first keys, once; returns True when that is done."""
         if self._database_ready:
             return True
-        migrations.upgrade(self.database_url)
+        migrations.upgrade(self.database_url, self._wiring.schema)
         database = Database(make_engine(Settings(database_url=SecretStr(self.database_url))))
         with database.transaction() as session:
             for fault in store_keys(session, self._first_keys):
