@@ -26,8 +26,8 @@ GONE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The parameters of a run. `calm_s`: how long interactive load continues after the last fault. `upgrade`: instead of
-    faults, every process is replaced by this release's and back, from the previous release's.
+    """The parameters of a run. `calm_s`: how long interactive load continues after the last fault. `upgrade`: no
+    faults; every process of the previous release is replaced by this one's, and back.
     """
 
     fleet: Fleet

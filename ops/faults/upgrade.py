@@ -119,7 +119,7 @@ class Upgrade:
         return [name for name in self._stack.local.supervisor.pids() if name not in SERVERS]
 
     async def _replace(self, what: str, name: str, tree: Path) -> None:
-        """SIGTERM, as at a planned restart, and wait for the other release's process."""
+        """SIGTERM, as at a planned restart, and wait for the other release's process (on Linux)."""
         supervisor = self._stack.local.supervisor
         began_s, pid = time.monotonic(), supervisor.pids()[name]
         self._releases.choose(name, tree)
@@ -132,6 +132,8 @@ class Upgrade:
         if not await wait_until(is_another, REPLACE_TIMEOUT_S):
             raise TimeoutError(f"{name} has not ended {REPLACE_TIMEOUT_S:g} s after SIGTERM")
         await asyncio.to_thread(supervisor.wait_ready, REPLACE_TIMEOUT_S)
+        if (runs := Path(f"/proc/{supervisor.pids()[name]}/cwd").readlink()) != tree:
+            raise RuntimeError(f"{name} should run in {tree}, and runs in {runs}")
         lasted_s = time.monotonic() - began_s
         self.made.append(
             InjectedFault(kind=what, victim=name, at_s=round(began_s - self._started_s, 1), lasted_s=round(lasted_s, 1))

@@ -16,7 +16,7 @@ ANSWERS = {("m", 0): {"0 content": "one two three four", "1 logprobs": "one -0.5
 REST = {"1 logprobs": "one -0.5, "}
 
 
-def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streamed:
+def streamed(text: str = "", outcome: Outcome = "whole", **changes: object) -> Streamed:
     fields = {
         "model": "m",
         "prompt": 0,
@@ -44,18 +44,18 @@ def _stream(text: str, outcome: Outcome = "whole", **changes: object) -> Streame
     ],
 )
 def test_a_missing_or_doubled_token_is_found(text: str, outcome: Outcome) -> None:
-    (finding,) = stream_findings([_stream(text, outcome)], ANSWERS)
+    (finding,) = stream_findings([streamed(text, outcome)], ANSWERS)
     assert "m prompt 0" in finding
 
 
 def test_every_channel_is_checked() -> None:
-    stream = _stream("", parts={"0 content": "one two three four", "1 logprobs": "one -0.6, ", "0 call 0": "look"})
+    stream = streamed("", parts={"0 content": "one two three four", "1 logprobs": "one -0.6, ", "0 call 0": "look"})
     findings = stream_findings([stream], ANSWERS)
     assert ["logprobs" in finding for finding in findings] == [False, True]
 
 
 def test_what_is_right_is_no_finding() -> None:
-    streams = [_stream("one two three four"), _stream("one two th", "broken"), _stream("", "refused")]
+    streams = [streamed("one two three four"), streamed("one two th", "broken"), streamed("", "refused")]
     assert stream_findings(streams, ANSWERS) == []
 
 
@@ -65,17 +65,17 @@ def test_differences_in_words() -> None:
 
 
 def test_outcomes_are_counted_with_their_reasons() -> None:
-    streams = [_stream("", "whole"), _stream("", "error", reason="node_error"), _stream("", "whole")]
+    streams = [streamed("", "whole"), streamed("", "error", reason="node_error"), streamed("", "whole")]
     assert outcomes(streams) == {"whole": 2, "error: node_error": 1}
 
 
 def test_attainment_counts_failures_as_misses() -> None:
     streams = [
-        _stream("x"),
-        _stream("x", first_token_s=1.4),
-        _stream("x", "broken"),
-        _stream("", "refused", first_token_s=None),
-        _stream("x", tier="default", first_token_s=30.0),
+        streamed("x"),
+        streamed("x", first_token_s=1.4),
+        streamed("x", "broken"),
+        streamed("", "refused", first_token_s=None),
+        streamed("x", tier="default", first_token_s=30.0),
     ]
     fast, normal = attainment(streams)
     assert (fast.tier, fast.requests, fast.share) == ("priority", 4, 0.25)
@@ -100,12 +100,12 @@ def test_losses_are_laid_to_the_fault_before_them() -> None:
         FaultTimes(what="pause agent", began_s=20.0, ended_s=30.0),
     ]
     streams = [
-        _stream("one", "broken", started_s=9.0, ended_s=11.0),
-        _stream("", "refused", started_s=24.0, ended_s=25.0),
-        _stream("", "refused", started_s=44.0, ended_s=46.0),
-        _stream("", "error", started_s=100.0, ended_s=101.0),
-        _stream("one two three four", attempts=2),
-        _stream("one two three four", attempts=1),
+        streamed("one", "broken", started_s=9.0, ended_s=11.0),
+        streamed("", "refused", started_s=24.0, ended_s=25.0),
+        streamed("", "refused", started_s=44.0, ended_s=46.0),
+        streamed("", "error", started_s=100.0, ended_s=101.0),
+        streamed("one two three four", attempts=2),
+        streamed("one two three four", attempts=1),
     ]
     assert stream_losses(streams, faults) == {
         "lost_by_fault": {

@@ -11,7 +11,8 @@ TIDEPOOL = (sys.executable, "-m", "ops.cli.main")
 KINDS = {"kill", "kill_worker", "terminate", "pause", "latency", "reset", "black_hole", "restart"}
 
 
-def _run(*options: str) -> subprocess.CompletedProcess[str]:
+def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
+    """`tidepool faults run` with these options."""
     return subprocess.run(
         [*TIDEPOOL, "faults", "run", *options],
         capture_output=True,
@@ -25,7 +26,7 @@ def _run(*options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_minute_of_faults_breaks_no_promise() -> None:
     small = ("--regions", "2", "--nodes", "3", "--models", "4", "--streams", "4")
-    ended = _run("--minutes", "1", "--every-s", "4", *small, "--json")
+    ended = run_cli("--minutes", "1", "--every-s", "4", *small, "--json")
     assert ended.stdout, ended.stderr
     report = json.loads(ended.stdout)
     assert report["broken"] == [], ended.stderr
@@ -39,7 +40,7 @@ def test_a_minute_of_faults_breaks_no_promise() -> None:
 
 
 def test_an_unknown_kind_is_refused_by_name() -> None:
-    ended = _run("--only", "kill,flood")
+    ended = run_cli("--only", "kill,flood")
     assert ended.returncode == 1
     assert "'flood'" in ended.stderr
     assert "black_hole" in ended.stderr
