@@ -4,13 +4,16 @@ import asyncio
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, print_json
+
+if TYPE_CHECKING:
+    from ops.faults.injector import Kind
 
 faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack under load, and check its guarantees.")
 
@@ -49,16 +52,11 @@ def run_faults(
     Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
     repeated token, a leak.
     """
-    from ops.faults.injector import Kind
     from ops.faults.run import Plan, print_progress, report_text
     from ops.faults.run import run_faults as run
-    from ops.faults.upgrade import NoReleaseError
     from ops.local.replay_stack import Fleet
 
-    try:
-        kinds = tuple(Kind(kind.strip()) for kind in only.split(",")) if only else tuple(Kind)
-    except ValueError as error:
-        raise CommandError(f"--only: {error}; the kinds are {', '.join(Kind)}") from None
+    kinds = _kinds(only)
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
     plan = Plan(
         fleet=fleet,
@@ -71,13 +69,19 @@ def run_faults(
         upgrade=upgrade,
     )
     with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-faults-") as folder:
-        try:
-            report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
-        except NoReleaseError as error:
-            raise CommandError(str(error)) from error
+        report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
     if as_json:
         print_json(report)
     else:
         typer.echo(report_text(report))
     if report["broken"]:
         raise CommandError(f"{report['broken_count']} guarantees were violated")
+
+
+def _kinds(only: str | None) -> "tuple[Kind, ...]":
+    from ops.faults.injector import Kind
+
+    try:
+        return tuple(Kind(kind.strip()) for kind in only.split(",")) if only else tuple(Kind)
+    except ValueError as error:
+        raise CommandError(f"--only: {error}; the kinds are {', '.join(Kind)}") from None

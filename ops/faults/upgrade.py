@@ -16,6 +16,7 @@ from typing import Any
 from alembic.script import ScriptDirectory
 
 import migrations
+from ops.client.api import CommandError
 from ops.faults import released
 from ops.faults.injector import InjectedFault
 from ops.faults.load import Streamed
@@ -31,7 +32,7 @@ ORDER = ("api", "dispatcher", "worker", "forecaster", "beat", "agent")
 REPLACE_TIMEOUT_S = 180.0
 
 
-class NoReleaseError(Exception):
+class NoReleaseError(CommandError):
     """The previous release cannot be had here."""
 
 
@@ -132,7 +133,7 @@ class Upgrade:
         if not await wait_until(is_another, REPLACE_TIMEOUT_S):
             raise TimeoutError(f"{name} has not ended {REPLACE_TIMEOUT_S:g} s after SIGTERM")
         await asyncio.to_thread(supervisor.wait_ready, REPLACE_TIMEOUT_S)
-        if (runs := Path(f"/proc/{supervisor.pids()[name]}/cwd").readlink()) != tree:
+        if (runs := await asyncio.to_thread(Path(f"/proc/{supervisor.pids()[name]}/cwd").readlink)) != tree:
             raise RuntimeError(f"{name} should run in {tree}, and runs in {runs}")
         lasted_s = time.monotonic() - began_s
         self.made.append(
