@@ -45,8 +45,8 @@ class BeatThreads:
 
 @dataclass(kw_only=True)
 class State:
-    """Everything that a request may need. `draining`: streams finish, and new requests are refused. `member`: the
-    process is one of several that share a port.
+    """Everything that a request may need. `draining`: it shuts down, so its probes answer 503 while what has arrived is
+    served. `member`: the process is one of several that share a port.
     """
 
     settings: Settings

@@ -19,7 +19,7 @@ from controlplane.api.openai.event_stream import EventStreamResponse, unless_gon
 from controlplane.api.request_log import note_failure, note_gone, plain
 from controlplane.api.stages import StageClock
 from controlplane.api.state import State, state_of
-from controlplane.errors import InvalidValueError, TidepoolError, UnavailableError
+from controlplane.errors import InvalidValueError, TidepoolError
 from controlplane.serving.answers import Renderer, whole_answer
 from controlplane.serving.fan_out import ChoiceStream, InFlightQuery, send_query
 from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
@@ -63,7 +63,6 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     """A query that the caller may ask, and its events; the first `anext` of them admits and sends it.
 
     Raises:
-        UnavailableError: this gateway is shutting down.
         UnknownModelError: no such model, or none that the caller's key may use.
         InvalidValueError: `origin` is no region, or `max_tokens` alone is beyond the model's context.
     """
@@ -71,8 +70,6 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     state, own = state_of(request), request.state
     record: RequestRecord = own.record
     record.model, record.tier = plain(query.model), query.tier.value
-    if state.draining:
-        raise UnavailableError("this gateway is shutting down; try again", retry_after_s=1)
     model = await state.fleet.model(query.model)
     require_model(own.caller, model.name)
     messages = query.choices(own.request_id)
