@@ -122,7 +122,7 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
 
 def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
     """Write the heartbeat; the live view gets only the reports of instances that the node is to host."""
-    with state.database.transaction() as session:
+    with state.database.transaction(replicated=False) as session:
         node = touch_node(session, message.node, leaving=message.leaving)
         observe(session, message)
         starts = message.generation == 0  # it has no desired state yet

@@ -230,7 +230,7 @@ class Releaser:
         """A few at a time: a statement that names many rows scans the queue for them, and locks those it has found."""
         kept: set[tuple[int, int]] = set()
         for first in range(0, len(held), _RENEWED_AT_ONCE):
-            with self._database.transaction() as session:
+            with self._database.transaction(replicated=False) as session:
                 some = held[first : first + _RENEWED_AT_ONCE]
                 kept |= queue.renew(session, some, lease_s=self._settings.niw_lease_s)
         return kept

@@ -111,7 +111,7 @@ def _made_here(
             lacking[endpoint] = f"late, and over the {settings.plan_forecasts_s:g} s that a plan takes for them"
             continue
         try:
-            with database.transaction() as session:
+            with database.transaction(replicated=False) as session:
                 made.append(_forecast(make(session, endpoint, origin_s=at_s, settings=settings), None))
         except SoftTimeLimitExceeded:
             raise

@@ -21,7 +21,7 @@ from controlplane.store.session import Database
 
 def predict(database: Database, settings: Settings) -> dict[str, int]:
     """Measure, predict and store; the counts of batches in progress, at risk, and predicted anew."""
-    with database.transaction() as session:
+    with database.transaction(replicated=False) as session:
         before = read_speeds(session)
         progress = read_progress(session)
         speeds = _measured(before, progress)

@@ -89,7 +89,7 @@ def noted(database: Database, loop: Loop) -> Iterator[Run]:
 def note(database: Database, loop: Loop, error: str | None = None) -> None:
     """Store a loop's success or its error. While Postgres is unreachable nothing is stored: the loop becomes late."""
     try:
-        with database.transaction() as session:
+        with database.transaction(replicated=False) as session:
             if error is None:
                 note_success(session, loop)
             else:

@@ -151,7 +151,7 @@ def note_beat(**_: object) -> None:
 @celery.task(name="measure")
 def run_measure() -> None:
     """Every minute."""
-    with noted(parts().database, Loop.MEASURE), parts().database.transaction() as session:
+    with noted(parts().database, Loop.MEASURE), parts().database.transaction(replicated=False) as session:
         measure(session, parts().live, now_s=time.time())
 
 
@@ -182,7 +182,7 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
     for model, region in series:
         endpoint = Endpoint(model=model, region=region)
         try:
-            with parts().database.transaction() as session:
+            with parts().database.transaction(replicated=False) as session:
                 forecast_one(session, endpoint, origin_s=origin_s, settings=parts().settings)
         except SoftTimeLimitExceeded:
             log.exception("forecasts out of time", origin_s=origin_s)

@@ -45,7 +45,7 @@ class ObjectiveCounter:
         if not taken:
             return
         try:
-            with self._database.transaction() as session:
+            with self._database.transaction(replicated=False) as session:
                 add_objectives(session, taken)
         except SQLAlchemyError:
             oldest_s = _bucket_s() - _KEEP_S

@@ -52,7 +52,7 @@ class UsageCounter:
             taken = {key: replace(self._counts[key]) for key in self._changed}
             self._changed = set()
         try:
-            with self._database.transaction() as session:
+            with self._database.transaction(replicated=False) as session:
                 put_usage(session, self._writer, taken)
         except SQLAlchemyError:
             with self._lock:

@@ -75,9 +75,17 @@ class Database:
         self._changed = threading.Condition()
 
     @contextmanager
-    def transaction(self) -> Iterator[Session]:
-        """A session that commits at the end of the block and rolls back on any exception."""
+    def transaction(self, *, replicated: bool = True) -> Iterator[Session]:
+        """A session that commits at the end of the block and rolls back on any exception.
+
+        Args:
+            replicated: the commit waits for other regions as the database is set to (`synchronous_commit`), as it must
+                for whatever somebody is told. False: it waits for the primary's disk only; a lost primary may take it
+                along.
+        """
         with self._counted(self._sessions) as session:
+            if not replicated:
+                session.execute(text("SET LOCAL synchronous_commit = local"))
             yield session
 
     @contextmanager

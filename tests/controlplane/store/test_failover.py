@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,16 @@ class Pair:
         except DBAPIError as error:
             return error.connection_invalidated
         return False
+
+    def written_alone(self) -> None:
+        with self.database.statement() as session:
+            session.execute(text("INSERT INTO written VALUES (0)"))
+
+    def waiting(self) -> int:
+        """How many commits wait for a standby."""
+        query = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
+        with self.database.transaction() as session:
+            return session.execute(text(query)).scalar_one()
 
     def idle(self, count: int) -> None:
         """Have that many connections in the pool."""
@@ -183,3 +194,25 @@ def test_a_copy_that_meets_a_server_without_writes_loses_its_connection(pair: Pa
     connected = pair.connected
     assert pair.port() == pair.primary.port
     assert pair.connected == connected + 1
+
+
+def test_only_what_was_promised_waits_for_another_region(pair: Pair) -> None:
+    """No standby of the quorum answers: commits of both kinds wait for one, and those of the third do not."""
+    tell(pair.primary, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    pair.servers.stop("postgres")
+    pair.servers.start("postgres")
+    with ThreadPoolExecutor(2) as threads:
+        promised = [threads.submit(pair.port), threads.submit(pair.written_alone)]
+        try:
+            until(lambda: pair.waiting() == len(promised))
+            with pair.database.transaction(replicated=False) as session:
+                written_at(session)
+            assert pair.waiting() == len(promised)
+            assert not any(each.done() for each in promised)
+        finally:
+            tell(pair.primary, "ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
+        for each in promised:
+            each.result()
+    with pair.database.transaction() as session:
+        assert session.execute(text("SELECT count(*) FROM written")).scalar_one() == 3
+        assert session.execute(text("SHOW synchronous_commit")).scalar_one() == "on", "it held for one transaction"
