@@ -126,7 +126,7 @@ class Settings(BaseSettings):
     """each region has a Redis of its own, so that tenants' limits are divided between regions; needs region"""
     limit_share_lease_s: float = Field(600.0, ge=180)
     """how long a region that cannot reach Postgres keeps its shares of limits; then only their guaranteed part"""
-    limit_share_every_s: float = Field(5.0, gt=0, le=30)
+    limit_share_every_s: float = Field(5.0, ge=1, le=30)
     """how often a region asks for its shares of limits"""
     limit_lease_s: float = Field(30.0, ge=1)
     """after this long the requests of a gateway that was killed no longer count against limits"""
