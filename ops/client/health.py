@@ -7,8 +7,14 @@ _PARTS = {"missing": "missing", "away": "away", "late": "late loops", "lost": "l
 
 
 def health_causes(health: Mapping[str, Any]) -> str:
-    """Causes of degraded health: `away: redis; late loops: plan`. Empty: none."""
-    return "; ".join(f"{title}: {', '.join(health[part])}" for part, title in _PARTS.items() if health[part])
+    """Causes of degraded health: `away: redis; late loops: plan`. Empty: none. While the primary database is away, or
+    the region's copy of it is behind, also how old that may be. Gateways of an older version name fewer parts.
+    """
+    causes = [f"{title}: {', '.join(health[part])}" for part, title in _PARTS.items() if health.get(part)]
+    age_s = health.get("replica_age_s")
+    if age_s is not None and (health["behind"] or "postgres" in health["away"]):
+        causes.append(f"the region's copy of the database may be {_age(age_s)} old")
+    return "; ".join(causes)
 
 
 def loops_text(loops: Sequence[Mapping[str, Any]]) -> str:

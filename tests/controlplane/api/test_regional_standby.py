@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def test_a_standby_that_is_away_is_named_and_not_needed(region: Region) -> None:
         assert asks(gateway, "tp-client-unknown").status_code == 401
         assert ready(gateway) == (200, "degraded", ["replica"])
         assert 'tidepool_server_away{server="replica"} 1.0' in gateway.http.get("/metrics").text
+
+
+def test_a_primary_that_hangs_holds_up_no_request(region: Region) -> None:
+    """It takes connections and answers none; keys are read from the standby, also those that are new to the gateway."""
+    with running_gateway(region.world, FakeAgent()) as gateway:
+        until(lambda: ready(gateway) == (200, "ok", []))
+        keys = [region.world.key() for _ in range(30)]  # more than there are threads for keys
+        until(lambda: asks(gateway, keys[0]).status_code == 200)
+        with region.servers.frozen_postgres():
+            with ThreadPoolExecutor(len(keys)) as pool:
+                answers = list(pool.map(lambda key: asks(gateway, key).status_code, keys))
+            assert answers == [200] * len(keys)
+            assert ready(gateway) == (200, "degraded", ["postgres"])
+        until(lambda: ready(gateway) == (200, "ok", []))
 
 
 def test_what_needs_a_primary_waits_and_says_so(region: Region) -> None:

@@ -9,7 +9,7 @@ from ops.cli.top_screen import ROWS_MAX, Snapshot, screen, take_snapshot
 from ops.client.api import CommandError
 
 STATUS = {
-    "health": {"status": "ok", "missing": [], "away": [], "late": [], "lost": [], "behind": []},
+    "health": {"status": "ok", "missing": [], "away": [], "late": [], "lost": [], "behind": [], "replica_age_s": None},
     "loops": [
         {"loop": "scale", "late": False, "since_success_s": 3.2, "since_failure_s": 900.0, "last_error": "old"},
         {"loop": "plan", "late": True, "since_success_s": 7200.0, "since_failure_s": 60.0, "last_error": "no solver"},
@@ -179,6 +179,13 @@ def test_the_head_says_what_the_probe_says() -> None:
         "late": ["plan", "scale"],
         "lost": ["n1"],
         "behind": [],
+        "replica_age_s": None,
     }
     text = _shown(_snapshot(**{"/readyz": late}))
     assert " degraded\naway: redis; late loops: plan, scale; lost nodes: n1\n" in text
+
+
+def test_the_head_says_how_old_the_regions_copy_is() -> None:
+    away = {"status": "degraded", "missing": [], "away": ["postgres"], "late": [], "lost": [], "behind": []}
+    text = _shown(_snapshot(**{"/readyz": away | {"replica_age_s": 900.0}}))
+    assert " degraded\naway: postgres; the region's copy of the database may be 15 min old\n" in text
