@@ -52,7 +52,7 @@ def _used_bytes(state: State) -> int:
 
 
 @contextmanager
-def _away(_: Database) -> Iterator[Session]:
+def _away(_: Database, *, replicated: bool = True) -> Iterator[Session]:
     raise OperationalError("SELECT 1", {}, ConnectionError("gone"))
     yield
 
@@ -180,7 +180,7 @@ def test_a_postgres_that_hangs_keeps_few_threads(
     free = threading.Event()
 
     @contextmanager
-    def hangs(_: Database) -> Iterator[Session]:
+    def hangs(_: Database, *, replicated: bool = True) -> Iterator[Session]:
         free.wait(HANGS_S)
         raise OperationalError("SELECT 1", {}, ConnectionError("gone"))
         yield

@@ -32,8 +32,8 @@ class CommitLostDatabase:
         self._database, self._commits, self.loses = database, commits, True
 
     @contextmanager
-    def transaction(self) -> Iterator[Any]:
-        with self._database.transaction() as session:
+    def transaction(self, *, replicated: bool = True) -> Iterator[Any]:
+        with self._database.transaction(replicated=replicated) as session:
             yield session
             if self.loses and not self._commits:
                 raise OperationalError("COMMIT", {}, Exception("gone"))
