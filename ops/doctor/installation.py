@@ -21,6 +21,7 @@ from controlplane.settings import Settings
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.fleet import NodePulse, node_pulses
 from controlplane.store.keys import find_key, good_keys_by_role
+from controlplane.store.log_position import read_log_position
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.server_facts import read_server
 from controlplane.store.session import Database, make_engine
@@ -65,7 +66,8 @@ def control_examinations(settings: Settings, url: str) -> Mapping[str, Examinati
 
         return run
 
-    return {
+    replica = {} if settings.database_replica_url is None else {"replica": on_database(_examine_replica(patient))}
+    return replica | {
         "database": on_database(_examine_server),
         "schema": on_database(_examine_schema),
         "redis": lambda: _examine_redis(settings),
@@ -100,6 +102,25 @@ def _examine_server(database: Database) -> list[Finding]:
         servers.check_archive(facts),
         servers.check_clock("database", clock),
     ]
+
+
+def _examine_replica(settings: Settings) -> Callable[[Database], list[Finding]]:
+    assert settings.database_replica_url is not None
+    of_replica = settings.model_copy(update={"database_url": settings.database_replica_url})
+
+    def run(primary: Database) -> list[Finding]:
+        with primary.transaction() as session:
+            written = read_log_position(session)  # before the standby is asked, which may only be further
+        replica = Database(make_engine(of_replica))
+        try:
+            with replica.transaction() as session:
+                is_standby, replayed = read_server(session).is_standby, read_log_position(session)
+        finally:
+            replica.close()
+        behind_s = 0.0 if replayed.bytes >= written.bytes else replayed.replayed_ago_s or 0.0
+        return [servers.check_replica(is_standby=is_standby, behind_s=behind_s, limit_s=settings.replica_lag_max_s)]
+
+    return run
 
 
 def _examine_schema(database: Database) -> list[Finding]:

@@ -123,7 +123,7 @@ def check_replication(facts: ServerFacts) -> Finding:
         todo = "start a standby that synchronous_standby_names names: until then no batch is accepted"
         return failure("replication", f"no standby of {facts.quorum!r} is there: commits wait", todo)
     if not facts.standbys:
-        todo = "fine on one machine; else add a standby (operate.md), or back up often with `tidepool backup`"
+        todo = "fine on one machine; else add a standby, or back up often with `tidepool backup`"
         return warning("replication", "no standby: the loss of this server loses what the last backup lacks", todo)
     found = ", ".join(map(_standby_text, facts.standbys))
     if any(each.sync_state is None for each in facts.standbys):
@@ -143,6 +143,19 @@ def check_replication(facts: ServerFacts) -> Finding:
 def _standby_text(standby: Standby) -> str:
     lag = "" if standby.lag_s is None else f", {standby.lag_s:.3f} s behind"
     return f"{standby.name or 'a standby'} {standby.state or 'in an unknown state'} ({standby.sync_state or '?'}{lag})"
+
+
+def check_replica(*, is_standby: bool, behind_s: float, limit_s: float) -> Finding:
+    """The region's standby, from which gateways read while no primary is there, follows closely."""
+    if not is_standby:
+        todo = (
+            "name a standby of this region in TIDEPOOL_DATABASE_REPLICA_URL: this one is lost together with the primary"
+        )
+        return warning("replica", "it is a primary", todo)
+    found = f"{behind_s:.1f} s behind (limit {limit_s:g} s)"
+    if behind_s > limit_s:
+        return failure("replica", found, "look at its disk and network: gateways do not read from it meanwhile")
+    return good("replica", found)
 
 
 def check_archive(facts: ServerFacts) -> Finding:

@@ -28,12 +28,14 @@ def by_check(answer: Any) -> dict[str, dict[str, Any]]:
 def test_an_installation(fleet: Run, doctor: None, database: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     join(database, "n1")
     monkeypatch.setenv("TIDEPOOL_NODE_KEY", "tp-node-unknown")
+    monkeypatch.setenv("TIDEPOOL_DATABASE_REPLICA_URL", database.engine.url.render_as_string(hide_password=False))
     told = fleet("doctor", "--json", "--timeout", 60)
     found = by_check(told.json)
     levels = {name: each["level"] for name, each in found.items()}
     for name in ("python", "postgres", "schema", "redis", "admin key", "gateway", "file store", "clock of database"):
         assert levels.get(name) == "ok", found.get(name)
     assert (levels["node key"], levels["heartbeats"]) == ("failure", "warning"), told.err
+    assert found["replica"]["found"] == "it is a primary"
     assert levels["primary"] == "failure", "the tests' server does not sync to its disk"
     assert all(each["todo"] for each in found.values() if each["level"] != "ok")
     assert (told.status, "checks failed" in told.err) == (1, True)

@@ -82,6 +82,13 @@ def test_replication(change: dict[str, Any], standbys: tuple[Standby, ...], leve
     assert servers.check_replication(replace(SERVER, **change, standbys=standbys)).level == level
 
 
+@pytest.mark.parametrize(
+    ("is_standby", "behind_s", "level"), [(True, 0.0, OK), (True, 5.1, FAILURE), (False, 0.0, WARNING)]
+)
+def test_the_replica_follows_its_primary(is_standby: bool, behind_s: float, level: Level) -> None:
+    assert servers.check_replica(is_standby=is_standby, behind_s=behind_s, limit_s=5.0).level == level
+
+
 def test_an_archive_that_refuses_is_a_failure_and_none_is_not() -> None:
     assert servers.check_archive(SERVER).level == OK
     assert servers.check_archive(replace(SERVER, archiving=False)).level == OK
