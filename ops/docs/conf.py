@@ -15,7 +15,16 @@ from docutils.parsers.rst import Directive
 _ROOT = Path(__file__).parents[2]
 _NAVIGATION = {
     "Concepts": ("concepts", "architecture", "life-of-a-request", "life-of-a-batch", "life-of-a-plan"),
-    "Operation": ("deploy", "backup", "operate", "monitoring", "security", "support", "limits"),
+    "Operation": (
+        "deploy",
+        "postgres-over-regions",
+        "backup",
+        "operate",
+        "monitoring",
+        "security",
+        "support",
+        "limits",
+    ),
     "Reference": ("api", "tools-and-reasoning", "cli", "settings", "metrics"),
     "In depth": ("data-plane", "forecasting-and-planning", "scaling", "simulator", "results"),
 }
