@@ -28,6 +28,7 @@ Tenant = Annotated[str, Field(pattern=_NAME, examples=["default"])]
 CheckpointPath = Annotated[
     str, Field(max_length=SOURCE_CHARACTERS_MAX, examples=["/models/qwen3-8b"]), AfterValidator(check_source)
 ]
+OwnerName = Annotated[str, Field(pattern=_NAME, examples=["apply"])]
 Architecture = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$", examples=["Qwen3ForCausalLM"])]
 
 Note = Annotated[str, Field(max_length=500, pattern=TEXT)]

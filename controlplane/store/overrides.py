@@ -13,10 +13,10 @@ from controlplane.errors import ConflictError
 from controlplane.policies.facts import Endpoint
 from controlplane.store.fleet import bump_index, fleet_index
 from controlplane.store.rows import Page, page, require
-from controlplane.store.tables import Base, EndpointRow
+from controlplane.store.tables import Base, EndpointRow, Owned
 
 
-class ReplicaOverride(Base):
+class ReplicaOverride(Owned, Base):
     """An endpoint has exactly this many instances until then. At most one is in force for each endpoint."""
 
     __tablename__ = "pins"
@@ -46,7 +46,14 @@ def overrides_in_force(session: Session, now_s: float) -> Mapping[Endpoint, int]
 
 
 def add_override(
-    session: Session, *, endpoint: Endpoint, instances: int, until: datetime, note: str, created_by: str
+    session: Session,
+    *,
+    endpoint: Endpoint,
+    instances: int,
+    until: datetime,
+    note: str,
+    created_by: str,
+    owner: str | None = None,
 ) -> ReplicaOverride:
     """Fix an endpoint's number of instances. The fleet's index rises: plans made without the override are stale.
 
@@ -77,6 +84,7 @@ def add_override(
         until=until,
         note=note,
         created_by=created_by,
+        owner=owner,
     )
     session.add(override)
     bump_index(session)

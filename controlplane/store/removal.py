@@ -31,6 +31,7 @@ from controlplane.store.tables import (
     Node,
     Profile,
     Region,
+    RegionLatency,
 )
 
 _NAMES_MAX = 5
@@ -62,6 +63,35 @@ def delete_model(session: Session, name: str) -> Model:
         ],
     )
     return model
+
+
+def delete_profile(session: Session, *, model: str, gpu_type: str) -> Profile:
+    """Forget what a model does on a GPU type.
+
+    Raises:
+        NotFoundError: it has no profile there.
+        InUseError: it has instances there.
+    """
+    fleet_index(session, lock=True)
+    profile = require(session, Profile, (model, gpu_type), param="profile")
+    there = and_(Instance.model == model, Instance.gpu_type == gpu_type)
+    _delete(
+        session, profile, f"profile of {model} on {gpu_type}", lambda: _instances(session, there, then="drain them")
+    )
+    return profile
+
+
+def delete_latency(session: Session, *, origin: str, destination: str) -> RegionLatency:
+    """Forget how far a region is from another. Plans do not depend on it.
+
+    Raises:
+        NotFoundError: nobody said it.
+    """
+    fleet_index(session, lock=True)
+    latency = require(session, RegionLatency, (origin, destination), param="latency")
+    session.delete(latency)
+    session.flush()
+    return latency
 
 
 def delete_endpoint(session: Session, *, model: str, region: str) -> EndpointRow:

@@ -78,6 +78,12 @@ class Desired(StrEnum):
     STOPPED = "stopped"
 
 
+class Owned:
+    """What a fleet's file may make. `owner`: the name under which one did; None: it was made by hand."""
+
+    owner: Mapped[str | None]
+
+
 class Fleet(Base):
     """One row. `index` rises with every change that people or nodes make and a plan depends on, not with scaling;
     whoever changes the fleet locks it. `version` rises with every change, scaling's too, so that scaling sees whether
@@ -92,7 +98,7 @@ class Fleet(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class Region(Base):
+class Region(Owned, Base):
     """A region. Traffic that cannot stay at home tries the others by rising `position`."""
 
     __tablename__ = "regions"
@@ -101,7 +107,7 @@ class Region(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class RegionLatency(Base):
+class RegionLatency(Owned, Base):
     """How far one region is from another, for requests that cannot stay at home."""
 
     __tablename__ = "region_latencies"
@@ -111,7 +117,7 @@ class RegionLatency(Base):
     ms: Mapped[float]
 
 
-class GpuType(Base):
+class GpuType(Owned, Base):
     """A kind of GPU and what one costs."""
 
     __tablename__ = "gpu_types"
@@ -172,7 +178,7 @@ class Slot(Base):
     weights_bytes: Mapped[int | None]
 
 
-class Model(Base):
+class Model(Owned, Base):
     """An LLM. `path` is a checkpoint folder that nodes can read. `parameters`: elements of its weights, tied ones once;
     None: not known. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
     from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides. `task`: what it
@@ -201,7 +207,7 @@ class Model(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class Profile(Base):
+class Profile(Owned, Base):
     """A model on a GPU type: input tokens/s of one instance at its SLO, its GPUs, and its load time in the region.
     `latency`: its step and switch times, named as in `policies.placement.pools.PoolLoad`; None: not known.
     `engine_rates`: tokens/s measured of both engines, by their names; None: not measured.
@@ -245,7 +251,7 @@ class EngineFailureRow(Base):
     error: Mapped[str]
 
 
-class EndpointRow(Base):
+class EndpointRow(Owned, Base):
     """A model in a region, and how many instances it may have.
 
     `settled`: instances by GPU type that it was to have when none was stuck last; None: not known. `unplaced`: what the

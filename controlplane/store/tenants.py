@@ -12,10 +12,10 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 from controlplane.policies.limits import TenantLimits
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch, QueuedRequest
-from controlplane.store.tables import Base
+from controlplane.store.tables import Base, Owned
 
 
-class Tenant(Base):
+class Tenant(Owned, Base):
     """What a tenant may use; null: without limit. A tenant without a row has the limits of the settings."""
 
     __tablename__ = "tenants"

@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from ops.cli.examples import examples
 from ops.client.api import CommandError, connected
 from ops.client.fleet_file.applying import Applied, apply_changes
 from ops.client.fleet_file.changes import Change, choose_changes, missing_references
+from ops.client.fleet_file.document import FleetFile
 from ops.client.fleet_file.exporting import export_text
+from ops.client.fleet_file.pruning import choose_deletions, read_open_batches
 from ops.client.fleet_file.reading import read_fleet_file
 from ops.client.fleet_file.resources import declared_resources, read_resources
 from ops.client.screen import AsJson, print_json
 
+_OWNER = "apply"
 _SIGNS = {"create": "+", "change": "~", "delete": "-"}
 
 
@@ -23,23 +27,38 @@ _SIGNS = {"create": "+", "change": "~", "delete": "-"}
     "tidepool apply -f fleet.yaml --dry-run        what would change, field by field",
     "tidepool apply -f fleet.yaml                  change it; a second run changes nothing",
     "tidepool export | tidepool apply -f -         changes nothing",
+    "tidepool apply -f fleet.yaml --prune          deletes what the file made before and names no more",
 )
 def apply_file(
     context: typer.Context,
     file: Annotated[Path, typer.Option("--file", "-f", help="The file; -: standard input.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete what its owner made before and the file names no more.")
+    ] = False,
+    owner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="To whom new things belong; default: the file's owner, or apply.")
+    ] = None,
+    adopt: Annotated[bool, typer.Option("--adopt", help="All that the file names belongs to its owner.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before deleting.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make the fleet and its tenants as a YAML file declares them."""
-    declared = declared_resources(read_fleet_file(_text(file), name=_name(file)), now=datetime.now(UTC))
+    fleet_file = read_fleet_file(_text(file), name=_name(file))
+    owner = _owner(owner) or fleet_file.owner or _OWNER
+    declared = declared_resources(fleet_file, now=datetime.now(UTC))
     with connected(context) as api:
         present = read_resources(api)
         if missing := missing_references(present, declared):
             raise CommandError("\n".join(f"{_name(file)}: {each}" for each in missing))
-        changes = choose_changes(present, declared)
-        outcomes = (
-            [Applied(change=change, state="planned") for change in changes] if dry_run else apply_changes(api, changes)
-        )
+        changes = choose_changes(present, declared, owner=owner, adopt=adopt)
+        if prune:
+            batches = read_open_batches(api, present, owner=owner)
+            deletions = choose_deletions(present, declared, owner=owner, open_batches=batches)
+            if not dry_run and not yes:
+                _ask(deletions, as_json=as_json)
+            changes += deletions
+        outcomes = [_planned(change) for change in changes] if dry_run else apply_changes(api, changes)
     if as_json:
         print_json({"dry_run": dry_run, "changes": [_json(each) for each in outcomes]})
     else:
@@ -53,6 +72,32 @@ def export_file(context: typer.Context) -> None:
     """Print the YAML file that declares what is there."""
     with connected(context) as api:
         typer.echo(export_text(read_resources(api)), nl=False)
+
+
+def _owner(owner: str | None) -> str | None:
+    try:
+        return FleetFile(owner=owner).owner
+    except ValidationError as error:
+        raise typer.BadParameter(f"--owner: {error.errors()[0]['msg']}") from None
+
+
+def _ask(deletions: list[Change], *, as_json: bool) -> None:
+    """Ask before anything is deleted.
+
+    Raises:
+        CommandError: there is nobody to ask, or the answer is no; nothing is changed.
+    """
+    titles = [each.resource.title for each in deletions if each.refused is None]
+    if not titles:
+        return
+    if as_json or not sys.stdin.isatty():
+        raise CommandError(f"--prune would delete {', '.join(titles)}: nothing is changed without --yes")
+    if not typer.confirm(f"Delete {', '.join(titles)}?", err=True):
+        raise CommandError("nothing is changed")
+
+
+def _planned(change: Change) -> Applied:
+    return Applied(change=change, state="failed" if change.refused else "planned", error=change.refused)
 
 
 def _name(file: Path) -> str:
@@ -82,7 +127,9 @@ def _summary(outcomes: list[Applied], *, dry_run: bool) -> str:
     if not outcomes:
         return "nothing to change"
     if dry_run:
-        return f"{len(outcomes)} to change; nothing was changed"
+        refused = sum(each.state == "failed" for each in outcomes)
+        also = f", {refused} refused" if refused else ""
+        return f"{len(outcomes) - refused} to change{also}; nothing was changed"
     count = {state: sum(each.state == state for each in outcomes) for state in ("done", "failed", "not done")}
     if count["done"] == len(outcomes):
         return f"{len(outcomes)} changed"

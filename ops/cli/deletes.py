@@ -1,8 +1,6 @@
 """`model`, `endpoint`, `region`, `gpu`, `node` and `what-if delete`; `--drain` empties an endpoint or a node first."""
 
 import sys
-from collections.abc import Callable
-from time import sleep
 from typing import Annotated, Any
 
 import typer
@@ -10,9 +8,9 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import RunId, whole_id
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, notes, print_answer
+from ops.client.drains import drain_endpoint, instances_left, wait_until_none
+from ops.client.screen import AsJson, print_answer
 
-POLL_S = 1.0
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; without a terminal nothing is asked.")]
 Drain = Annotated[bool, typer.Option("--drain", help="Empty it first, and wait for that. Ctrl-C leaves it draining.")]
 
@@ -33,7 +31,7 @@ def delete_model(
         if drain:
             for row in api.pages("/admin/endpoints")["data"]:
                 if row["model"] == name:
-                    _drain_endpoint(api, name, row["region"])
+                    drain_endpoint(api, name, row["region"])
                     _delete_endpoint(api, name, row["region"])
         answer = api.delete(f"/admin/models/{name}")
     print_answer(answer, f"model {name} is deleted", as_json=as_json)
@@ -47,7 +45,7 @@ def delete_endpoint(
     _confirm(f"endpoint {model} in {region}", yes=yes or as_json)
     with connected(context) as api:
         if drain:
-            _drain_endpoint(api, model, region)
+            drain_endpoint(api, model, region)
         answer = _delete_endpoint(api, model, region)
     print_answer(answer, f"{model} is not offered in {region} any more", as_json=as_json)
 
@@ -106,28 +104,6 @@ def _delete_endpoint(api: Api, model: str, region: str) -> Any:
     return api.send("DELETE", "/admin/endpoints", params={"model": model, "region": region})
 
 
-def _drain_endpoint(api: Api, model: str, region: str) -> None:
-    """Limit an endpoint to no instances, and wait until none serves.
-
-    Raises:
-        CommandError: it does not exist, or is pinned.
-    """
-    known = [row for row in api.pages("/admin/endpoints")["data"] if (row["model"], row["region"]) == (model, region)]
-    if not known:
-        raise CommandError(f"endpoint {model} in {region} is not registered")
-    pins = [row for row in api.pages("/admin/pins")["data"] if (row["model"], row["region"]) == (model, region)]
-    if pins:
-        raise CommandError(f"{model} in {region} is pinned: tidepool pin remove {pins[0]['id']}")
-    api.put("/admin/endpoints", {"model": model, "region": region, "instances_min": 0, "instances_max": 0})
-
-    def left() -> str | None:
-        rows = api.pages("/admin/instances")["data"]
-        mine = [row for row in rows if (row["model"], row["region"]) == (model, region) and row["desired"] != "spot"]
-        return f"{model} in {region}: {_instances(len(mine))}" if mine else None
-
-    _wait(left)
-
-
 def _drain_node(api: Api, name: str) -> None:
     """Take a node out of service, and wait until it is empty and its agent is stopped."""
     api.post(f"/admin/nodes/{name}/drain")
@@ -136,21 +112,7 @@ def _drain_node(api: Api, name: str) -> None:
         node = api.get(f"/admin/nodes/{name}")
         holds = [row for row in node["instances"] if row["desired"] != "spot"]
         if holds:
-            return f"node {name}: {_instances(len(holds))}"
+            return f"node {name}: {instances_left(len(holds))}"
         return f"node {name} is empty; stop its agent on its machine now" if node["alive"] else None
 
-    _wait(left)
-
-
-def _instances(count: int) -> str:
-    return f"{count} instance{'s' if count > 1 else ''} left"
-
-
-def _wait(left: Callable[[], str | None]) -> None:
-    """Wait until nothing is left, and report each change once."""
-    reported = None
-    while (now := left()) is not None:
-        if now != reported:
-            notes().print(now, markup=False)
-            reported = now
-        sleep(POLL_S)
+    wait_until_none(left)

@@ -200,7 +200,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "weights": lambda row: bytes_text(row["weights_bytes"]),
         "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
         "context": "context_tokens",
-        **same("task", "engine", "path"),
+        **same("task", "engine", "path", "owner"),
     }
     print_pages(context, "/admin/models", "Models", columns, as_json=as_json)
 

@@ -7,12 +7,12 @@ from fastapi import APIRouter, BackgroundTasks, Query
 from controlplane.api.admin.fields import GpuTypePath, ModelPath, NodePath, RegionPath
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.keys import hashes_of
-from controlplane.api.admin.models import Endpoint, Model
+from controlplane.api.admin.models import Endpoint, Model, OwnedProfile
 from controlplane.api.admin.nodes import Node
-from controlplane.api.admin.regions import GpuType, Region
+from controlplane.api.admin.regions import GpuType, OwnedLatency, Region
 from controlplane.api.auth import Operator, notify_gateways
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.declarations import ModelName, RegionName
+from controlplane.declarations import GpuTypeName, ModelName, RegionName
 from controlplane.store import removal
 from controlplane.store.keys import record, snapshot
 
@@ -39,6 +39,33 @@ def delete_endpoint(
     row = removal.delete_endpoint(session, model=model, region=region)
     record(session, actor=caller.name, action="endpoint.delete", subject=f"{model}|{region}", before=snapshot(row))
     return Endpoint.model_validate(row)
+
+
+@router.delete("/profiles", summary="Forget what a model does on a GPU type")
+def delete_profile(
+    model: Annotated[ModelName, Query()],
+    gpu_type: Annotated[GpuTypeName, Query()],
+    session: SessionDep,
+    caller: Operator,
+) -> OwnedProfile:
+    """Refused while it has instances there. Nothing new of the model is placed on that GPU type."""
+    row = removal.delete_profile(session, model=model, gpu_type=gpu_type)
+    record(session, actor=caller.name, action="profile.delete", subject=f"{model}|{gpu_type}", before=snapshot(row))
+    return OwnedProfile.model_validate(row)
+
+
+@router.delete("/region-latencies", summary="Forget how far a region is from another")
+def delete_latency(
+    origin: Annotated[RegionName, Query()],
+    destination: Annotated[RegionName, Query()],
+    session: SessionDep,
+    caller: Operator,
+) -> OwnedLatency:
+    """Traffic that cannot stay in its own region then tries that region after those whose latency is known."""
+    row = removal.delete_latency(session, origin=origin, destination=destination)
+    subject = f"{origin}|{destination}"
+    record(session, actor=caller.name, action="region_latency.delete", subject=subject, before=snapshot(row))
+    return OwnedLatency.model_validate(row)
 
 
 @router.delete("/regions/{name}", summary="Delete a region")

@@ -6,7 +6,7 @@ from typing import Annotated, Generic, TypeVar
 from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from controlplane.declarations import INT64_MAX, TEXT, GpuTypeName, ModelName, RegionName
+from controlplane.declarations import INT64_MAX, TEXT, GpuTypeName, ModelName, OwnerName, RegionName
 from controlplane.store.rows import PAGE_MAX, Page
 from controlplane.store.tables import Base
 
@@ -36,6 +36,9 @@ After = Annotated[
 AfterId = Annotated[
     int | None, Query(ge=1, le=INT64_MAX, description="`next` of the page before; none: the first page")
 ]
+Owner = Annotated[
+    OwnerName | None, Query(description="the name of the fleet's file that it is in from now on; left out: it stays")
+]
 FilterWord = Annotated[str | None, Query(max_length=300, pattern=TEXT, description="only those that have just this")]
 
 Data = TypeVar("Data", bound=BaseModel)
@@ -46,6 +49,12 @@ class Answer(BaseModel):
     """What a client gets, read from a row."""
 
     model_config = ConfigDict(from_attributes=True)
+
+
+class OwnedAnswer(Answer):
+    """What a fleet's file may have made."""
+
+    owner: str | None = Field(description="the fleet's file that made it; null: it was made by hand")
 
 
 class PageOf(BaseModel, Generic[Data]):

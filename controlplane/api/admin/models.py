@@ -7,7 +7,17 @@ from fastapi import APIRouter, BackgroundTasks, Query
 from pydantic import BaseModel, Field
 
 from controlplane.api.admin.changes import fleet_change
-from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, ModelPath, PageOf, page_of
+from controlplane.api.admin.fields import (
+    After,
+    Answer,
+    FilterWord,
+    Limit,
+    ModelPath,
+    OwnedAnswer,
+    Owner,
+    PageOf,
+    page_of,
+)
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
@@ -29,7 +39,7 @@ from controlplane.store.weights import require_fit
 router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
 
 
-class Model(Answer):
+class Model(OwnedAnswer):
     """A registered model."""
 
     name: str = Field(examples=["Qwen/Qwen3-8B"])
@@ -55,7 +65,7 @@ class Unplaced(Answer):
     reason: str = Field(examples=["GPUs full in us-east: 0 of 8 H800 free, needs 1 in one slot"])
 
 
-class Endpoint(Answer):
+class Endpoint(OwnedAnswer):
     """A model in a region."""
 
     model: str
@@ -70,6 +80,12 @@ class EndpointWithInstances(Endpoint):
     """An endpoint and what there is of it."""
 
     instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
+
+
+class OwnedProfile(Profile):
+    """What an instance of a model does on a GPU type, and what said so."""
+
+    owner: str | None = Field(description="the fleet's file that made it; null: it was made by hand")
 
 
 class ModelSummary(BaseModel):
@@ -116,9 +132,11 @@ def list_model_summaries(
 
 
 @router.put("/models/{name:path}", summary="Register a model")
-def put_model(name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator) -> Model:
+def put_model(
+    name: ModelPath, change: ModelChange, session: SessionDep, caller: Operator, owner: Owner = None
+) -> Model:
     """Another checkpoint under a name whose instances are alive is refused (409)."""
-    with fleet_change(session, caller, "model.put", tables.Model, name):
+    with fleet_change(session, caller, "model.put", tables.Model, name, owner=owner):
         row = fleet.put_model(session, tables.Model(name=name, **change.model_dump()))
     return Model.model_validate(row)
 
@@ -136,24 +154,29 @@ def get_model(name: ModelPath, session: SessionDep, _: Viewer) -> Model:
 
 
 @router.put("/profiles", summary="Say what a model does on a GPU type")
-def put_profile(profile: Profile, session: SessionDep, caller: Operator) -> Profile:
+def put_profile(profile: Profile, session: SessionDep, caller: Operator, owner: Owner = None) -> OwnedProfile:
     """Placement counts on these numbers; measure them at the SLO."""
-    with fleet_change(session, caller, "profile.put", tables.Profile, (profile.model, profile.gpu_type)):
+    key = (profile.model, profile.gpu_type)
+    with fleet_change(session, caller, "profile.put", tables.Profile, key, owner=owner):
         row = fleet.put_profile(session, tables.Profile(**profile.model_dump()))
-    return Profile.model_validate(row)
+    return OwnedProfile.model_validate(row)
 
 
 @router.get("/profiles", summary="List profiles")
 def list_profiles(
     session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
-) -> PageOf[Profile]:
+) -> PageOf[OwnedProfile]:
     """Profiles by model and GPU type."""
-    return page_of(Profile, list_rows(session, tables.Profile, which={"model": model}, after=after, limit=limit))
+    return page_of(OwnedProfile, list_rows(session, tables.Profile, which={"model": model}, after=after, limit=limit))
 
 
 @router.put("/endpoints", summary="Offer a model in a region")
 def put_endpoint(
-    change: EndpointChange, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
+    change: EndpointChange,
+    session: SessionDep,
+    caller: Operator,
+    after_commit: BackgroundTasks,
+    owner: Owner = None,
 ) -> Endpoint:
     """Scaling and plans keep the number of instances within the limits. A model whose weights fit on no slot of the
     region is refused; where no node has joined yet, that is found out when one does, and said in the status.
@@ -161,7 +184,7 @@ def put_endpoint(
     if change.instances_max:
         require_fit(session, model=change.model, region=change.region)
     model, region, least, most = change.model, change.region, change.instances_min, change.instances_max
-    with fleet_change(session, caller, "endpoint.put", tables.EndpointRow, (model, region)):
+    with fleet_change(session, caller, "endpoint.put", tables.EndpointRow, (model, region), owner=owner):
         row = fleet.put_endpoint(session, model=model, region=region, minimum=least, maximum=most)
     after_commit.add_task(enqueue, "scale")
     return Endpoint.model_validate(row)

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, BackgroundTasks, Query
 from pydantic import Field
 
-from controlplane.api.admin.fields import After, Answer, Limit, PageOf, PinPath, page_of
+from controlplane.api.admin.fields import After, Limit, OwnedAnswer, Owner, PageOf, PinPath, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep, StateDep
@@ -21,7 +21,7 @@ from controlplane.store.keys import record, snapshot
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
 
 
-class Pin(Answer):
+class Pin(OwnedAnswer):
     """A pin. It is in force until `until`, or `removed_at` where that is set."""
 
     id: str = Field(examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])
@@ -37,7 +37,12 @@ class Pin(Answer):
 
 @router.post("/pins", summary="Pin an endpoint", status_code=201)
 def create_pin(
-    body: NewPin, session: SessionDep, state: StateDep, caller: Operator, after_commit: BackgroundTasks
+    body: NewPin,
+    session: SessionDep,
+    state: StateDep,
+    caller: Operator,
+    after_commit: BackgroundTasks,
+    owner: Owner = None,
 ) -> Pin:
     """Scaling follows within seconds, and every plan from the next one on; plans made without the pin are stale. An
     endpoint that is pinned already is refused (409): remove that pin first.
@@ -50,6 +55,7 @@ def create_pin(
         until=body.until,
         note=body.note,
         created_by=caller.name,
+        owner=owner,
     )
     record(session, actor=caller.name, action="pin.create", subject=pin.id, after=snapshot(pin))
     after_commit.add_task(enqueue, "scale")

@@ -8,7 +8,16 @@ from fastapi import Body as BodyParam
 from pydantic import Field
 
 from controlplane.api.admin.changes import fleet_change
-from controlplane.api.admin.fields import After, Answer, GpuTypePath, Limit, PageOf, RegionPath, page_of
+from controlplane.api.admin.fields import (
+    After,
+    GpuTypePath,
+    Limit,
+    OwnedAnswer,
+    Owner,
+    PageOf,
+    RegionPath,
+    page_of,
+)
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.state import SessionDep
@@ -23,7 +32,7 @@ from controlplane.store.rows import list_rows, require
 router = APIRouter(tags=["admin: fleet"], route_class=IdempotentRoute)
 
 
-class Region(Answer):
+class Region(OwnedAnswer):
     """A region."""
 
     name: str = Field(examples=["us-east"])
@@ -31,7 +40,7 @@ class Region(Answer):
     created_at: datetime
 
 
-class GpuType(Answer):
+class GpuType(OwnedAnswer):
     """A GPU type."""
 
     name: str = Field(examples=["H800"])
@@ -40,15 +49,22 @@ class GpuType(Answer):
     created_at: datetime
 
 
+class OwnedLatency(RegionLatency):
+    """How far one region is from another, and what said so."""
+
+    owner: str | None = Field(description="the fleet's file that made it; null: it was made by hand")
+
+
 @router.put("/regions/{name}", summary="Register a region, or move it")
 def put_region(
     name: RegionPath,
     session: SessionDep,
     caller: Operator,
     change: Annotated[RegionChange, BodyParam(default_factory=RegionChange)],
+    owner: Owner = None,
 ) -> Region:
     """Traffic that cannot stay in its own region tries the others by rising `position`."""
-    with fleet_change(session, caller, "region.put", tables.Region, name):
+    with fleet_change(session, caller, "region.put", tables.Region, name, owner=owner):
         row = fleet.put_region(session, name=name, position=change.position)
     return Region.model_validate(row)
 
@@ -66,24 +82,26 @@ def get_region(name: RegionPath, session: SessionDep, _: Viewer) -> Region:
 
 
 @router.put("/region-latencies", summary="Say how far a region is from another")
-def put_latency(latency: RegionLatency, session: SessionDep, caller: Operator) -> RegionLatency:
+def put_latency(latency: RegionLatency, session: SessionDep, caller: Operator, owner: Owner = None) -> OwnedLatency:
     """Traffic that cannot stay in its own region tries the nearest other first; one of unknown latency comes last."""
     key = (latency.origin, latency.destination)
-    with fleet_change(session, caller, "region_latency.put", tables.RegionLatency, key):
+    with fleet_change(session, caller, "region_latency.put", tables.RegionLatency, key, owner=owner):
         row = fleet.put_latency(session, **latency.model_dump())
-    return RegionLatency.model_validate(row)
+    return OwnedLatency.model_validate(row)
 
 
 @router.get("/region-latencies", summary="List latencies between regions")
-def list_latencies(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[RegionLatency]:
+def list_latencies(session: SessionDep, _: Viewer, limit: Limit = 20, after: After = None) -> PageOf[OwnedLatency]:
     """Latencies by origin and destination."""
-    return page_of(RegionLatency, list_rows(session, tables.RegionLatency, after=after, limit=limit))
+    return page_of(OwnedLatency, list_rows(session, tables.RegionLatency, after=after, limit=limit))
 
 
 @router.put("/gpu-types/{name}", summary="Register a GPU type, or change what it costs")
-def put_gpu_type(name: GpuTypePath, change: GpuTypeChange, session: SessionDep, caller: Operator) -> GpuType:
+def put_gpu_type(
+    name: GpuTypePath, change: GpuTypeChange, session: SessionDep, caller: Operator, owner: Owner = None
+) -> GpuType:
     """A GPU type; nodes name it when they join."""
-    with fleet_change(session, caller, "gpu_type.put", tables.GpuType, name):
+    with fleet_change(session, caller, "gpu_type.put", tables.GpuType, name, owner=owner):
         row = fleet.put_gpu_type(session, name=name, **change.model_dump())
     return GpuType.model_validate(row)
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path
 from pydantic import Field
 
 from controlplane.api.admin.changes import audited
-from controlplane.api.admin.fields import After, Answer, Limit, PageOf, page_of
+from controlplane.api.admin.fields import After, Answer, Limit, OwnedAnswer, Owner, PageOf, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Admin, Viewer
 from controlplane.api.state import SessionDep, StateDep
@@ -36,7 +36,7 @@ class TenantLimits(Answer):
     tokens_total: int | None
 
 
-class OwnLimits(TenantLimits):
+class OwnLimits(TenantLimits, OwnedAnswer):
     """Limits that a tenant has of its own."""
 
     created_at: datetime
@@ -87,10 +87,12 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
 
 
 @router.put("/tenants/{name}", summary="Limit a tenant")
-def put_tenant(name: TenantPath, change: TenantChange, session: SessionDep, caller: Admin) -> OwnLimits:
+def put_tenant(
+    name: TenantPath, change: TenantChange, session: SessionDep, caller: Admin, owner: Owner = None
+) -> OwnLimits:
     """Counts across all gateways, within seconds. What runs goes on; what is queued already stays."""
     tenants.find_tenant(session, name)
-    with audited(session, caller, "tenant.put", tenants.Tenant, name):
+    with audited(session, caller, "tenant.put", tenants.Tenant, name, owner=owner):
         row = tenants.put_tenant(session, tenants.Tenant(name=name, **change.model_dump()))
     return OwnLimits.model_validate(row)
 

@@ -7,8 +7,9 @@ from typing import Literal
 from urllib.parse import quote
 
 from ops.client.api import Api, CommandError
+from ops.client.drains import drain_endpoint
 from ops.client.fleet_file.changes import Change
-from ops.client.fleet_file.resources import PIN, Resource
+from ops.client.fleet_file.resources import ENDPOINT, PIN, Resource
 
 _NO_USE_GOING_ON = frozenset({None, HTTPStatus.UNAUTHORIZED})
 
@@ -32,6 +33,9 @@ def apply_changes(api: Api, changes: Iterable[Change]) -> list[Applied]:
         if over:
             outcomes.append(Applied(change=change, state="not done"))
             continue
+        if change.refused is not None:
+            outcomes.append(Applied(change=change, state="failed", error=change.refused))
+            continue
         try:
             _make(api, change)
         except CommandError as error:
@@ -43,19 +47,30 @@ def apply_changes(api: Api, changes: Iterable[Change]) -> list[Applied]:
 
 
 def _make(api: Api, change: Change) -> None:
-    if change.resource.kind is PIN and change.before is not None:
-        api.delete(f"{PIN.path}/{change.before.id}")  # a pin is never changed: another takes its place
+    if change.before is not None and (change.after is None or change.resource.kind is PIN):
+        _delete(api, change.before)  # a pin is never changed: another takes its place
     if change.after is not None:
         _put(api, change.after)
 
 
+def _delete(api: Api, resource: Resource) -> None:
+    kind = resource.kind
+    if kind is PIN:
+        api.delete(f"{kind.path}/{resource.id}")
+        return
+    if kind.keys == ("name",):
+        api.delete(f"{kind.path}/{quote(resource.key[0])}")
+        return
+    if kind is ENDPOINT:
+        drain_endpoint(api, *resource.key)
+    api.send("DELETE", kind.path, params=dict(zip(kind.keys, resource.key, strict=True)))
+
+
 def _put(api: Api, resource: Resource) -> None:
     kind = resource.kind
+    owner = {} if resource.owner is None else {"owner": resource.owner}
     if kind.keys == ("name",):
-        api.put(f"{kind.path}/{quote(resource.key[0])}", resource.fields)
+        api.send("PUT", f"{kind.path}/{quote(resource.key[0])}", json=resource.fields, params=owner)
         return
     body = dict(zip(kind.keys, resource.key, strict=True)) | resource.fields
-    if kind is PIN:
-        api.post(kind.path, body)
-    else:
-        api.put(kind.path, body)
+    api.send("POST" if kind is PIN else "PUT", kind.path, json=body, params=owner)

@@ -1,6 +1,6 @@
 """What it takes to make a fleet as a file declares it: a pure comparison."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ops.client.fleet_file.resources import (
@@ -26,10 +26,13 @@ REFERENCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One change. `before` and `after` are None where there is nothing."""
+    """One change. `before` and `after` are None where there is nothing. `refused`: why it is not even tried; None: it
+    is.
+    """
 
     before: Resource | None
     after: Resource | None
+    refused: str | None = None
 
     @property
     def action(self) -> Action:
@@ -46,17 +49,31 @@ class Change:
         old = {} if self.before is None else self.before.fields
         new = {} if self.after is None else self.after.fields
         names = new if self.after is not None else old
-        return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+        fields = {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
+        if self.before is not None and self.after is not None and self.before.owner != self.after.owner:
+            fields["owner"] = (self.before.owner, self.after.owner)
+        return fields
 
 
-def choose_changes(present: Resources, declared: Resources) -> list[Change]:
-    """What to create and to change, in an order in which each finds what it needs."""
+def choose_changes(present: Resources, declared: Resources, *, owner: str, adopt: bool) -> list[Change]:
+    """What to create and to change, in an order in which each finds what it needs. What is created belongs to `owner`;
+    with `adopt`, all that is declared does. A change of what belongs to another is refused.
+    """
     order = {kind.name: at for at, kind in enumerate(KINDS)}
-    changes = [Change(before=present.get(key), after=resource) for key, resource in declared.items()]
+    changes = [_change(present.get(key), resource, owner=owner, adopt=adopt) for key, resource in declared.items()]
     return sorted(
         (change for change in changes if change.before is None or change.fields()),
         key=lambda change: order[change.resource.kind.name],
     )
+
+
+def _change(before: Resource | None, declared: Resource, *, owner: str, adopt: bool) -> Change:
+    if before is None or adopt:
+        return Change(before=before, after=replace(declared, owner=owner))
+    refused = None
+    if before.owner not in (None, owner):
+        refused = f"it belongs to '{before.owner}': change it in that file, or take it over with --adopt"
+    return Change(before=before, after=replace(declared, owner=before.owner), refused=refused)
 
 
 def missing_references(present: Resources, declared: Resources) -> list[str]:

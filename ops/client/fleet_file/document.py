@@ -11,6 +11,7 @@ from controlplane.declarations import (
     ModelChange,
     ModelName,
     Override,
+    OwnerName,
     RegionChange,
     RegionName,
     Tenant,
@@ -39,8 +40,9 @@ class DeclaredModel(ModelChange):
 
 
 class FleetFile(Body):
-    """A fleet and its tenants."""
+    """A fleet and its tenants, and under which name the file owns what it makes."""
 
+    owner: OwnerName | None = None
     regions: dict[RegionName, RegionChange] = Field(default_factory=dict)
     latencies: dict[RegionName, dict[RegionName, Milliseconds]] = Field(default_factory=dict)
     gpu_types: dict[GpuTypeName, GpuTypeChange] = Field(default_factory=dict)

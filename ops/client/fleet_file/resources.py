@@ -51,12 +51,15 @@ KINDS = (REGION, LATENCY, GPU_TYPE, MODEL, PROFILE, ENDPOINT, PIN, TENANT)
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """One thing. `id`: a pin's; the others have their key."""
+    """One thing. `id`: a pin's; the others have their key. `owner`: of the file that made it; None: it was made by
+    hand.
+    """
 
     kind: Kind
     key: Key
     fields: dict[str, Any]
     id: str | None = None
+    owner: str | None = None
 
     @property
     def title(self) -> str:
@@ -75,6 +78,7 @@ def read_resources(api: Api) -> Resources:
             key=tuple(row[key] for key in kind.keys),
             fields={field: row[field] for field in kind.fields},
             id=row.get("id"),
+            owner=row.get("owner"),
         )
         for kind in KINDS
         for row in api.pages(kind.path)["data"]
