@@ -65,6 +65,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ask("PUT", f"/admin/models/{model}", role="admin", json=MODEL)
         endpoint = {"model": model, "region": "us-east"}
         ask("PUT", "/admin/endpoints", role="admin", json=endpoint | {"instances_min": 0, "instances_max": 0})
+        ask("PUT", "/admin/profiles", role="admin", json=PROFILE | {"model": model})
         return endpoint
 
     def spare(kind: str, name: str, **values: int) -> Name:
@@ -116,6 +117,8 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/console/links", FIRST, "", {"status": 201}),
         ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
         ("DELETE /admin/models/{name}", GONE, "new", {}),
+        ("DELETE /admin/profiles", GONE, "", {"params": {"model": "extra", "gpu_type": "H800"}}),
+        ("DELETE /admin/region-latencies", GONE, "", {"params": {"origin": "us-east", "destination": "us-west"}}),
         ("DELETE /admin/endpoints", GONE, "", {"params": aside}),
         ("DELETE /admin/regions/{name}", GONE, spare("regions", "mars"), {}),
         ("DELETE /admin/gpu-types/{name}", GONE, spare("gpu-types", "H20", **gpu_type), {}),

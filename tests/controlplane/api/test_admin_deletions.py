@@ -7,9 +7,10 @@ from fastapi.testclient import TestClient
 from sqlalchemy import update
 
 from controlplane.settings import Settings
+from controlplane.store.instances import set_desired
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from controlplane.store.tables import Node
+from controlplane.store.tables import Desired, Node
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import World, until
 
@@ -68,3 +69,34 @@ def test_a_deleted_node_comes_back_with_a_new_key_only(
     assert join(old) == 401
     assert ask("GET", "/admin/nodes")["data"] == []
     assert join(key()) == 200
+
+
+@pytest.mark.usefixtures("fleet")
+def test_a_profile_is_forgotten_unless_its_model_has_instances_there(
+    ask: Ask, database: Database, live: LiveStore, settings: Settings
+) -> None:
+    where = {"model": "llama", "gpu_type": "H800"}
+    world = World(database, live, settings)
+    world.join("n1")
+    instance = world.place("n1", model="llama")
+    refused = ask("DELETE", "/admin/profiles", params=where, status=409)
+    assert [use["names"] for use in refused["used_by"]] == [[instance]]
+    with database.transaction() as session:
+        set_desired(session, [instance], Desired.STOPPED)
+    ask("DELETE", "/admin/profiles", role="viewer", params=where, status=403)
+    assert ask("DELETE", "/admin/profiles", params=where)["model"] == "llama"
+    assert ask("GET", "/admin/profiles")["data"] == []
+    ask("DELETE", "/admin/profiles", params=where, status=404)
+
+
+@pytest.mark.usefixtures("fleet")
+def test_a_latency_is_forgotten_and_carries_its_owner_until_then(ask: Ask) -> None:
+    ask("PUT", "/admin/regions/us-west", json={})
+    latency = {"origin": "us-east", "destination": "us-west", "ms": 62.0}
+    assert ask("PUT", "/admin/region-latencies", json=latency)["owner"] is None
+    assert ask("PUT", "/admin/region-latencies", json=latency, params={"owner": "prod"})["owner"] == "prod"
+    assert ask("PUT", "/admin/region-latencies", json=latency)["owner"] == "prod"
+    ask("PUT", "/admin/region-latencies", json=latency, params={"owner": "No Name"}, status=400)
+    where = {"origin": "us-east", "destination": "us-west"}
+    assert ask("DELETE", "/admin/region-latencies", params=where)["ms"] == 62.0
+    ask("DELETE", "/admin/region-latencies", params=where, status=404)

@@ -48,7 +48,7 @@ def test_what_was_put_is_read_back(ask: Ask, fleet: None) -> None:
     assert ask("GET", "/admin/gpu-types")["data"][0]["memory_bytes"] == 85_899_345_920
     model = ask("GET", "/admin/models/Qwen/Qwen3-8B", role="viewer")
     assert {name: model[name] for name in MODEL} == MODEL
-    assert ask("GET", "/admin/profiles")["data"] == [PROFILE]
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE | {"owner": None}]
     endpoint = ask("GET", "/admin/endpoints")["data"][0]
     assert {name: endpoint[name] for name in ENDPOINT} == ENDPOINT
     assert ask("GET", "/admin/instances")["data"] == []
@@ -56,9 +56,9 @@ def test_what_was_put_is_read_back(ask: Ask, fleet: None) -> None:
 
 def test_a_latency_is_kept_replaced_and_taken_away(ask: Ask, fleet: None) -> None:
     assert ask("PUT", "/admin/profiles", json=PROFILE | {"latency": LATENCY})["latency"] == LATENCY
-    assert ask("GET", "/admin/profiles")["data"] == [PROFILE | {"latency": LATENCY}]
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE | {"latency": LATENCY, "owner": None}]
     ask("PUT", "/admin/profiles", json=PROFILE)
-    assert ask("GET", "/admin/profiles")["data"] == [PROFILE], "without one the model is never pooled"
+    assert ask("GET", "/admin/profiles")["data"] == [PROFILE | {"owner": None}], "without one the model is never pooled"
 
 
 SOURCES = (

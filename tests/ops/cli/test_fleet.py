@@ -12,7 +12,7 @@ from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance
 from dataplane.protocol.messages import SlotSpec
-from ops.cli import deletes
+from ops.client import drains
 from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
 
@@ -74,7 +74,7 @@ def test_what_is_used_is_not_deleted_and_drain_empties_it_first(
             assert session.get_one(EndpointRow, ("m", "us-east")).instances_max == 0
             set_desired(session, [instance_id], Desired.STOPPED)
 
-    monkeypatch.setattr(deletes, "sleep", drained)
+    monkeypatch.setattr(drains, "sleep", drained)
     gone = fleet("model", "delete", "m", "--drain")
     assert (gone.out, gone.err) == ("model m is deleted\n", "m in us-east: 1 instance left\n")
     assert "is not registered" in fleet("model", "delete", "m").err
