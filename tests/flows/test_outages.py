@@ -14,6 +14,8 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+from pydantic import SecretStr
+from sqlalchemy import text
 
 import migrations
 from controlplane.policies.readiness import Loop
@@ -29,6 +31,7 @@ from ops.local.ports import free_port
 from ops.local.sample_fleet import PROFILES, REGIONS
 from tests.flows.conftest import register, wait_ready
 from tests.flows.waiting import wait_until
+from tests.servers import Standby
 
 COMMANDS = ("api", "dispatcher", "worker", "forecaster", "beat", "agent")
 QUICK_LOOPS = frozenset({Loop.WORKER, Loop.BEAT, Loop.FORECASTER, Loop.DISPATCHER, Loop.SCALE, Loop.EXPIRE})
@@ -42,7 +45,7 @@ class System:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
-        self.servers = {
+        self.servers: dict[str, EmbeddedPostgres | EmbeddedValkey] = {
             "postgres": EmbeddedPostgres(folder / "home", free_port(), fsync=False),
             "redis": EmbeddedValkey(folder / "home", free_port()),
         }
@@ -156,6 +159,34 @@ class System:
             return read_loop_runs(session)[0]
 
 
+class SystemWithStandby(System):
+    """The same, with a standby of Postgres, which every process knows by its address alone."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        super().__init__(folder, stack)
+        stack.callback(self.database.close)
+
+    def _environment_of(self, database_url: str, redis_url: str) -> dict[str, str]:
+        primary = self.servers["postgres"]
+        assert isinstance(primary, EmbeddedPostgres)
+        self.standby = self.servers["standby"] = Standby(self.folder / "standby", primary)
+        self.start_server("standby")
+        both = database_url.replace(f":{primary.port}/", f":{primary.port},127.0.0.1:{self.standby.port}/")
+        self.database.close()
+        self.database = Database(make_engine(Settings(database_url=SecretStr(both))))
+        return super()._environment_of(both, redis_url)
+
+    def fail_over(self) -> None:
+        """Kill the primary, and promote the standby."""
+        lost = self.running.pop("postgres")
+        lost.kill()
+        lost.wait(PATIENCE_S)
+        promoted = Database(make_engine(Settings(database_url=SecretStr(self.standby.url()))))
+        with promoted.statement() as session:
+            assert session.execute(text("SELECT pg_promote()")).scalar_one()
+        promoted.close()
+
+
 def _is_ready(system: System) -> bool:
     try:
         return httpx.get(f"{system.url}/readyz").status_code == httpx.codes.OK
@@ -172,6 +203,22 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
             register(admin, ("tide",), (REGION,))
             wait_ready(admin, 1)
         yield system
+
+
+def test_every_process_follows_a_promoted_standby(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        system = SystemWithStandby(tmp_path, stack)
+        wait_until(lambda: _is_ready(system), "the gateway is ready")
+        with open_api(system.url, system.keys[Role.ADMIN]) as admin:
+            register(admin, ("tide",), (REGION,))
+            wait_ready(admin, 1)
+        _succeeded_since(system, 0.0)
+        system.fail_over()
+        promoted_s = system.now_s()
+        _succeeded_since(system, promoted_s)
+        wait_until(lambda: _heard_of(system, promoted_s), "the agent was heard of", PATIENCE_S)
+        _answers(system)
+        assert not {name: code for name in COMMANDS if (code := system.running[name].poll()) is not None}
 
 
 def _succeeded_since(system: System, since_s: float, loops: frozenset[Loop] = QUICK_LOOPS) -> None:
