@@ -72,7 +72,7 @@ class RequestLog:
             self._drop_oldest()
             while self._unwritten:
                 piece = list(islice(self._unwritten, _PIECE))
-                with self._database.transaction(replicated=False) as session:
+                with self._database.transaction() as session:
                     write_requests(session, piece)
                 for _ in piece:
                     self._unwritten.popleft()

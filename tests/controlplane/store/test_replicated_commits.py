@@ -14,11 +14,11 @@ LOCAL = {
     "planner/runs.py": {"note_failure", "note_success"},
     "planner/schedule.py": {"forecast_one", "measure"},
     "serving/objectives.py": {"add_objectives"},
-    "serving/request_log.py": {"write_requests"},
     "serving/usage.py": {"put_usage"},
 }
 """What is called with a session whose commit waits for the primary alone. Whoever adds a function here says that
-nobody was told of what it writes, and that it is written again, or not missed.
+nobody was told of what it writes, and that it is written again, or not missed. The request log waits for no disk at all
+(`write_requests`).
 """
 PROMISES = {
     "api/nodes.py": {"join_node"},
