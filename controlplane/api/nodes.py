@@ -127,6 +127,11 @@ def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> De
         observe(session, message)
         starts = message.generation == 0  # it has no desired state yet
         desired = desired_of(session, message.node, starts_s=int(time.time()) if starts else None)
+        if message.term > desired.term:
+            raise UnavailableError(
+                f"this control plane is in term {desired.term} of its primary; "
+                f"node '{message.node}' has seen term {message.term}"
+            )
         place = {"region": node.region, "gpu_type": node.gpu_type, "url": node.url}
     if message.leaving and desired.instances and not desired.handing_over:
         enqueue("scale")  # the node waits until its instances are started elsewhere

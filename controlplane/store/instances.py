@@ -20,6 +20,7 @@ from controlplane.store.leases import active_leases, end_leases
 from controlplane.store.rows import Page, delete_some, matching, page
 from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
+from controlplane.store.terms import current_term
 from dataplane.protocol.messages import (
     DesiredInstance,
     DesiredInstances,
@@ -179,6 +180,7 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
     row = session.get_one(Node, node)
     return DesiredInstances(
         generation=row.generation,
+        term=current_term(session),
         handing_over=row.leaving and _is_handing_over(session, [instance for instance, _ in rows]),
         instances=tuple(
             _wanted(instance, model, leases[instance.id].id if instance.id in leases else None)

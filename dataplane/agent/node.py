@@ -43,6 +43,7 @@ from dataplane.protocol.errors import (
     BadRequestError,
     StaleEpochError,
     StaleGenerationError,
+    StaleTermError,
     UnknownInstanceError,
     WorkerLostError,
 )
@@ -79,6 +80,8 @@ class Agent:
         self._measures = RequestMeasures(self.registry)
         self.generation = 0
         """The desired state that this node follows; 0 before it received one."""
+        self.term = 0
+        """The newest term of the control plane's primary that this node has seen."""
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
         self._renderers = TemplateRenderers(
@@ -120,8 +123,14 @@ class Agent:
         """Follow a desired state.
 
         Raises:
+            StaleTermError: it comes from the primary of an older term than this node has seen.
             StaleGenerationError: this node follows a newer one.
         """
+        if desired.term < self.term:
+            raise StaleTermError(
+                f"term {desired.term} is older than {self.term}, which this node has seen", param="term"
+            )
+        self.term = desired.term
         if desired.generation < self.generation:
             raise StaleGenerationError(
                 f"generation {desired.generation} is older than {self.generation}, which this node follows",
@@ -183,6 +192,7 @@ class Agent:
             node=self.settings.node,
             boot_id=self.boot_id,
             generation=self.generation,
+            term=self.term,
             instances=self.reports(),
             switches_total=self.switches_total,
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),

@@ -42,6 +42,12 @@ class StaleGenerationError(DataplaneError):
     code = "stale_generation"
 
 
+class StaleTermError(StaleGenerationError):
+    """A desired state from the primary of an older term than this node has seen."""
+
+    code = "stale_term"
+
+
 class StaleEpochError(DataplaneError):
     """A command of a claim that is older than the newest that this node has seen of the request."""
 

@@ -314,12 +314,14 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
     """The whole desired state of a node. A node that follows a newer `generation` refuses an older one.
 
-    `handing_over`: the node is shutting down, and its instances drain or have successors that start elsewhere.
+    `handing_over`: the node is shutting down, and its instances drain or have successors that start elsewhere. `term`:
+    of the primary that says so (0 from older control planes); a node refuses older ones than it has seen.
     """
 
     generation: int
     instances: tuple[DesiredInstance, ...]
     handing_over: bool = False
+    term: int = 0
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -462,7 +464,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     `load` is that of the busiest worker: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
     `leaving`: the agent is shutting down and asks for successors of its instances on other nodes. `pools`: its workers
-    that several models share; none from agents of older versions.
+    that several models share; none from agents of older versions. `term`: the newest that the agent has seen.
     """
 
     node: str
@@ -473,6 +475,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     load: float = 0.0
     leaving: bool = False
     pools: tuple[PoolReport, ...] = ()
+    term: int = 0
 
 
 def encode_line(event: StreamEvent) -> bytes:

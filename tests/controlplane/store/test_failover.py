@@ -18,6 +18,8 @@ from controlplane.settings import Settings
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
 from controlplane.store.session import Database, make_engine
+from controlplane.store.tables import Base
+from controlplane.store.terms import current_term
 from ops.local.embedded import EmbeddedPostgres
 from ops.local.supervisor import Supervisor
 from tests.controlplane.world import PATIENCE_S, until
@@ -216,3 +218,15 @@ def test_only_what_was_promised_waits_for_another_region(pair: Pair) -> None:
     with pair.database.transaction() as session:
         assert session.execute(text("SELECT count(*) FROM written")).scalar_one() == 3
         assert session.execute(text("SHOW synchronous_commit")).scalar_one() == "on", "it held for one transaction"
+
+
+def test_a_promotion_begins_a_term(pair: Pair) -> None:
+    with pair.database.transaction() as session:
+        Base.metadata.create_all(session.connection(), tables=[Base.metadata.tables["terms"]])
+        assert current_term(session) == 1
+    pair.servers.stop("postgres")
+    pair.promote()
+    until(lambda: has_promoted(pair))
+    for _ in range(2):
+        with pair.database.transaction() as session:
+            assert current_term(session) == 2

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from dataplane.agent.heartbeats import ControlLink, slot_specs
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import WorkerSettings
+from dataplane.protocol.errors import StaleTermError
 from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join, SlotSpec
 from tests.dataplane.replay_node import KEY, desired, instance, settings
 from tests.event_loop import asynchronous, until
@@ -276,3 +277,15 @@ async def test_a_key_that_is_revoked_while_the_node_serves_is_said_too() -> None
         "the control plane is away",
     ]
     assert reported[1]["error"] == "503: the database does not answer"
+
+
+def test_an_older_term_is_refused_whatever_its_generation() -> None:
+    agent = Agent(settings(), "boot")
+    agent.apply(DesiredInstances(generation=3, instances=(), term=2))
+    with pytest.raises(StaleTermError, match="term 1 is older than 2"):
+        agent.apply(DesiredInstances(generation=9, instances=(), term=1))
+    agent.forget_generation()
+    with pytest.raises(StaleTermError):
+        agent.apply(DesiredInstances(generation=1, instances=(), term=1))
+    agent.apply(DesiredInstances(generation=4, instances=(), term=3))
+    assert (agent.generation, agent.heartbeat().term) == (4, 3)

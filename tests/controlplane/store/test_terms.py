@@ -1,0 +1,50 @@
+"""A term begins with each server that becomes the primary, once, whoever finds it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from sqlalchemy import select, text
+
+from controlplane.store.session import Database
+from controlplane.store.terms import Term, current_term
+
+
+def found(database: Database) -> int:
+    with database.transaction() as session:
+        return current_term(session)
+
+
+def come_from(database: Database, column: str) -> None:
+    """The stored term is that of another server."""
+    with database.transaction() as session:
+        session.execute(text(f"UPDATE terms SET {column} = {column} - 1"))
+
+
+def test_a_fresh_database_begins_at_one_and_stays_there(database: Database) -> None:
+    assert [found(database) for _ in range(3)] == [1, 1, 1]
+
+
+def test_another_timeline_or_another_server_begins_one(database: Database) -> None:
+    assert found(database) == 1
+    come_from(database, "timeline")
+    assert [found(database), found(database)] == [2, 2]
+    come_from(database, "system_identifier")
+    assert [found(database), found(database)] == [3, 3]
+
+
+def test_racers_raise_it_once(database: Database) -> None:
+    found(database)
+    come_from(database, "timeline")
+    with ThreadPoolExecutor(2) as racers:
+        assert list(racers.map(found, [database, database])) == [2, 2]
+
+
+def test_one_that_waited_for_another_takes_its_term(database: Database) -> None:
+    found(database)
+    come_from(database, "timeline")
+    with ThreadPoolExecutor(1) as other:
+        with database.transaction() as session:
+            assert current_term(session) == 2
+            waiting = other.submit(found, database)
+        assert waiting.result() == 2
+    with database.transaction() as session:
+        assert session.scalars(select(Term.term)).all() == [2]
