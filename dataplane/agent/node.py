@@ -126,16 +126,16 @@ class Agent:
             StaleTermError: it comes from the primary of an older term than this node has seen.
             StaleGenerationError: this node follows a newer one.
         """
-        if desired.term < self.term:
+        if 0 < desired.term < self.term:
             raise StaleTermError(
                 f"term {desired.term} is older than {self.term}, which this node has seen", param="term"
             )
-        self.term = desired.term
         if desired.generation < self.generation:
             raise StaleGenerationError(
                 f"generation {desired.generation} is older than {self.generation}, which this node follows",
                 param="generation",
             )
+        self.term = max(self.term, desired.term)
         self.generation = desired.generation
         self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}

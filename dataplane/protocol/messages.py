@@ -315,7 +315,8 @@ class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
     """The whole desired state of a node. A node that follows a newer `generation` refuses an older one.
 
     `handing_over`: the node is shutting down, and its instances drain or have successors that start elsewhere. `term`:
-    of the primary that says so (0 from older control planes); a node refuses older ones than it has seen.
+    of the primary that says so (0 from a control plane of the version before, which is followed); a node refuses
+    older ones than it has seen.
     """
 
     generation: int

@@ -288,4 +288,5 @@ def test_an_older_term_is_refused_whatever_its_generation() -> None:
     with pytest.raises(StaleTermError):
         agent.apply(DesiredInstances(generation=1, instances=(), term=1))
     agent.apply(DesiredInstances(generation=4, instances=(), term=3))
-    assert (agent.generation, agent.heartbeat().term) == (4, 3)
+    agent.apply(DesiredInstances(generation=5, instances=()))  # from a control plane that knows no terms
+    assert (agent.generation, agent.heartbeat().term) == (5, 3)
