@@ -116,6 +116,8 @@ class AgentCollector(Collector):
         pools = [worker.stats.pool for worker in workers if worker.stats.pool is not None]
         cached = max((pool.host_cache_bytes for pool in pools), default=0)
         yield GaugeMetricFamily("tidepool_host_cache_bytes", "Models in host memory", value=cached)
+        about = "The newest term of the control plane's primary that the node has seen; 0: none"
+        yield GaugeMetricFamily("tidepool_node_term", about, value=self._agent.term)
 
     def _by_worker(self) -> Iterator[Metric]:
         labels = ["slot", "kind"]

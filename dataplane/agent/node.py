@@ -17,6 +17,7 @@ from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.newest_term import NewestTerm
 from dataplane.agent.parsing.answer_text import Parsed
 from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pool_reports import pool_reports
@@ -80,8 +81,7 @@ class Agent:
         self._measures = RequestMeasures(self.registry)
         self.generation = 0
         """The desired state that this node follows; 0 before it received one."""
-        self.term = 0
-        """The newest term of the control plane's primary that this node has seen."""
+        self._newest_term = NewestTerm(settings.state_dir)
         self._leaving = self._closing = self._handing_over = False
         self._fences = Fences(settings.fences_max)
         self._renderers = TemplateRenderers(
@@ -99,6 +99,11 @@ class Agent:
         self.groups = tuple(WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups)
         workers = (worker for group in self.groups for worker in group.workers)
         self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
+
+    @property
+    def term(self) -> int:
+        """The newest term of the control plane's primary that this node has seen; 0 before it has seen one."""
+        return self._newest_term.value
 
     @property
     def host_bytes(self) -> int:
@@ -135,7 +140,7 @@ class Agent:
                 f"generation {desired.generation} is older than {self.generation}, which this node follows",
                 param="generation",
             )
-        self.term = max(self.term, desired.term)
+        self._newest_term.note(desired.term)
         self.generation = desired.generation
         self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}

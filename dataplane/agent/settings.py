@@ -86,6 +86,8 @@ class AgentSettings(BaseSettings):
     """how long a model load may wait for host memory before it fails"""
     checkpoints_dir: Path = Path("~/.cache/tidepool/checkpoints")
     """folder that remote checkpoints are downloaded to"""
+    state_dir: Path | None = None
+    """folder on disk, of this node alone, for the newest term that it has seen; unset: a restart forgets it"""
     checkpoint_roots: tuple[Path, ...] | None = None
     """folders that model paths must lie in, a JSON list; unset: any folder of this node"""
     private_hosts: tuple[str, ...] = ()

@@ -142,13 +142,25 @@ def beat() -> None:
     "TIDEPOOL_AGENT_NODE=n1 TIDEPOOL_AGENT_REGION=us-east TIDEPOOL_AGENT_GPU_TYPE=H800 \\\n"
     """TIDEPOOL_AGENT_SLOTS='[{"gpus": 1, "memory_bytes": 80000000000}]' TIDEPOOL_AGENT_NODE_KEY=... tidepool agent"""
 )
-def agent() -> None:
+def agent(
+    forget_term: Annotated[
+        bool,
+        typer.Option(
+            "--forget-term",
+            help="Obey any term of the primary next: the node has moved to another installation. Start so once.",
+        ),
+    ] = False,
+) -> None:
     """Run the agent of this node. Settings: TIDEPOOL_AGENT_*."""
     with running():
+        from dataplane.agent import newest_term
         from dataplane.agent.process import run_agent
         from dataplane.agent.settings import AgentSettings
 
-        run_agent(AgentSettings())
+        settings = AgentSettings()
+        if forget_term and settings.state_dir is not None:
+            newest_term.forget_term(settings.state_dir)
+        run_agent(settings)
 
 
 @examples("TIDEPOOL_DATABASE_URL=postgresql+psycopg://me@db/tidepool tidepool migrate")

@@ -184,6 +184,7 @@ class LocalStack:
             "TIDEPOOL_AGENT_ADVERTISE_URL": f"http://{LOOPBACK}:{self._wiring.between('*', name, port)}",
             "TIDEPOOL_AGENT_CONTROL_URL": f"http://{LOOPBACK}:{control_port}",
             "TIDEPOOL_AGENT_NODE_KEY": self.keys["node"],
+            "TIDEPOOL_AGENT_STATE_DIR": str(self.home / "nodes" / node.name),
             **{f"TIDEPOOL_AGENT_{key.upper()}": str(value) for key, value in node.settings.items()},
         }
         if node.profile is not None:
