@@ -1,0 +1,106 @@
+"""Which standby of Postgres may become the primary, and what would be lost by it. For people who decide themselves:
+where Patroni runs, it decides.
+
+A commit that was acknowledged is on as many standbys as `synchronous_standby_names` asks for. So nothing is lost where
+fewer standbys than that are silent, and the one that is promoted has received as much as any other that answers.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from controlplane.errors import InvalidValueError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberFacts:
+    """One server of the cluster. `region`: its `cluster_name`, None for one that does not answer; nothing else is known
+    of such a one. `received_bytes`: how far it has the write-ahead log; `replayed_at_s`: Unix time of the last commit
+    that a standby has replayed. `waits_for`: how many standbys a commit waits for by its own configuration.
+    """
+
+    address: str
+    region: str | None = None
+    takes_writes: bool = False
+    timeline: int = 0
+    received_bytes: int = 0
+    replayed_at_s: float | None = None
+    waits_for: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failover:
+    """The server to promote, those that follow it then, and why not: `obstacles` forbid it, `losses` are what it would
+    cost.
+    """
+
+    promoted: MemberFacts
+    followers: tuple[MemberFacts, ...]
+    obstacles: tuple[str, ...]
+    losses: tuple[str, ...]
+
+
+def standbys_waited_for(synchronous_standby_names: str) -> int:
+    """How many standbys a commit waits for, from the setting of that name: `ANY 1 (a, b)`, `FIRST 2 (a, b)`, `a, b`."""
+    setting = synchronous_standby_names.strip()
+    if not setting:
+        return 0
+    counted = re.match(r"(?:(?:ANY|FIRST)\s+)?(\d+)\s*\(", setting, re.IGNORECASE)
+    return int(counted[1]) if counted else 1
+
+
+def choose_failover(members: Sequence[MemberFacts], region: str) -> Failover:
+    """What promoting a region's server would mean.
+
+    Raises:
+        InvalidValueError: no server of that region answers.
+    """
+    answering = [member for member in members if member.region is not None]
+    chosen = next((member for member in answering if member.region == region), None)
+    if chosen is None:
+        known = ", ".join(sorted(str(member.region) for member in answering)) or "none"
+        raise InvalidValueError(
+            f"no server of region {region!r} answers; those that do are of: {known} (their cluster_name)", param="region"
+        )
+    obstacles = tuple(
+        f"region {member.region} at {member.address} is the primary already"
+        if member is chosen
+        else f"the primary at {member.address}, region {member.region}, takes writes: stop it first, or two would take them"
+        for member in answering
+        if member.takes_writes
+    )
+    followers = tuple(member for member in answering if member is not chosen and not member.takes_writes)
+    silent = [member.address for member in members if member.region is None]
+    losses = (*_behind(chosen, followers), *_unknown(chosen, silent))
+    return Failover(promoted=chosen, followers=followers, obstacles=obstacles, losses=losses)
+
+
+def _behind(chosen: MemberFacts, others: Sequence[MemberFacts]) -> list[str]:
+    """Standbys that have what the chosen one lacks."""
+    ahead = [one for one in others if (one.timeline, one.received_bytes) > (chosen.timeline, chosen.received_bytes)]
+    return [
+        f"region {one.region} has timeline {one.timeline}, which {chosen.region} has not followed: promote {one.region}"
+        if one.timeline > chosen.timeline
+        else f"region {one.region} has {one.received_bytes - chosen.received_bytes} bytes of the write-ahead log that "
+        f"{chosen.region} lacks: promote {one.region}"
+        for one in ahead
+    ]
+
+
+def _unknown(chosen: MemberFacts, silent: Sequence[str]) -> list[str]:
+    """What nobody can tell. One of the silent servers was the primary."""
+    standbys = max(0, len(silent) - 1)
+    at_s = chosen.replayed_at_s
+    after = "" if at_s is None else f" after {datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    if chosen.waits_for == 0:
+        return [
+            f"commits waited for no standby (synchronous_standby_names is empty): what was acknowledged{after} may be "
+            "on the lost primary alone"
+        ]
+    if standbys >= chosen.waits_for:
+        return [
+            f"{len(silent)} servers do not answer ({', '.join(silent)}), and a commit waited for {chosen.waits_for} of "
+            f"the standbys: what was acknowledged{after} may be on silent ones alone"
+        ]
+    return []

@@ -1,0 +1,1 @@
+"""`tidepool failover`: an operator makes a region's standby of Postgres the primary."""

@@ -1,0 +1,105 @@
+"""The servers of a Postgres cluster: what each says of itself, and what it is told."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psycopg
+import psycopg.conninfo
+from psycopg import sql
+
+from controlplane.database_address import CONNECT_TIMEOUT_S, libpq_url
+from controlplane.policies.failover import MemberFacts, standbys_waited_for
+
+PROMOTED_WITHIN_S = 60
+_ANSWERS_WITHIN_MS = 5_000
+_FACTS = """
+    SELECT current_setting('cluster_name') AS region,
+        current_setting('synchronous_standby_names') AS standbys,
+        NOT standby AS takes_writes,
+        CASE WHEN standby THEN coalesce((SELECT received_tli FROM pg_stat_get_wal_receiver()), recovery.timeline_id)
+            ELSE ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int END AS timeline,
+        pg_wal_lsn_diff(CASE WHEN standby
+            THEN greatest(pg_last_wal_receive_lsn(), pg_last_wal_replay_lsn()) ELSE pg_current_wal_lsn() END, '0/0')
+            AS received_bytes,
+        extract(epoch FROM pg_last_xact_replay_timestamp()) AS replayed_at_s
+    FROM pg_is_in_recovery() AS standby, pg_control_checkpoint() AS recovery
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One server. `parameters` are libpq's of a connection to it alone."""
+
+    address: str
+    parameters: Mapping[str, str]
+
+    def facts(self) -> MemberFacts:
+        """What it says of itself; only its address where it does not answer in time, or has no `cluster_name`."""
+        try:
+            with self._connect() as connection:
+                region, standbys, takes_writes, timeline, received, replayed = connection.execute(_FACTS).fetchone() or ()
+        except psycopg.OperationalError:
+            return MemberFacts(address=self.address)
+        return MemberFacts(
+            address=self.address,
+            region=region or self.address,
+            takes_writes=takes_writes,
+            timeline=timeline,
+            received_bytes=int(received),
+            replayed_at_s=None if replayed is None else float(replayed),
+            waits_for=standbys_waited_for(standbys),
+        )
+
+    def promote(self) -> float:
+        """Make it the primary; returns after how many seconds it was one.
+
+        Raises:
+            psycopg.Error: it may not, or is no standby.
+            TimeoutError: it is not one after a minute.
+        """
+        started_s = time.monotonic()
+        with self._connect() as connection:
+            connection.execute("SET statement_timeout TO 0")
+            row = connection.execute("SELECT pg_promote(true, %s)", [PROMOTED_WITHIN_S]).fetchone()
+        if row is None or not row[0]:
+            raise TimeoutError(f"{self.address} is no primary after {PROMOTED_WITHIN_S} s; see its log")
+        return time.monotonic() - started_s
+
+    def follow(self, primary: "Member") -> None:
+        """Have a standby follow another primary, with the user and the password that it has for the present one.
+
+        Raises:
+            psycopg.Error: it may not.
+        """
+        with self._connect() as connection:
+            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
+            host, port = primary.parameters["host"], primary.parameters["port"]
+            conninfo = psycopg.conninfo.make_conninfo(row[0] if row else "", host=host, port=port)
+            connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
+            connection.execute("SELECT pg_reload_conf()")
+
+    def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
+        options = f"-c statement_timeout={_ANSWERS_WITHIN_MS}"
+        return psycopg.connect(**{**self.parameters, "options": options}, autocommit=True)  # type: ignore[arg-type]
+
+
+def members_of(url: str) -> list[Member]:
+    """The servers that an address names, in its order. `url`: as `controlplane.database_address` returns it."""
+    given = {name: str(value) for name, value in psycopg.conninfo.conninfo_to_dict(libpq_url(url)).items()}
+    hosts = given.pop("host", "").split(",")
+    ports = given.pop("port", "5432").split(",")
+    ports = ports if len(ports) == len(hosts) else ports * len(hosts)
+    given.pop("target_session_attrs", None)
+    given["connect_timeout"] = str(CONNECT_TIMEOUT_S)
+    return [
+        Member(address=f"{host}:{port}", parameters={**given, "host": host, "port": port})
+        for host, port in zip(hosts, ports, strict=True)
+    ]
+
+
+def ask_members(members: Sequence[Member]) -> list[MemberFacts]:
+    """The facts of all, asked at once, in the same order."""
+    with ThreadPoolExecutor(max(1, len(members))) as pool:
+        return list(pool.map(Member.facts, members))

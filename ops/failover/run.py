@@ -1,0 +1,63 @@
+"""One failover: ask every server, decide, promote one, and have the others follow it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psycopg
+
+from controlplane.policies.failover import Failover, choose_failover
+from ops.client.api import CommandError
+from ops.failover.members import ask_members, members_of
+
+
+class RefusedError(CommandError):
+    """The failover would lose something, or make a second primary; the message says what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A failover that was made. `accepted`: the losses that the operator took; `left`: servers that could not be told to
+    follow, and why.
+    """
+
+    decision: Failover
+    promoted_after_s: float
+    accepted: tuple[str, ...]
+    left: dict[str, str]
+
+
+def decide(url: str, region: str) -> Failover:
+    """What making a region's server the primary would mean; changes nothing.
+
+    Raises:
+        InvalidValueError: no server of that region answers.
+    """
+    return choose_failover(ask_members(members_of(url)), region)
+
+
+def fail_over(url: str, region: str, *, accept_loss: bool, report: Callable[[str], None]) -> Done:
+    """Make a region's server the primary. `url`: the address that names every server of the cluster.
+
+    Raises:
+        InvalidValueError: no server of that region answers.
+        RefusedError: a primary takes writes, or something would be lost that is not accepted.
+        psycopg.Error: the server may not be promoted by this user.
+        TimeoutError: it is not promoted within a minute.
+    """
+    members = {member.address: member for member in members_of(url)}
+    decision = choose_failover(ask_members(list(members.values())), region)
+    if decision.obstacles:
+        raise RefusedError("; ".join(decision.obstacles))
+    if decision.losses and not accept_loss:
+        raise RefusedError(f"{'; '.join(decision.losses)}. To take that: --accept-loss")
+    promoted = members[decision.promoted.address]
+    report(f"promoting {decision.promoted.address}")
+    after_s = promoted.promote()
+    left = {}
+    for follower in decision.followers:
+        report(f"{follower.address} follows")
+        try:
+            members[follower.address].follow(promoted)
+        except psycopg.Error as error:
+            left[follower.address] = str(error).strip()
+    return Done(decision=decision, promoted_after_s=after_s, accepted=decision.losses, left=left)
