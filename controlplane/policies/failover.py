@@ -61,19 +61,21 @@ def choose_failover(members: Sequence[MemberFacts], region: str) -> Failover:
     if chosen is None:
         known = ", ".join(sorted(str(member.region) for member in answering)) or "none"
         raise InvalidValueError(
-            f"no server of region {region!r} answers; those that do are of: {known} (their cluster_name)", param="region"
+            f"no server of region {region!r} answers; those that do are of: {known} (their cluster_name)",
+            param="region",
         )
-    obstacles = tuple(
-        f"region {member.region} at {member.address} is the primary already"
-        if member is chosen
-        else f"the primary at {member.address}, region {member.region}, takes writes: stop it first, or two would take them"
-        for member in answering
-        if member.takes_writes
-    )
+    obstacles = tuple(_obstacle(member, chosen) for member in answering if member.takes_writes)
     followers = tuple(member for member in answering if member is not chosen and not member.takes_writes)
     silent = [member.address for member in members if member.region is None]
     losses = (*_behind(chosen, followers), *_unknown(chosen, silent))
     return Failover(promoted=chosen, followers=followers, obstacles=obstacles, losses=losses)
+
+
+def _obstacle(primary: MemberFacts, chosen: MemberFacts) -> str:
+    where = f"region {primary.region} at {primary.address}"
+    if primary is chosen:
+        return f"{where} is the primary already"
+    return f"{where} is the primary and takes writes: stop it first, or there would be two"
 
 
 def _behind(chosen: MemberFacts, others: Sequence[MemberFacts]) -> list[str]:
@@ -94,13 +96,10 @@ def _unknown(chosen: MemberFacts, silent: Sequence[str]) -> list[str]:
     at_s = chosen.replayed_at_s
     after = "" if at_s is None else f" after {datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if chosen.waits_for == 0:
-        return [
-            f"commits waited for no standby (synchronous_standby_names is empty): what was acknowledged{after} may be "
-            "on the lost primary alone"
-        ]
-    if standbys >= chosen.waits_for:
-        return [
-            f"{len(silent)} servers do not answer ({', '.join(silent)}), and a commit waited for {chosen.waits_for} of "
-            f"the standbys: what was acknowledged{after} may be on silent ones alone"
-        ]
-    return []
+        cause, where = "commits waited for no standby (synchronous_standby_names is empty)", "the lost primary alone"
+    elif standbys >= chosen.waits_for:
+        cause = f"{', '.join(silent)} do not answer, and a commit waited for {chosen.waits_for} of the standbys"
+        where = "silent ones alone"
+    else:
+        return []
+    return [f"{cause}: what was acknowledged{after} may be on {where}"]

@@ -23,8 +23,18 @@ COMMANDS = {
     "migrate": ("processes:migrate", "Migrate the database TIDEPOOL_DATABASE_URL to the newest schema."),
     "init": ("init:init", "Create the first keys (admin, client, node) without `tidepool up`."),
     "backup": ("backup:backup", "Back up the database, the files and keys.json while everything runs."),
-    "restore": ("backup:restore", "Restore a backup into an empty database."),
-    "doctor": ("doctor:doctor", "Examine an installation, and say what to do."),
+    "restore": (
+        "backup:restore",
+        "Restore a backup while no process of Tidepool runs, and migrate it to this release's schema.",
+    ),
+    "failover": (
+        "failover:failover",
+        "Make a region's standby of Postgres the primary, and have the other standbys follow it.",
+    ),
+    "doctor": (
+        "doctor:doctor",
+        "Examine an installation: versions, clocks, ports, GPUs, space, keys, replication, loops, nodes, files.",
+    ),
     "status": (
         "status:show_status",
         "Show the fleet: health, loops, regions, instances, batches, the plan in force.",

@@ -83,11 +83,11 @@ def make_home(home: Path) -> None:
         raise EmbeddedError(f"{home} (TIDEPOOL_HOME) may not be written by uid {os.geteuid()}")
 
 
-def remember(home: Path, name: str, port: int) -> None:
-    """Store a server's port, and a new password unless it has one, in embedded.json."""
+def remember(home: Path, name: str, port: int, secret: str | None = None) -> None:
+    """Store a server's port in embedded.json, and its password: the given one, the one it has, or a new one."""
     notes = _notes(home)
-    secret = notes.get(name, {}).get("password") or secrets.token_urlsafe(24)
-    write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": secret}}, indent=2))
+    kept = secret or notes.get(name, {}).get("password") or secrets.token_urlsafe(24)
+    write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": kept}}, indent=2))
 
 
 def remembered_port(home: Path, name: str) -> int | None:

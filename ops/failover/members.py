@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import psycopg
 import psycopg.conninfo
@@ -39,9 +40,11 @@ class Member:
         """What it says of itself; only its address where it does not answer in time, or has no `cluster_name`."""
         try:
             with self._connect() as connection:
-                region, standbys, takes_writes, timeline, received, replayed = connection.execute(_FACTS).fetchone() or ()
+                row = connection.execute(_FACTS).fetchone()
         except psycopg.OperationalError:
             return MemberFacts(address=self.address)
+        assert row is not None
+        region, standbys, takes_writes, timeline, received, replayed = row
         return MemberFacts(
             address=self.address,
             region=region or self.address,
@@ -80,9 +83,9 @@ class Member:
             connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
             connection.execute("SELECT pg_reload_conf()")
 
-    def _connect(self) -> psycopg.Connection[tuple[object, ...]]:
-        options = f"-c statement_timeout={_ANSWERS_WITHIN_MS}"
-        return psycopg.connect(**{**self.parameters, "options": options}, autocommit=True)  # type: ignore[arg-type]
+    def _connect(self) -> psycopg.Connection[Any]:
+        parameters: dict[str, Any] = {**self.parameters, "options": f"-c statement_timeout={_ANSWERS_WITHIN_MS}"}
+        return psycopg.connect(**parameters, autocommit=True)
 
 
 def members_of(url: str) -> list[Member]:

@@ -16,8 +16,8 @@ class RefusedError(CommandError):
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """A failover that was made. `accepted`: the losses that the operator took; `left`: servers that could not be told to
-    follow, and why.
+    """A failover that was made. `accepted`: the losses that the operator took; `left`: servers that could not be told
+    to follow, and why.
     """
 
     decision: Failover

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psycopg
@@ -37,16 +37,19 @@ _POLL_S = 0.1
 
 
 class EmbeddedPostgres:
-    """PostgreSQL on `port`, its data in `home`/postgres. `fsync` False risks the data in a power cut: tests only."""
+    """PostgreSQL on `port`, its data in `home`/postgres. `fsync` False risks the data in a power cut: tests only.
+    `options`: more parameters of the server, by name.
+    """
 
     name = "postgres"
 
-    def __init__(self, home: Path, port: int, *, fsync: bool = True) -> None:
+    def __init__(self, home: Path, port: int, *, fsync: bool = True, options: Mapping[str, str] | None = None) -> None:
         self.home = home.expanduser().resolve()
         self.port = port
         self.data = self.home / "postgres"
         self.log = self.home / "logs" / "postgres.log"
         self._fsync = fsync
+        self._options = options or {}
 
     def prepare(self, *, leftovers_timeout_s: float = LEFTOVERS_TIMEOUT_S) -> None:
         """Create the data folder if it is missing, and repair its permissions. Waits for a server that is stopping.
@@ -78,12 +81,13 @@ class EmbeddedPostgres:
             "timezone": "UTC",
             "log_timezone": "UTC",
             "logging_collector": "off",
+            **self._options,
         }
         if not self._fsync:
             options |= {"fsync": "off", "full_page_writes": "off"}
         settings = [word for name, value in options.items() for word in ("-c", f"{name}={value}")]
         server = postgres_binary("postgres")
-        return _unprivileged([str(server), "-D", str(self.data), *settings], server, self.data)
+        return unprivileged([str(server), "-D", str(self.data), *settings], server, self.data)
 
     def child(self) -> Child:
         """The supervisor's record: ready when the database answers, stopped by a fast shutdown."""
@@ -149,7 +153,7 @@ class EmbeddedPostgres:
         program = postgres_binary("initdb")
         options = ["-D", str(partial / "data"), "-U", USER, f"--pwfile={password_file}", "-A", "scram-sha-256"]
         options += ["-E", "UTF8", "--locale=C", *([] if self._fsync else ["--no-sync"])]
-        argv = _unprivileged([str(program), *options], program, partial)
+        argv = unprivileged([str(program), *options], program, partial)
         argv = leashed(argv, signal.SIGTERM)
         done = subprocess.run(argv, capture_output=True, text=True, timeout=INITDB_TIMEOUT_S, check=False)
         if done.returncode != 0:
@@ -247,7 +251,7 @@ class EmbeddedValkey:
             return False
 
 
-def _unprivileged(argv: list[str], *reach: Path) -> list[str]:
+def unprivileged(argv: list[str], *reach: Path) -> list[str]:
     """`argv`, which under root runs as the user of Postgres."""
     return as_user(argv, _postgres_user(), reach) if os.geteuid() == 0 else argv
 

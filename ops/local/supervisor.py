@@ -52,6 +52,7 @@ class Supervisor:
         self._up = threading.Event()
         self._stopping = threading.Event()
         self._signals = 0
+        self._kill = False
         self._failure: Exception | None = None
 
     def __enter__(self) -> Self:
@@ -84,6 +85,11 @@ class Supervisor:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+
+    def kill(self) -> None:
+        """Kill all children at once, as when their machine loses its power. Returns when no process is left."""
+        self._kill = True
+        self.stop()
 
     def run(self, on_ready: Callable[[], None] | None = None) -> None:
         """Start, call `on_ready`, and block until SIGTERM, SIGINT or SIGHUP; then stop. Main thread only.
@@ -203,14 +209,14 @@ class Supervisor:
             process.kill()
 
     def _stop_all(self) -> None:
-        """Stop in waves: those that no running child depends on, all at once, then the next."""
+        """Stop in waves: those that no running child depends on, all at once, then the next; or kill all."""
         left = {name: process for name, process in self._processes.items() if process.pid}
         while left:
-            needed = {name for process in left.values() for name in process.child.after}
+            needed = set() if self._kill else {name for process in left.values() for name in process.child.after}
             wave = [left.pop(name) for name in list(left) if name not in needed]
             assert wave, "the dependencies form no ring"
             started_s = time.monotonic()
-            for process in wave:
+            for process in wave if not self._kill else ():
                 process.ask_to_stop()
             while wave:
                 waited_s = time.monotonic() - started_s
@@ -224,6 +230,9 @@ class Supervisor:
     def _is_over(self, process: Process, waited_s: float) -> bool:
         """Whether a stopping child has ended, by itself or, past its time, by SIGKILL."""
         if process.has_ended():
+            return True
+        if self._kill:
+            process.kill()
             return True
         if waited_s >= process.child.stop_timeout_s or self._signals > 1:
             self._report(f"{process.child.name} (pid {process.pid}) did not stop within {waited_s:.1f} s; killing it")

@@ -23,11 +23,12 @@ def test_objectives_of_a_model(ask: Ask) -> None:
 
 def test_latencies(ask: Ask, fleet: None, database: Database) -> None:
     there = {"origin": "us-east", "destination": "us-west", "ms": 62.0}
+    unowned = {"owner": None}
     with database.transaction() as session:
         index = fleet_index(session)
-    assert ask("PUT", "/admin/region-latencies", json=there) == there
-    assert ask("PUT", "/admin/region-latencies", json=there | {"ms": 60}) == there | {"ms": 60.0}
-    assert ask("GET", "/admin/region-latencies", role="viewer")["data"] == [there | {"ms": 60.0}]
+    assert ask("PUT", "/admin/region-latencies", json=there) == there | unowned
+    assert ask("PUT", "/admin/region-latencies", json=there | {"ms": 60}) == there | {"ms": 60.0} | unowned
+    assert ask("GET", "/admin/region-latencies", role="viewer")["data"] == [there | {"ms": 60.0} | unowned]
     with database.transaction() as session:
         assert fleet_index(session) == index, "no plan is made stale"
         assert load_catalog(session).latencies_ms == {("us-east", "us-west"): 60.0}

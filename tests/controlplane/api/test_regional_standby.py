@@ -15,6 +15,7 @@ from sqlalchemy import text
 import migrations
 from controlplane.settings import Settings
 from controlplane.store.keys import ApiKey, make_key, revoke_key
+from controlplane.store.log_position import read_log_position
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
@@ -60,6 +61,11 @@ class Region:
         """Whether the standby knows of a key."""
         with self.copy.transaction() as session:
             return session.get(ApiKey, key_id) is not None
+
+    def is_in_step(self) -> bool:
+        """Whether the standby has replayed all that the primary has written."""
+        with self.database.transaction() as here, self.copy.transaction() as there:
+            return read_log_position(here).bytes <= read_log_position(there).bytes
 
     def _tell(self, statement: str) -> None:
         with self.copy.transaction() as session:
@@ -160,6 +166,7 @@ def test_a_primary_that_hangs_holds_up_no_request(region: Region) -> None:
     with running_gateway(region.world, FakeAgent()) as gateway:
         until(lambda: ready(gateway) == (200, "ok", []))
         keys = [region.world.key() for _ in range(30)]  # more than there are threads for keys
+        until(region.is_in_step)
         until(lambda: asks(gateway, keys[0]).status_code == 200)
         with region.servers.frozen_postgres():
             with ThreadPoolExecutor(len(keys)) as pool:
