@@ -17,7 +17,7 @@ Tiny = Annotated[
 ]
 
 
-@examples("tidepool up --port 8080")
+@examples("tidepool up --port 8080", "tidepool up --regions 3 --tiny")
 def up(
     home: Annotated[
         Path, typer.Option(envvar="TIDEPOOL_HOME", help="Folder for data, keys and logs.", file_okay=False)
@@ -25,17 +25,25 @@ def up(
     port: Annotated[int, typer.Option(envvar="TIDEPOOL_PORT", min=1, max=65535, help="Port of the API.")] = 8080,
     bare: Annotated[bool, typer.Option("--bare", help="No demo fleet and no agents.")] = False,
     tiny: Tiny = False,
+    regions: Annotated[
+        int, typer.Option(min=1, max=3, help="3: each region of the demo has its own Postgres, Valkey and API.")
+    ] = 1,
 ) -> None:
     """Run everything on this machine until Ctrl-C.
 
     \b
     Starts Postgres, Valkey, the API, the dispatcher, Celery and one agent for each region of a small demo fleet.
     TIDEPOOL_DATABASE_URL and TIDEPOOL_REDIS_URL name servers to use instead.
+    With --regions 3 commits wait for a second region; `tidepool failover REGION` moves the primary.
     """
+    if regions == 2:
+        raise CommandError("--regions: 1 or 3; with 2, every loss of a region would stop writes")
+    if regions == 3 and bare:
+        raise CommandError("--bare: not with --regions 3, which are the demo's")
     with running():
         from ops.local.up import up as run_up
 
-        run_up(home, port, bare=bare, tiny=tiny)
+        run_up(home, port, bare=bare, tiny=tiny, regional=regions == 3)
 
 
 @examples("tidepool demo", "tidepool demo --demand week.csv", "tidepool demo --tiny")

@@ -25,7 +25,7 @@ from controlplane.database_address import psycopg_url
 from controlplane.settings import Settings
 from controlplane.store.session import Database, make_engine
 from ops.client.home import EmbeddedError, make_home
-from ops.local.bootstrap import keep_secrets, store_keys
+from ops.local.bootstrap import FirstKeys, keep_secrets, store_keys
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.processes import Child
@@ -71,7 +71,9 @@ class Wiring:
 
 
 class LocalStack:
-    """The children, their addresses and their keys. `urls` are those of all gateways, `url` is the first."""
+    """The children, their addresses and their keys. `urls` are those of all gateways, `url` is the first. `postgres`: a
+    server to run whose database is made already, at TIDEPOOL_DATABASE_URL.
+    """
 
     def __init__(
         self,
@@ -82,8 +84,10 @@ class LocalStack:
         environment: Mapping[str, str] | None = None,
         report: Callable[[str], None] | None = None,
         wiring: Wiring | None = None,
+        postgres: Child | None = None,
     ) -> None:
         self._wiring = wiring or Wiring()
+        self._postgres = postgres
         make_home(home)
         self._lock = _lock(home)
         self.home = home
@@ -119,9 +123,22 @@ class LocalStack:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Start, call `on_ready`, and block until SIGTERM or SIGINT; then stop. Main thread only.
+
+        Raises:
+            SupervisorError: a child does not get ready.
+        """
+        self.supervisor.run(on_ready)
+
     def stop(self) -> None:
         """Stop every child and unlock the home."""
         self.supervisor.stop()
+        self._lock.close()
+
+    def kill(self) -> None:
+        """Kill every child at once, and unlock the home."""
+        self.supervisor.kill()
         self._lock.close()
 
     def _servers(self) -> list[Child]:
@@ -129,7 +146,7 @@ class LocalStack:
         given = self._environment.get("TIDEPOOL_DATABASE_URL", "")
         self.database_url = psycopg_url(given) if given else ""
         self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
-        servers: list[Child] = []
+        servers = [] if self._postgres is None else [self._postgres]
         if not self.database_url:
             postgres = EmbeddedPostgres(self.home, free_port())
             postgres.prepare()
@@ -148,15 +165,10 @@ class LocalStack:
 
     def _prepare_database(self) -> bool:
         """Migrate the schema and store the first keys, once; returns True when that is done."""
-        if self._database_ready:
-            return True
-        migrations.upgrade(self.database_url, self._wiring.schema)
-        database = Database(make_engine(Settings(database_url=SecretStr(self.database_url))))
-        with database.transaction() as session:
-            for fault in store_keys(session, self._first_keys):
+        if not self._database_ready:
+            for fault in prepare_database(self.database_url, self._first_keys, self._wiring.schema):
                 self._report(fault)
-        database.close()
-        self._database_ready = True
+            self._database_ready = True
         return True
 
     def _control_plane(self, servers: list[Child]) -> list[Child]:
@@ -228,6 +240,16 @@ class LocalStack:
             return url
         through = self._wiring.between(caller, called, port)
         return make_url(url).set(port=through).render_as_string(hide_password=False) if through != port else url
+
+
+def prepare_database(url: str, keys: FirstKeys, schema: str = "head") -> list[str]:
+    """Migrate the schema and store the first keys; returns a line for each that was rotated or revoked."""
+    migrations.upgrade(url, schema)
+    database = Database(make_engine(Settings(database_url=SecretStr(url))))
+    with database.transaction() as session:
+        faults = store_keys(session, keys)
+    database.close()
+    return faults
 
 
 def _probe(port: int, name: str) -> Callable[[], bool]:

@@ -14,6 +14,7 @@ from ops.client.api import Api, open_api
 from ops.client.console import sign_in_link
 from ops.client.home import EmbeddedError, forget_api_url, write_api_url
 from ops.local.pretrained import pretrained_model
+from ops.local.regional_stack import RegionalStack
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
 from ops.local.stack import LocalNode, LocalStack
 from ops.local.tiny_models import build_tiny_models
@@ -21,12 +22,13 @@ from ops.local.tiny_models import build_tiny_models
 log = structlog.get_logger()
 
 
-def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None:
+def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False, regional: bool = False) -> None:
     """Start everything, print one `ready` line when requests are served, and stay until SIGTERM or SIGINT.
 
     A home that has a fleet keeps it; an empty one gets the demo's regions, GPU types, models and endpoints, and
     agents for their nodes. `bare`: no fleet and no agents, for a control plane whose nodes are elsewhere. `tiny`:
-    without the pretrained model, which is downloaded once.
+    without the pretrained model, which is downloaded once. `regional`: each region has servers and a control plane of
+    its own.
 
     Raises:
         ops.local.supervisor.SupervisorError: a child cannot be started.
@@ -40,8 +42,10 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
     models = [] if bare else build_tiny_models(home / "models")
     pretrained = None if bare or tiny else pretrained_model(screen.print)
     nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, pretrained)
-    stack = LocalStack(home, port, nodes, report=lambda line: screen.print(line, style="dim"))
-    screen.print(f"home {home}; keys in {home / 'keys.json'}; logs in {home / 'logs'}")
+    kind = RegionalStack if regional else LocalStack
+    stack = kind(home, port, nodes, report=lambda line: screen.print(line, style="dim"))
+    logs = home / "regions" / "*" / "logs" if regional else home / "logs"
+    screen.print(f"home {home}; keys in {home / 'keys.json'}; logs in {logs}")
 
     def on_ready() -> None:
         if not bare:
@@ -52,12 +56,14 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False) -> None
                     message = f"not served yet: {', '.join(late)}; see the logs of the agents"
                     screen.print(message, style="yellow")
         screen.print_console(stack)
+        for region, url in stack.urls().items() if isinstance(stack, RegionalStack) else ():
+            screen.print(f"region {region}: {url}")
         sys.stdout.write(f"ready {stack.url}\n")
         sys.stdout.flush()
 
     write_api_url(home, stack.url)
     try:
-        stack.supervisor.run(on_ready)
+        stack.run(on_ready)
     finally:
         forget_api_url(home)
 
@@ -68,7 +74,7 @@ class _Screen:
     def __init__(self, *, as_json: bool) -> None:
         self._console = None if as_json else Console(stderr=True)
 
-    def print_console(self, stack: LocalStack) -> None:
+    def print_console(self, stack: LocalStack | RegionalStack) -> None:
         """The console's address. A link that signs in is for the terminal alone, never for the log."""
         if self._console is None:
             log.info("the console", url=f"{stack.url}/ui/")

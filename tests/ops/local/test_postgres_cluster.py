@@ -1,0 +1,103 @@
+"""Three servers of Postgres on one machine lose their primary, and it comes back."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from controlplane.database_address import libpq_url
+from ops.failover.members import ask_members, members_of
+from ops.failover.run import RefusedError, decide, fail_over
+from ops.local.postgres_cluster import PostgresCluster, regions_at
+from ops.local.supervisor import Supervisor
+
+REGIONS = ("us-east", "us-central", "us-west")
+
+
+class Trio:
+    """The servers, each under a supervisor of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.cluster = PostgresCluster(home, REGIONS, fsync=False)
+        self.first: list[str] = []
+        self.cluster.prepare(self.first.append)
+        self.running = {region: Supervisor([self.cluster.child(region)]) for region in REGIONS}
+        for supervisor in self.running.values():
+            supervisor.start()
+
+    def write(self, row: int) -> None:
+        """Commits only when a second region has it."""
+        with psycopg.connect(
+            libpq_url(self.cluster.url("us-west")), options="-c statement_timeout=60000"
+        ) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS written (row int)")
+            connection.execute("INSERT INTO written VALUES (%s)", [row])
+
+    def rows(self) -> list[int]:
+        with psycopg.connect(libpq_url(self.cluster.url("us-west"))) as connection:
+            return [row[0] for row in connection.execute("SELECT row FROM written ORDER BY row")]
+
+    def primaries(self) -> list[str | None]:
+        facts = ask_members(members_of(self.cluster.url("us-west")))
+        return [one.region for one in facts if one.takes_writes]
+
+    def fail_over(self, region: str, *, accept_loss: bool = False) -> None:
+        fail_over(self.cluster.url("us-west"), region, accept_loss=accept_loss, report=lambda _line: None)
+
+    def kill(self, region: str) -> None:
+        self.running.pop(region).kill()
+
+    def revive(self, region: str) -> None:
+        self.cluster.rejoin(region)
+        self.running[region] = Supervisor([self.cluster.child(region)])
+        self.running[region].start()
+
+    def stop(self) -> None:
+        for supervisor in self.running.values():
+            supervisor.stop()
+
+
+@contextlib.contextmanager
+def trio_at(home: Path) -> Iterator[Trio]:
+    trio = Trio(home)
+    try:
+        yield trio
+    finally:
+        trio.stop()
+
+
+def test_nothing_acknowledged_is_lost_with_its_primary_which_rejoins_by_itself(tmp_path: Path) -> None:
+    with trio_at(tmp_path) as trio:
+        assert regions_at(tmp_path) == tuple(sorted(REGIONS))
+        assert len(trio.first) == 1
+        trio.write(1)
+        with pytest.raises(RefusedError, match=r"us-east .* takes writes: stop it first"):
+            trio.fail_over("us-west", accept_loss=True)
+        trio.kill("us-east")
+        best = decide(trio.cluster.url("us-west"), "us-west")
+        chosen = "us-central" if best.losses else "us-west"
+        trio.fail_over(chosen)
+        trio.write(2)
+        trio.revive("us-east")
+        assert trio.primaries() == [chosen]
+        trio.kill("us-west" if chosen == "us-central" else "us-central")
+        trio.write(3)  # waits for the one that came back
+        assert trio.rows() == [1, 2, 3]
+    with trio_at(tmp_path) as again:
+        assert again.first == [], "servers that were stopped start as they were"
+        assert again.primaries() == [chosen]
+        assert again.rows() == [1, 2, 3]
+
+
+def test_two_lost_servers_may_hold_what_the_third_lacks(tmp_path: Path) -> None:
+    with trio_at(tmp_path) as trio:
+        trio.write(1)
+        trio.kill("us-east")
+        trio.kill("us-central")
+        with pytest.raises(RefusedError, match=r"may be on silent ones alone\. To take that: --accept-loss"):
+            trio.fail_over("us-west")
+        assert trio.primaries() == []
+        trio.fail_over("us-west", accept_loss=True)
+        assert trio.primaries() == ["us-west"]
