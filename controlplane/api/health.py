@@ -34,6 +34,7 @@ from controlplane.store.log_position import takes_writes
 from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.schema import check_schema
 from controlplane.store.system_facts import read_system_facts
+from controlplane.store.terms import read_term
 
 router = APIRouter(tags=["health"])
 _ANSWERS_WITHIN_S = 2.0
@@ -44,7 +45,8 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """What Postgres knows of the system's health: its own Unix time, the loops' runs, and lost nodes; or only the fault
-    of its schema. `read_only`: the server that answers takes no writes, so no primary is there.
+    of its schema. `read_only`: the server that answers takes no writes, so no primary is there. `term`,
+    `reported_term`: as in `HealthFacts`.
     """
 
     now_s: float = 0.0
@@ -52,6 +54,8 @@ class Stored:
     lost: tuple[str, ...] = ()
     schema_fault: str | None = None
     read_only: bool = False
+    term: int | None = None
+    reported_term: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +91,8 @@ async def read_health(state: StateDep) -> SystemHealth:
         lost=known.lost,
         behind=("replica",) if replica is ReplicaState.BEHIND else (),
         replica_age_s=None if age_s is None else round(age_s, 1),
+        term=known.term,
+        reported_term=known.reported_term,
     )
     verdict = choose_health(facts)
     return SystemHealth(verdict=verdict, stored=known)
@@ -149,7 +155,15 @@ def _read_stored(state: State) -> Stored:
     with state.database.transaction() as session:
         now_s, loops = read_loop_runs(session)
         lost = lost_nodes(session, alive_s=state.settings.heartbeat_stale_s)
-        return Stored(now_s=now_s, loops=loops, lost=lost, read_only=not takes_writes(session))
+        term = read_term(session)
+        return Stored(
+            now_s=now_s,
+            loops=loops,
+            lost=lost,
+            read_only=not takes_writes(session),
+            term=None if term is None else term.term,
+            reported_term=None if term is None else term.reported,
+        )
 
 
 def _render_system(state: State, health: SystemHealth) -> bytes:

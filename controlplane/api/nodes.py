@@ -25,6 +25,7 @@ from controlplane.store.joining import join_node
 from controlplane.store.keys import record, snapshot
 from controlplane.store.redis.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
+from controlplane.store.terms import note_reported
 from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join
 
 T = TypeVar("T")
@@ -120,7 +121,20 @@ def _join(state: State, message: Join, actor: str) -> DesiredInstances:
     return desired
 
 
+class _OlderTermError(UnavailableError):
+    """A node has seen a newer term than this control plane's primary is in, so nothing of its heartbeat is written."""
+
+
 def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
+    try:
+        return _write_heartbeat(state, message, renewed)
+    except _OlderTermError:
+        with state.database.transaction(replicated=False) as session:
+            note_reported(session, message.term)
+        raise
+
+
+def _write_heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> DesiredInstances:
     """Write the heartbeat; the live view gets only the reports of instances that the node is to host."""
     with state.database.transaction(replicated=False) as session:
         node = touch_node(session, message.node, leaving=message.leaving)
@@ -128,7 +142,7 @@ def _heartbeat(state: State, message: Heartbeat, renewed: NodeView | None) -> De
         starts = message.generation == 0  # it has no desired state yet
         desired = desired_of(session, message.node, starts_s=int(time.time()) if starts else None)
         if message.term > desired.term:
-            raise UnavailableError(
+            raise _OlderTermError(
                 f"this control plane is in term {desired.term} of its primary; "
                 f"node '{message.node}' has seen term {message.term}"
             )

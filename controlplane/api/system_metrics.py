@@ -29,6 +29,10 @@ class SystemMetrics(Collector):
         if verdict.replica_age_s is not None:
             text = "How far the region's copy of the database may be behind."
             yield _gauge("replica_age_seconds", text, verdict.replica_age_s)
+        if verdict.term is not None:
+            yield _gauge("term", "The term of the primary, which each promotion raises.", verdict.term)
+            text = "The newest term that nodes reported when it was newer than the primary's; 0: none was."
+            yield _gauge("reported_term", text, verdict.reported_term)
         yield from self._loop_metrics()
         if self._facts is not None:
             yield from _fleet(self._facts)

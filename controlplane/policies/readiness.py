@@ -70,7 +70,8 @@ class HealthFacts:
     """What one gateway knows. `missing`: what it needs to serve and lacks; `away`: servers that do not answer; `late`:
     loops; `lost`: nodes that hold instances and send no heartbeats; `behind`: copies of the database that are too old
     to be read while the primary answers; `replica_age_s`: how old the region's copy may be, None where there is none,
-    or it does not answer, or nothing is known.
+    or it does not answer, or nothing is known. `term`: the primary's; `reported_term`: the newest that nodes have seen,
+    which obey nobody of an older one; both None while nobody knows.
     """
 
     missing: tuple[str, ...] = ()
@@ -79,6 +80,13 @@ class HealthFacts:
     lost: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     replica_age_s: float | None = None
+    term: int | None = None
+    reported_term: int | None = None
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether nodes have seen a primary that is newer than this one."""
+        return (self.reported_term or 0) > (self.term or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +100,7 @@ def choose_health(facts: HealthFacts) -> Health:
     """The verdict on these facts."""
     if facts.missing:
         status = HealthStatus.UNAVAILABLE
-    elif facts.away or facts.late or facts.lost or facts.behind:
+    elif facts.away or facts.late or facts.lost or facts.behind or facts.is_replaced:
         status = HealthStatus.DEGRADED
     else:
         status = HealthStatus.OK

@@ -4,17 +4,24 @@ Nothing has to tell: a promotion begins a new timeline, and a restored dump lies
 Whoever first finds that the server is not the one of the stored term raises it.
 """
 
+import os
+import socket
+
 import structlog
-from sqlalchemy import BigInteger, CheckConstraint, text
+from sqlalchemy import BigInteger, CheckConstraint, func, select, text, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
+from controlplane.store.events import Event
 from controlplane.store.tables import Base
 
 log = structlog.get_logger()
+_TERM_MAX = 2**62
 
 
 class Term(Base):
-    """The one row: the server that was the primary when `term` began."""
+    """The one row: the server that was the primary when `term` began. `reported`: the newest term that nodes have seen,
+    which is newer where this primary was replaced, or restored from an old backup.
+    """
 
     __tablename__ = "terms"
     __table_args__ = (CheckConstraint("id = 1", name="one_row"),)
@@ -23,6 +30,7 @@ class Term(Base):
     system_identifier: Mapped[int] = mapped_column(BigInteger)
     timeline: Mapped[int] = mapped_column(BigInteger)
     term: Mapped[int] = mapped_column(BigInteger)
+    reported: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
 
 
 _HERE = text(
@@ -59,6 +67,41 @@ def current_term(session: Session) -> int:
     session.execute(text("SET LOCAL synchronous_commit TO DEFAULT"))
     server = {"system_identifier": here.system_identifier, "timeline": here.timeline}
     if (raised := session.scalar(_RAISE, server)) is not None:
-        log.info("a term of the primary begins", term=raised)
+        if raised > 1:  # the first one begins with the database
+            _note_begin(session, int(raised), f"timeline {here.timeline} of server {here.system_identifier}")
         return int(raised)
     return int(session.execute(_HERE).one().term)  # another transaction raised it meanwhile
+
+
+def read_term(session: Session) -> Term | None:
+    """The stored term, which may be that of the primary before; None: nobody has asked for it yet."""
+    return session.get(Term, 1)
+
+
+def note_reported(session: Session, reported: int) -> None:
+    """Keep that a node has seen this term, if it is newer than what other nodes have."""
+    if reported < _TERM_MAX:
+        session.execute(update(Term).where(Term.reported < reported).values(reported=reported))
+
+
+def raise_term(session: Session, *, why: str, above: int = 0) -> int:
+    """Begin a term that is newer than any that this database has heard of, and than `above`."""
+    current_term(session)
+    newest = func.greatest(Term.term, Term.reported, above)
+    raised = session.scalars(update(Term).values(term=newest + 1).returning(Term.term)).one()
+    _note_begin(session, raised, why)
+    return raised
+
+
+def newest_known(session: Session) -> int:
+    """The newest term that this database has heard of; 0 in one of an older version, or without any."""
+    if session.scalar(select(func.to_regclass("terms"))) is None:
+        return 0
+    columns = "greatest(term, (to_jsonb(terms) ->> 'reported')::bigint)"  # a column that older versions do not have
+    return int(session.scalar(text(f"SELECT {columns} FROM terms")) or 0)  # noqa: S608 - of constants
+
+
+def _note_begin(session: Session, term: int, why: str) -> None:
+    finder = f"{socket.gethostname()}:{os.getpid()}"
+    log.info("a term of the primary begins", term=term, why=why)
+    session.add(Event(kind="term", what="began", subject=str(term), message=f"{why}; written by {finder}"))

@@ -11,6 +11,7 @@ from controlplane.settings import Settings
 from controlplane.store.backups import Target, empty_database, read_target
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.session import Database, make_engine
+from controlplane.store.terms import newest_known, raise_term
 from ops.backup.manifest import DATABASE, FILES, KEYS, Manifest, damaged, file_parts, read_manifest
 from ops.backup.programs import BackupError, choose_program, find_programs, run_program, server_of
 from ops.client.home import keys_file
@@ -49,8 +50,8 @@ def restore_fault(manifest: Manifest, target: Target, known: tuple[str, ...], *,
 
 
 def restore_backup(settings: Settings, folder: Path, *, replace: bool, report: Progress) -> Manifest:
-    """Restore files, keys and database, and migrate it to this release's schema. The files come first, so that the
-    database names none that is not there; the database comes in one transaction.
+    """Restore files, keys and database, migrate it to this release's schema, and begin a term. The files come first, so
+    that the database names none that is not there; the database comes in one transaction.
 
     Raises:
         BackupError: the backup is damaged, or the database refuses, or is in use.
@@ -67,6 +68,7 @@ def restore_backup(settings: Settings, folder: Path, *, replace: bool, report: P
         _restore_files(settings, folder, manifest, report)
         report("restoring the database", 0, None)
         with database.transaction() as session:
+            before = newest_known(session)
             if target.tables:
                 empty_database(session)
         with database.engine.connect() as connection:
@@ -74,7 +76,18 @@ def restore_backup(settings: Settings, folder: Path, *, replace: bool, report: P
     finally:
         database.close()
     migrations.upgrade(settings.database_url.get_secret_value())
+    _begin_term(settings, above=before)
     return manifest
+
+
+def _begin_term(settings: Settings, *, above: int) -> None:
+    """Nodes obey the restored database, although they have seen the terms of the one that it replaces."""
+    database = Database(make_engine(settings))
+    try:
+        with database.transaction() as session:
+            raise_term(session, above=above, why="a backup was restored")
+    finally:
+        database.close()
 
 
 def _load(program: Path, connection: SqlConnection, dump: Path) -> None:

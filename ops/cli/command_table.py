@@ -44,7 +44,7 @@ COMMANDS = {
         "Print a link to the web console that signs in once, within ten minutes, with the rights of the admin key.",
     ),
     "top": ("top:show_top", "Watch regions, endpoints, queues and objectives until Ctrl-C."),
-    "events": ("events:show_events", "Show events of instances, nodes and plans, the newest first."),
+    "events": ("events:show_events", "Show events of instances, nodes, plans and terms, the newest first."),
     "audit": (
         "audit:show_audit",
         "Show who changed what, the newest first; --json has the whole row before and after.",
@@ -68,6 +68,7 @@ COMMANDS = {
     "request": ("requests:requests", "Interactive requests of the last day, with their outcomes."),
     "key": ("keys:keys", "API keys and their roles."),
     "tenant": ("tenants:tenants", "Tenants and their limits."),
+    "term": ("terms:terms", "The term of the primary: nodes obey nobody of an older one."),
     "faults": ("faults:faults", "Inject faults into a stack under load, and check its guarantees."),
     "what-if": ("what_if:runs", "What-if runs: the running fleet simulated with changes, by its forecasters."),
     "simulate": ("simulate:simulations", "Simulate a fleet on the live service's own policies."),

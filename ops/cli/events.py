@@ -1,4 +1,4 @@
-"""`events`: what happened to instances, nodes and plans."""
+"""`events`: what happened to instances, nodes and plans, and when terms of the primary began."""
 
 from collections.abc import Callable, Mapping
 from time import sleep
@@ -17,7 +17,7 @@ POLL_S = 1.0
 _LOOKED_BACK = 100
 
 
-EventKind = Literal["instance", "node", "plan"]
+EventKind = Literal["instance", "node", "plan", "term"]
 
 
 @examples("tidepool events --what failed --since 2h", "tidepool events --model qwen3-8b --follow")
@@ -25,7 +25,7 @@ def show_events(
     context: typer.Context,
     kind: Annotated[EventKind | None, typer.Option(help="Only of this kind.")] = None,
     what: Annotated[str | None, typer.Option(help="Only this, such as failed, ready or lost.")] = None,
-    subject: Annotated[str | None, typer.Option(help="Only of this instance, node or plan.")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only of this instance, node, plan or term.")] = None,
     model: Annotated[str | None, typer.Option(help="Only of this model.")] = None,
     region: Annotated[str | None, typer.Option(help="Only in this region.")] = None,
     node: Annotated[str | None, typer.Option(help="Only on this node.")] = None,
@@ -34,7 +34,7 @@ def show_events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new events until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show events of instances, nodes and plans, the newest first. Changes by operators: `tidepool audit`."""
+    """Show events of instances, nodes, plans and terms, the newest first. Changes by operators: `tidepool audit`."""
     query = {"kind": kind, "what": what, "subject": subject}
     query |= {"model": model, "region": region, "node": node}
     from_then = {"since": None if since is None else parse_since(since).isoformat()}

@@ -33,6 +33,7 @@ def show_status(context: typer.Context, as_json: AsJson = False) -> None:
         [
             ("health", status["health"]["status"]),
             ("because of", health_causes(status["health"]) or None),
+            ("term of the primary", status["health"].get("term")),
             ("last success", loops_text(status["loops"])),
             ("models", status["models"]),
             ("nodes draining", status["nodes_draining"]),

@@ -14,6 +14,8 @@ def health_causes(health: Mapping[str, Any]) -> str:
     age_s = health.get("replica_age_s")
     if age_s is not None and (health["behind"] or "postgres" in health["away"]):
         causes.append(f"the region's copy of the database may be {_age(age_s)} old")
+    if (health.get("reported_term") or 0) > (health.get("term") or 0):
+        causes.append(f"nodes have seen term {health['reported_term']}, this primary is in {health['term']}")
     return "; ".join(causes)
 
 

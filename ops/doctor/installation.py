@@ -26,6 +26,7 @@ from controlplane.store.loop_runs import read_loop_runs
 from controlplane.store.server_facts import read_server
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Role
+from controlplane.store.terms import read_term
 from dataplane.protocol.version import tidepool_version
 from ops.client.home import keys_file
 from ops.doctor import machine, servers
@@ -70,6 +71,7 @@ def control_examinations(settings: Settings, url: str) -> Mapping[str, Examinati
     return replica | {
         "database": on_database(_examine_server),
         "schema": on_database(_examine_schema),
+        "term": on_database(_examine_term),
         "redis": lambda: _examine_redis(settings),
         "keys": on_database(lambda database: _examine_keys(database, settings)),
         "loops": on_database(lambda database: _examine_loops(database, settings)),
@@ -127,6 +129,12 @@ def _examine_schema(database: Database) -> list[Finding]:
     with database.transaction() as session:
         found = MigrationContext.configure(session.connection()).get_current_revision()
     return [servers.check_schema_revision(found, migrations.revisions())]
+
+
+def _examine_term(database: Database) -> list[Finding]:
+    with database.transaction() as session:
+        row = read_term(session)
+    return [] if row is None else [servers.check_term(row.term, row.reported)]
 
 
 def _examine_redis(settings: Settings) -> list[Finding]:

@@ -105,6 +105,17 @@ def check_primary(facts: ServerFacts) -> Finding:
     return good("primary", "it can be written")
 
 
+def check_term(term: int, reported: int) -> Finding:
+    """No node has seen a newer primary than this one."""
+    if reported > term:
+        todo = (
+            "see which server is the primary: TIDEPOOL_DATABASE_URL leads to one that was replaced. Only if this one"
+            " was restored from an older backup on purpose: `tidepool term raise`"
+        )
+        return failure("term", f"{term}, and nodes have seen {reported}: they do not obey this primary", todo)
+    return good("term", str(term))
+
+
 def check_connections(facts: ServerFacts) -> Finding:
     """Postgres has room for more processes."""
     found = f"{facts.connections} of {facts.connections_max}"

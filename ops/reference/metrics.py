@@ -37,8 +37,8 @@ def metrics_page() -> str:
         table(_HEAD, _rows(gateway_metrics())),
         "## The whole system",
         "Shown alike by every gateway, so take `max` over gateways, not `sum`. While Postgres is away, only"
-        " `tidepool_ready`, `tidepool_server_away` and `tidepool_replica_age_seconds` are there. The last one, and"
-        " `tidepool_server_away`, are each gateway's own view.",
+        " `tidepool_ready`, `tidepool_server_away` and `tidepool_replica_age_seconds` are there. The last one,"
+        " `tidepool_server_away`, and the terms are each gateway's own view.",
         table(_HEAD, _rows(system_metrics())),
         "## Node agents",
         "At the agent's own port. Names that begin with `vllm:` mean what they mean in vLLM. A slot is a worker,"
@@ -58,7 +58,9 @@ def system_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     record = ForecastRecord(hours=0, covered=0, error_sum=0.0, actual_sum=0.0)
     planning = PlanningFacts(plan=None, waiting=0, record=record, quantile=0.0)
     facts = SystemFacts(nodes={}, gpus={}, instances={}, unplaced={}, queue=queue, planning=planning)
-    for family in SystemMetrics(choose_health(HealthFacts(replica_age_s=0.0)), (), facts).collect():
+    for family in SystemMetrics(
+        choose_health(HealthFacts(replica_age_s=0.0, term=0, reported_term=0)), (), facts
+    ).collect():
         yield family, _labels(family)
 
 

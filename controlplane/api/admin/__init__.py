@@ -27,6 +27,7 @@ from controlplane.api.admin import (
     spot,
     status,
     tenants,
+    terms,
     usage,
     what_if,
 )
@@ -42,6 +43,21 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, objectives, regions, nodes, pools, models, instances, spot, deletions),
-    *(demand, forecasts, plans, plan_changes, what_if, pins, keys, tenants, usage, batches, events, requests, settings),
+    *(
+        demand,
+        forecasts,
+        plans,
+        plan_changes,
+        what_if,
+        pins,
+        keys,
+        tenants,
+        usage,
+        batches,
+        events,
+        requests,
+        settings,
+        terms,
+    ),
 ):
     router.include_router(part.router)

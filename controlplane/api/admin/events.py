@@ -15,13 +15,13 @@ router = APIRouter(tags=["admin: fleet"])
 
 
 class Event(Answer):
-    """One change of an instance, a node or a plan."""
+    """One change of an instance, a node or a plan, or that a term of the primary began."""
 
     id: int
     at: datetime
-    kind: Literal["instance", "node", "plan"]
+    kind: Literal["instance", "node", "plan", "term"]
     what: str = Field(description="its new state, or what became of it", examples=["ready"])
-    subject: str = Field(description="id of the instance or plan, or the node's name")
+    subject: str = Field(description="id of the instance or plan, the node's name, or the term")
     model: str | None
     region: str | None
     node: str | None
@@ -32,7 +32,7 @@ class Event(Answer):
 def list_events(
     session: SessionDep,
     _: Viewer,
-    kind: Literal["instance", "node", "plan"] | None = None,
+    kind: Literal["instance", "node", "plan", "term"] | None = None,
     what: FilterWord = None,
     subject: FilterWord = None,
     model: FilterWord = None,

@@ -74,6 +74,10 @@ class HealthStatus(Answer):
     replica_age_s: float | None = Field(
         description="seconds that the region's copy of the database may be behind; null: there is none, or nobody knows"
     )
+    term: int | None = Field(description="the primary's; each promotion raises it; null: nobody knows")
+    reported_term: int | None = Field(
+        description="the newest that nodes reported when it was newer than the primary's: those obey this one no more"
+    )
 
 
 class LoopStatus(BaseModel):

@@ -14,6 +14,7 @@ from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World, until
 
 WELL = {"status": "ok", "missing": [], "away": [], "late": [], "lost": [], "behind": [], "replica_age_s": None}
+WELL |= {"term": None, "reported_term": None}
 
 
 def test_ready(world: World) -> None:

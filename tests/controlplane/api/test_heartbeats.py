@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -92,6 +93,30 @@ def test_without_postgres_the_view_stays_fresh(state: State, ask: Ask, monkeypat
     assert _used_bytes(state) == 2
     assert after.received_s > before.received_s
     assert (after.region, after.url) == (before.region, before.url)
+
+
+def test_a_newer_term_that_a_node_has_seen_is_shown_until_an_operator_goes_above_it(state: State, ask: Ask) -> None:
+    def beat(*, status: int) -> Any:
+        message = Heartbeat(node="node-1", boot_id="b", generation=0, instances=(_report("i1", used_bytes=9),), term=5)
+        return ask("POST", "/node/heartbeat", role="node", status=status, content=msgspec.json.encode(message))
+
+    def shown() -> tuple[int, int, str]:
+        verdict = ask("GET", "/admin/status", role="viewer")["health"]
+        return verdict["term"], verdict["reported_term"], verdict["status"]
+
+    before = shown()
+    assert before[:2] == (1, 0)
+    assert "node 'node-1' has seen term 5" in beat(status=503)["detail"]
+    assert shown() == (1, 5, "degraded")
+    told = ask("GET", "/admin/term", role="viewer")
+    assert (told["term"], told["reported"]) == (1, 5)
+    ask("POST", "/admin/term/raise", role="operator", status=403)
+    assert ask("POST", "/admin/term/raise", role="admin")["term"] == 6
+    assert shown() == (6, 5, before[2])
+    assert beat(status=200)["term"] == 6, "the node follows from now on"
+    [event] = ask("GET", "/admin/events?kind=term")["data"]
+    assert (event["what"], event["subject"]) == ("began", "6")
+    assert ask("GET", "/admin/audit")["data"][0]["action"] == "term.raise"
 
 
 def test_without_redis_the_node_is_told_all_the_same(state: State, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:

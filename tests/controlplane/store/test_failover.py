@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from pydantic import SecretStr
-from sqlalchemy import event, text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.settings import Settings
+from controlplane.store.events import Event
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
 from controlplane.store.session import Database, make_engine
@@ -222,7 +223,9 @@ def test_only_what_was_promised_waits_for_another_region(pair: Pair) -> None:
 
 def test_a_promotion_begins_a_term(pair: Pair) -> None:
     with pair.database.transaction() as session:
-        Base.metadata.create_all(session.connection(), tables=[Base.metadata.tables["terms"]])
+        Base.metadata.create_all(
+            session.connection(), tables=[Base.metadata.tables[name] for name in ("terms", "events")]
+        )
         assert current_term(session) == 1
     pair.servers.stop("postgres")
     pair.promote()
@@ -230,3 +233,7 @@ def test_a_promotion_begins_a_term(pair: Pair) -> None:
     for _ in range(2):
         with pair.database.transaction() as session:
             assert current_term(session) == 2
+    with pair.database.transaction() as session:
+        [began] = session.scalars(select(Event))
+    assert (began.kind, began.what, began.subject) == ("term", "began", "2")
+    assert (began.message or "").startswith("timeline 2 of server ")

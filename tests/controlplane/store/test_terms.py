@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from sqlalchemy import select, text
 
+from controlplane.store.events import Event
 from controlplane.store.session import Database
-from controlplane.store.terms import Term, current_term
+from controlplane.store.terms import Term, current_term, newest_known, note_reported, raise_term, read_term
 
 
 def found(database: Database) -> int:
@@ -48,3 +49,35 @@ def test_one_that_waited_for_another_takes_its_term(database: Database) -> None:
         assert waiting.result() == 2
     with database.transaction() as session:
         assert session.scalars(select(Term.term)).all() == [2]
+
+
+def test_what_nodes_report_is_kept_and_an_operator_goes_above_it(database: Database) -> None:
+    with database.transaction() as session:
+        assert (read_term(session), newest_known(session)) == (None, 0)
+        current_term(session)
+        for reported in (5, 3, 2**80):
+            note_reported(session, reported)
+    with database.transaction() as session:
+        row = read_term(session)
+        assert row is not None
+        assert (row.term, row.reported, newest_known(session)) == (1, 5, 5)
+        assert raise_term(session, why="raised by anna") == 6
+    with database.transaction() as session:
+        assert raise_term(session, above=8, why="a backup was restored") == 9
+    assert found(database) == 9, "it is this server's"
+    with database.transaction() as session:
+        began = session.scalars(select(Event).where(Event.kind == "term").order_by(Event.id)).all()
+    assert [(each.subject, (each.message or "").partition(";")[0]) for each in began] == [
+        ("6", "raised by anna"),
+        ("9", "a backup was restored"),
+    ]
+
+
+def test_a_database_of_the_version_before_says_what_it_knows(database: Database) -> None:
+    found(database)
+    with database.transaction() as session:
+        session.execute(text("ALTER TABLE terms DROP COLUMN reported"))
+        assert newest_known(session) == 1
+        session.execute(text("DROP TABLE terms"))
+        assert newest_known(session) == 0
+        session.rollback()

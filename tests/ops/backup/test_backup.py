@@ -15,6 +15,7 @@ from controlplane.store.backups import Target
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file
 from controlplane.store.session import Database, make_engine
+from controlplane.store.terms import current_term, newest_known, note_reported, raise_term
 from ops.backup.manifest import MANIFEST, Manifest
 from ops.backup.programs import BackupError, Program, choose_program
 from ops.backup.restore import restore_fault
@@ -105,10 +106,14 @@ def test_a_database_that_holds_something_is_refused_unless_told(
     assert (refused.status, "--replace" in refused.err) == (1, True)
     with elsewhere.transaction() as session:
         assert {row.filename for row in session.execute(text(ROWS))} == {"changed"}
+        before = newest_known(session)
+        raise_term(session, above=6, why="promotions since the backup")
+        note_reported(session, 9)
     elsewhere.engine.dispose()
     assert filled("restore", tmp_path / "backup", "--replace").status == 0
     with elsewhere.transaction() as session:
         assert {row.filename for row in session.execute(text(ROWS))} == {"file-1", "file-2"}
+        assert (before, current_term(session)) == (2, 10), "nodes that saw the former database's terms obey this one"
 
 
 @pytest.mark.parametrize("part", ["database.dump", "files/file-1", "keys.json", MANIFEST])

@@ -89,6 +89,13 @@ def test_the_replica_follows_its_primary(is_standby: bool, behind_s: float, leve
     assert servers.check_replica(is_standby=is_standby, behind_s=behind_s, limit_s=5.0).level == level
 
 
+def test_a_primary_that_was_replaced_is_named() -> None:
+    assert servers.check_term(2, 0).level == servers.check_term(2, 2).level == Level.OK
+    replaced = servers.check_term(2, 3)
+    assert replaced.level == Level.FAILURE
+    assert "nodes have seen 3" in replaced.found
+
+
 def test_an_archive_that_refuses_is_a_failure_and_none_is_not() -> None:
     assert servers.check_archive(SERVER).level == OK
     assert servers.check_archive(replace(SERVER, archiving=False)).level == OK
