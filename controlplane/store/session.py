@@ -1,10 +1,14 @@
 """Engines and transactions. One request or task, one transaction, committed at the edge."""
 
+import functools
+import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psycopg
 from sqlalchemy import Engine, ExceptionContext, create_engine, event, make_url, text
 from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
@@ -32,7 +36,51 @@ def make_engine(settings: Settings) -> Engine:
         connect_args=connect_args(settings),
     )
     event.listen(engine, "handle_error", _note_loss)
+    event.listen(engine, "do_connect", functools.partial(_connect, commit_max_s=settings.database_timeout_s))
     return engine
+
+
+class CommitTimeoutError(psycopg.OperationalError):
+    """A commit waited for another region for too long: nobody knows whether it is in effect, so nobody is told."""
+
+
+class BoundedConnection(psycopg.Connection[Any]):
+    """A connection whose commits wait for `commit_max_s` seconds at most. The server would wait without end for a
+    standby that a commit needs, and must not be asked to cancel: it would call the commit done.
+    """
+
+    commit_max_s = math.inf
+
+    def commit(self) -> None:
+        self._until_s = time.monotonic() + self.commit_max_s
+        try:
+            super().commit()
+        finally:
+            del self._until_s
+
+    def wait(self, gen: Any, *args: Any, **named: Any) -> Any:
+        """Drive a generator of the driver; within `commit` until its time is over."""
+        until_s = getattr(self, "_until_s", None)
+        return super().wait(gen if until_s is None else self._bounded(gen, until_s), *args, **named)
+
+    def _bounded(self, gen: Any, until_s: float) -> Any:
+        """The same generator. It is resumed at least ten times a second, with nothing ready."""
+        try:
+            wanted = next(gen)
+            while True:
+                ready = yield wanted
+                if not ready and time.monotonic() > until_s:
+                    self.close()
+                    raise CommitTimeoutError("the commit waited for another region for too long")
+                wanted = gen.send(ready)
+        except StopIteration as end:
+            return end.value
+
+
+def _connect(_dialect: Any, _record: Any, args: Any, parameters: Any, *, commit_max_s: float) -> BoundedConnection:
+    connection = BoundedConnection.connect(*args, **parameters)
+    connection.commit_max_s = commit_max_s
+    return connection
 
 
 def is_lost(error: BaseException) -> bool:

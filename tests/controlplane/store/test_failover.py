@@ -18,7 +18,7 @@ from controlplane.settings import Settings
 from controlplane.store.events import Event
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import CommitTimeoutError, Database, make_engine
 from controlplane.store.tables import Base
 from controlplane.store.terms import current_term
 from ops.local.embedded import EmbeddedPostgres
@@ -219,6 +219,30 @@ def test_only_what_was_promised_waits_for_another_region(pair: Pair) -> None:
     with pair.database.transaction() as session:
         assert session.execute(text("SELECT count(*) FROM written")).scalar_one() == 3
         assert session.execute(text("SHOW synchronous_commit")).scalar_one() == "on", "it held for one transaction"
+
+
+def test_a_commit_that_waits_for_another_region_for_too_long_is_told_to_nobody(pair: Pair) -> None:
+    """The connection is given up, not cancelled: to a cancelled wait the server answers that the commit is done."""
+    hasty = Database(make_engine(pair.settings.model_copy(update={"database_timeout_s": 1, "database_pool_size": 1})))
+    tell(pair.primary, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
+    until(lambda: quorum(pair) == "nobody")
+    for _ in range(2):
+        with pytest.raises(DBAPIError) as waited, hasty.transaction() as session:
+            written_at(session)
+        assert isinstance(waited.value.orig, CommitTimeoutError)
+        assert waited.value.connection_invalidated
+    with hasty.transaction(replicated=False) as session:
+        written_at(session)
+    tell(pair.primary, "ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
+    until(lambda: quorum(pair) == "")
+    with hasty.transaction() as session:
+        written_at(session)
+    hasty.close()
+
+
+def quorum(pair: Pair) -> str:
+    with pair.database.transaction() as session:
+        return str(session.execute(text("SHOW synchronous_standby_names")).scalar_one())
 
 
 def test_a_promotion_begins_a_term(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import controlplane
 
 LOCAL = {
-    "api/nodes.py": {"touch_node", "observe", "desired_of"},
+    "api/nodes.py": {"touch_node", "note_reported", "observe", "desired_of"},
     "dispatcher/release.py": {"renew"},
     "planner/expected.py": {"make"},
     "planner/predict.py": {"read_progress", "read_speeds", "read_takers", "write_ends", "write_speeds"},
