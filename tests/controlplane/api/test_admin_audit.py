@@ -115,6 +115,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("DELETE /admin/keys/{key_id}", CHANGED, newest("keys"), {}),
         ("POST /admin/batches/{batch_id}/cancel", CHANGED, world.add_batch(lines=1), {}),
         ("POST /admin/console/links", FIRST, "", {"status": 201}),
+        ("POST /admin/term/raise", CHANGED, "", {}),
         ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
         ("DELETE /admin/models/{name}", GONE, "new", {}),
         ("DELETE /admin/profiles", GONE, "", {"params": {"model": "extra", "gpu_type": "H800"}}),
