@@ -14,6 +14,7 @@ from sqlalchemy.exc import ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from controlplane.settings import Settings
+from controlplane.store.newest_primary import NewestPrimary
 
 _CLOSE_TIMEOUT_S = 10.0
 _SILENT_SERVER_MS = 10_000
@@ -36,7 +37,10 @@ def make_engine(settings: Settings) -> Engine:
         connect_args=connect_args(settings),
     )
     event.listen(engine, "handle_error", _note_loss)
-    event.listen(engine, "do_connect", functools.partial(_connect, commit_max_s=settings.database_timeout_s))
+    several = "," in str(engine.url.query.get("host", ""))
+    newest = NewestPrimary(engine) if several else None
+    connect = functools.partial(_connect, commit_max_s=settings.database_timeout_s, newest=newest)
+    event.listen(engine, "do_connect", connect)
     return engine
 
 
@@ -50,6 +54,7 @@ class BoundedConnection(psycopg.Connection[Any]):
     """
 
     commit_max_s = math.inf
+    timeline = ""
 
     def commit(self) -> None:
         self._until_s = time.monotonic() + self.commit_max_s
@@ -77,8 +82,14 @@ class BoundedConnection(psycopg.Connection[Any]):
             return end.value
 
 
-def _connect(_dialect: Any, _record: Any, args: Any, parameters: Any, *, commit_max_s: float) -> BoundedConnection:
-    connection = BoundedConnection.connect(*args, **parameters)
+def _connect(
+    _dialect: Any, _record: Any, _args: Any, parameters: Any, *, commit_max_s: float, newest: NewestPrimary | None
+) -> BoundedConnection:
+    connection = (
+        BoundedConnection.connect(**parameters)
+        if newest is None
+        else newest.connect(BoundedConnection.connect, parameters)
+    )
     connection.commit_max_s = commit_max_s
     return connection
 

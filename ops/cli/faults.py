@@ -1,10 +1,11 @@
 """`tidepool faults`: fault injection into a stack under load, and a check of its guarantees."""
 
 import asyncio
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +15,20 @@ from ops.client.screen import AsJson, print_json
 
 if TYPE_CHECKING:
     from ops.faults.injector import Kind
+    from ops.local.replay_stack import Fleet
+
+IsUpgrade = Annotated[
+    bool,
+    typer.Option("--upgrade", help="No faults: replace each process of the previous release by this one's, and back."),
+]
+RegionLoss = Annotated[
+    str | None,
+    typer.Option(
+        "--region-loss",
+        help="No other faults: lose the primary's region (region), cut it off (partition), or hang the primary "
+        "alone (primary); fail over, and have it back. Three regions, each with its own Postgres.",
+    ),
+]
 
 faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack under load, and check its guarantees.")
 
@@ -22,6 +37,7 @@ faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack unde
 @examples(
     "tidepool faults run",
     "tidepool faults run --upgrade --nodes 3 --regions 2 --models 4",
+    "tidepool faults run --region-loss partition --minutes 2 --nodes 3 --models 2",
     "tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7",
 )
 def run_faults(
@@ -33,31 +49,31 @@ def run_faults(
     streams: Annotated[int, typer.Option(min=1, max=200, help="Interactive streams at once.")] = 8,
     gateways: Annotated[int, typer.Option(min=1, max=4, help="Gateways that clients may ask.")] = 2,
     seed: Annotated[int, typer.Option(help="Draws the same faults on the same victims again.")] = 1,
-    upgrade: Annotated[
-        bool,
-        typer.Option(
-            "--upgrade", help="No faults: replace each process of the previous release by this one's, and back."
-        ),
-    ] = False,
+    upgrade: IsUpgrade = False,
+    region_loss: RegionLoss = None,
     only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
     home: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep, logs too; default: temporary.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes, or upgrade them.
+    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes, upgrade them, or lose
+    a region.
 
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
     Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
     repeated token, a leak.
     """
-    from ops.faults.run import Plan, print_progress, report_text
+    from ops.faults.run import Plan, print_progress
     from ops.faults.run import run_faults as run
     from ops.local.replay_stack import Fleet
 
     kinds = _kinds(only)
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
+    if region_loss is not None:
+        _lose_region(fleet, region_loss, minutes, streams, seed, home, as_json=as_json)
+        return
     plan = Plan(
         fleet=fleet,
         minutes=minutes,
@@ -68,8 +84,45 @@ def run_faults(
         gateways=gateways,
         upgrade=upgrade,
     )
+    with _folder(home) as folder:
+        report = asyncio.run(run(plan, folder, print_progress))
+    _tell(report, as_json=as_json)
+
+
+def _lose_region(
+    fleet: "Fleet", what: str, minutes: float, streams: int, seed: int, home: Path | None, *, as_json: bool
+) -> None:
+    from ops.faults.regional.drill import Loss, RegionalPlan, run_drill
+    from ops.faults.run import print_progress
+
+    if what not in tuple(Loss):
+        raise CommandError(f"--region-loss: {what!r} is none of {', '.join(Loss)}")
+    if fleet.regions != 3 or fleet.nodes < 3:
+        raise CommandError("--region-loss: needs --regions 3, and a node in each")
+    third_s = minutes * 60 / 3
+    plan = RegionalPlan(
+        fleet=fleet,
+        loss=Loss(what),
+        before_s=third_s,
+        lost_s=third_s,
+        after_s=third_s,
+        streams=streams,
+        seed=seed,
+    )
+    with _folder(home) as folder:
+        report = asyncio.run(run_drill(plan, folder, print_progress))
+    _tell(report, as_json=as_json)
+
+
+@contextmanager
+def _folder(home: Path | None) -> Iterator[Path]:
     with nullcontext(home) if home else TemporaryDirectory(prefix="tidepool-faults-") as folder:
-        report = asyncio.run(run(plan, Path(folder).resolve(), print_progress))
+        yield Path(folder).resolve()
+
+
+def _tell(report: dict[str, Any], *, as_json: bool) -> None:
+    from ops.faults.run import report_text
+
     if as_json:
         print_json(report)
     else:

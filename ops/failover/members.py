@@ -15,6 +15,8 @@ from controlplane.policies.failover import MemberFacts, standbys_waited_for
 
 PROMOTED_WITHIN_S = 60
 _ANSWERS_WITHIN_MS = 5_000
+_DETACHED_WITHIN_S = 10.0
+_LOOK_EVERY_S = 0.02
 _FACTS = """
     SELECT current_setting('cluster_name') AS region,
         current_setting('synchronous_standby_names') AS standbys,
@@ -70,22 +72,51 @@ class Member:
             raise TimeoutError(f"{self.address} is no primary after {PROMOTED_WITHIN_S} s; see its log")
         return time.monotonic() - started_s
 
-    def follow(self, primary: "Member") -> None:
-        """Have a standby follow another primary, with the user and the password that it has for the present one.
+    def detach(self) -> str:
+        """Have a standby receive nothing from its primary any more; returns the address that it had.
+
+        Raises:
+            psycopg.Error: it may not.
+            TimeoutError: it still receives after some seconds.
+        """
+        with self._connect() as connection:
+            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
+            _point(connection, "")
+            deadline_s = time.monotonic() + _DETACHED_WITHIN_S
+            while connection.execute("SELECT 1 FROM pg_stat_get_wal_receiver() WHERE pid IS NOT NULL").fetchone():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError(f"{self.address} still receives from its primary")
+                time.sleep(_LOOK_EVERY_S)
+        return str(row[0]) if row else ""
+
+    def attach(self, conninfo: str) -> None:
+        """Have a standby receive from the primary at that address again.
 
         Raises:
             psycopg.Error: it may not.
         """
         with self._connect() as connection:
-            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
-            host, port = primary.parameters["host"], primary.parameters["port"]
-            conninfo = psycopg.conninfo.make_conninfo(row[0] if row else "", host=host, port=port)
-            connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
-            connection.execute("SELECT pg_reload_conf()")
+            _point(connection, conninfo)
+
+    def follow(self, primary: "Member", conninfo: str) -> None:
+        """Have a standby follow another primary, with the user and the password of `conninfo`, which it had before; or
+        with this command's where that is empty.
+
+        Raises:
+            psycopg.Error: it may not.
+        """
+        own = psycopg.conninfo.make_conninfo(**{**self.parameters, "dbname": ""})
+        address = {"host": primary.parameters["host"], "port": primary.parameters["port"]}
+        self.attach(psycopg.conninfo.make_conninfo(conninfo or own, **address))
 
     def _connect(self) -> psycopg.Connection[Any]:
         parameters: dict[str, Any] = {**self.parameters, "options": f"-c statement_timeout={_ANSWERS_WITHIN_MS}"}
         return psycopg.connect(**parameters, autocommit=True)
+
+
+def _point(connection: psycopg.Connection[Any], conninfo: str) -> None:
+    connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
+    connection.execute("SELECT pg_reload_conf()")
 
 
 def members_of(url: str) -> list[Member]:

@@ -38,26 +38,43 @@ def decide(url: str, region: str) -> Failover:
 def fail_over(url: str, region: str, *, accept_loss: bool, report: Callable[[str], None]) -> Done:
     """Make a region's server the primary. `url`: the address that names every server of the cluster.
 
+    Before the last look at what would be lost, no standby receives from the old primary any more: one that hangs might
+    go on, and promise what the new one lacks.
+
     Raises:
         InvalidValueError: no server of that region answers.
         RefusedError: a primary takes writes, or something would be lost that is not accepted.
         psycopg.Error: the server may not be promoted by this user.
-        TimeoutError: it is not promoted within a minute.
+        TimeoutError: it is not promoted within a minute, or a standby still receives.
     """
     members = {member.address: member for member in members_of(url)}
-    decision = choose_failover(ask_members(list(members.values())), region)
-    if decision.obstacles:
-        raise RefusedError("; ".join(decision.obstacles))
-    if decision.losses and not accept_loss:
-        raise RefusedError(f"{'; '.join(decision.losses)}. To take that: --accept-loss")
-    promoted = members[decision.promoted.address]
-    report(f"promoting {decision.promoted.address}")
-    after_s = promoted.promote()
+    decision = _checked(choose_failover(ask_members(list(members.values())), region), accept_loss=accept_loss)
+    standbys = [decision.promoted, *decision.followers]
+    had: dict[str, str] = {}
+    try:
+        for standby in standbys:  # a primary that nobody hears from cannot promise anything more
+            had[standby.address] = members[standby.address].detach()
+        decision = _checked(choose_failover(ask_members(list(members.values())), region), accept_loss=accept_loss)
+        report(f"promoting {decision.promoted.address}")
+        after_s = members[decision.promoted.address].promote()
+    except BaseException:
+        for address, conninfo in had.items():
+            members[address].attach(conninfo)
+        raise
     left = {}
     for follower in decision.followers:
         report(f"{follower.address} follows")
         try:
-            members[follower.address].follow(promoted)
+            members[follower.address].follow(members[decision.promoted.address], had.get(follower.address, ""))
         except psycopg.Error as error:
             left[follower.address] = str(error).strip()
     return Done(decision=decision, promoted_after_s=after_s, accepted=decision.losses, left=left)
+
+
+def _checked(decision: Failover, *, accept_loss: bool) -> Failover:
+    """The decision, if it may be carried out."""
+    if decision.obstacles:
+        raise RefusedError("; ".join(decision.obstacles))
+    if decision.losses and not accept_loss:
+        raise RefusedError(f"{'; '.join(decision.losses)}. To take that: --accept-loss")
+    return decision

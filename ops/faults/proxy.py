@@ -7,7 +7,7 @@ Bytes are never changed or reordered; a healed link resumes where it stopped, as
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
 from ops.local.ports import LOOPBACK, free_port
@@ -25,7 +25,8 @@ class Fault(StrEnum):
 
 class Link:
     """A link from a caller to a called process, for one event loop. `others`: ports of replicas that are tried while
-    the called process does not listen, as behind a load balancer.
+    the called process does not listen, as behind a load balancer. `spares`: whether faults leave a caller alone, by the
+    port that it calls from.
     """
 
     def __init__(self, caller: str, called: str, port: int) -> None:
@@ -34,6 +35,7 @@ class Link:
         self.port = free_port()
         self.target_port = port
         self.others: tuple[int, ...] = ()
+        self.spares: Callable[[int], bool] = lambda _port: False
         self._fault: Fault | None = None
         self._delay_s = 0.0
         self._open = asyncio.Event()
@@ -92,14 +94,15 @@ class Link:
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect to the called process and copy bytes in both directions until one of them ends."""
-        if self._fault == Fault.RESET:
+        caller: int = writer.get_extra_info("peername")[1]
+        if self._fault == Fault.RESET and not self.spares(caller):
             raise ConnectionResetError
-        await self._open.wait()
+        await self._pass(caller)
         far_reader, far_writer = await self._reach()
         async with self._kept(far_writer):
             directions = [
-                asyncio.create_task(self._copy(reader, far_writer)),
-                asyncio.create_task(self._copy(far_reader, writer)),
+                asyncio.create_task(self._copy(reader, far_writer, caller)),
+                asyncio.create_task(self._copy(far_reader, writer, caller)),
             ]
             try:
                 await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
@@ -115,11 +118,16 @@ class Link:
                 return await asyncio.open_connection(LOOPBACK, port)
         raise ConnectionRefusedError
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(self, caller: int) -> None:
+        """Wait until bytes of that caller may go on."""
+        if not self._open.is_set() and not self.spares(caller):
+            await self._open.wait()
+
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, caller: int) -> None:
         while data := await reader.read(CHUNK_BYTES):
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
-            await self._open.wait()
+            await self._pass(caller)
             writer.write(data)
             await writer.drain()
 

@@ -89,7 +89,7 @@ class _Run:
         calm_from_s = await self._disturb()
         sent = self._load.sent
         self._notify("waiting for the batches")
-        batches = BatchCheck(self._stack, answers)
+        batches = BatchCheck(self._stack.local.url, self._stack.local.keys["client"], answers)
         await batches.run(sent)
         leaks, held = await leak_findings(self._stack)
         await self._load.close()

@@ -14,9 +14,9 @@ from pathlib import Path
 from psycopg.conninfo import make_conninfo
 
 from controlplane.database_address import psycopg_url
-from ops.client.home import password, remember, remembered_port
+from ops.client.home import password, remember, remembered_port, write_secret
 from ops.failover.members import ask_members, members_of
-from ops.local.embedded import INITDB_TIMEOUT_S, USER, EmbeddedPostgres, unprivileged
+from ops.local.embedded import INITDB_TIMEOUT_S, USER, EmbeddedError, EmbeddedPostgres, unprivileged
 from ops.local.ports import LOOPBACK, free_port
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor
@@ -62,10 +62,11 @@ class ClusterMember(EmbeddedPostgres):
         return int(found[1])
 
     def follow(self, conninfo: str) -> None:
-        """Start as a standby of the server at that address. The last word of postgresql.auto.conf counts."""
+        """Start as a standby of the server at that address."""
         quoted = conninfo.replace("'", "''")
-        with (self.data / "postgresql.auto.conf").open("a") as configuration:
-            configuration.write(f"primary_conninfo = '{quoted}'\n")
+        configuration = self.data / "postgresql.auto.conf"
+        kept = [line for line in configuration.read_text().splitlines() if not line.startswith("primary_conninfo")]
+        write_secret(configuration, "\n".join([*kept, f"primary_conninfo = '{quoted}'", ""]))
         (self.data / "standby.signal").touch()
         self._own(self.data)
 
@@ -73,14 +74,15 @@ class ClusterMember(EmbeddedPostgres):
         """Become a copy of a primary that runs: what is there is rewound where that is possible, else copied anew.
 
         Raises:
-            subprocess.CalledProcessError: it cannot be copied.
+            EmbeddedError: it cannot be copied.
         """
         if not (self.is_made() and self._rewound(conninfo)):
             shutil.rmtree(self.data, ignore_errors=True)
             options = ["--checkpoint=fast", *([] if self._fsync else ["--no-sync"]), "--pgdata", str(self.data)]
             command = [str(postgres_binary("pg_basebackup")), "--dbname", conninfo, *options]
-            subprocess.run(command, check=True, timeout=INITDB_TIMEOUT_S, capture_output=True)
-        self.follow(conninfo)
+            done = subprocess.run(command, timeout=INITDB_TIMEOUT_S, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise EmbeddedError(f"the primary's data could not be copied to {self.data}: {done.stderr.strip()}")
 
     def _rewound(self, conninfo: str) -> bool:
         """Take back what a former primary wrote and nobody else has; False: its log does not reach so far back."""
@@ -124,7 +126,7 @@ class PostgresCluster:
             with Supervisor([replace(alone.child(), ready=alone.ready)], report=lambda _line: None):
                 first(alone.url())
                 for member in copies:
-                    member.copy_from(self._conninfo(member, primary))
+                    member.copy_from(self._conninfo(member, primary, primary.port))
         for member in rest:
             member.follow(self._conninfo(member, primary))
 
@@ -132,8 +134,7 @@ class PostgresCluster:
         """Have a server that does not run follow whoever is the primary now, if there is one; prepares its start.
 
         Raises:
-            EmbeddedError: a server runs on the data, or they belong to someone else.
-            subprocess.CalledProcessError: it cannot be copied.
+            EmbeddedError: a server runs on the data, or they belong to someone else, or cannot be copied.
         """
         member = self.members[region]
         facts = ask_members(members_of(self.url(region)))
@@ -141,15 +142,13 @@ class PostgresCluster:
         member.prepare()
         if primary is None or primary is member:
             return
-        conninfo = self._conninfo(member, primary)
-        if member.is_standby():
-            member.follow(conninfo)
-        else:
-            member.copy_from(conninfo)
+        if not member.is_standby():
+            member.copy_from(self._conninfo(member, primary, primary.port))
+        member.follow(self._conninfo(member, primary))
 
     def child(self, region: str) -> Child:
-        """The supervisor's record of a region's server."""
-        return self.members[region].child()
+        """The supervisor's record of a region's server, which finds its place in the cluster before each start."""
+        return replace(self.members[region].child(), prepare=lambda: self.rejoin(region))
 
     def url(self, region: str) -> str:
         """SQLAlchemy's address of the primary, whichever it is, as a region's processes reach it; the region's
@@ -165,8 +164,8 @@ class PostgresCluster:
         made = [member for member in self.members.values() if member.is_made() and not member.is_standby()]
         return max(made, key=ClusterMember.timeline, default=next(iter(self.members.values())))
 
-    def _conninfo(self, caller: ClusterMember, called: ClusterMember) -> str:
-        port = self._reach(caller.region, called.region, called.port)
+    def _conninfo(self, caller: ClusterMember, called: ClusterMember, port: int | None = None) -> str:
+        port = port or self._reach(caller.region, called.region, called.port)
         secret = password(called.home, called.name)
         names: Mapping[str, str] = {"application_name": caller.region, "sslmode": "disable", "connect_timeout": "3"}
         return make_conninfo(host=LOOPBACK, port=port, user=USER, password=secret, dbname="postgres", **names)

@@ -24,13 +24,14 @@ class Child:
     ready before this one is first started. stdout and stderr are appended to `log`, which is rotated at a start where
     it is longer than `log_bytes_max`; None: they are the supervisor's own. Without `ready` a child counts as ready when
     it has lived for `settled_s`. A child that was ready is killed and started again when `ready` has said no for
-    `silence_max_s`; None: it is not asked again.
+    `silence_max_s`; None: it is not asked again. `prepare` is called before each start.
     """
 
     name: str
     argv: tuple[str, ...]
     log: Path | None
     env: Mapping[str, str] | None = None
+    prepare: Callable[[], None] | None = None
     ready: Callable[[], bool] | None = None
     ready_timeout_s: float = 60.0
     silence_max_s: float | None = None
@@ -66,6 +67,8 @@ class Process:
     def launch(self, now_s: float) -> None:
         """Start the process in a session of its own."""
         child = self.child
+        if child.prepare is not None:
+            child.prepare()
         with _output(child) as output:
             self._popen = subprocess.Popen(
                 leashed(child.argv, child.stop_signal),

@@ -106,7 +106,6 @@ class RegionalStack:
         Raises:
             SupervisorError: a child does not get ready.
         """
-        self.cluster.rejoin(region)
         self.stacks[region] = self._make(region)
         self.stacks[region].supervisor.start()
 

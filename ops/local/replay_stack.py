@@ -108,22 +108,7 @@ class ReplayStack:
 
     async def register(self) -> None:
         """Register regions, models, and endpoints with their instances."""
-        await asyncio.to_thread(self._register)
-
-    def _register(self) -> None:
-        regions = self.fleet.region_names()
-        with open_api(self.local.url, self.local.keys["admin"]) as api:
-            for position, region in enumerate(regions):
-                api.put(f"/admin/regions/{region}", {"position": position})
-            api.put(f"/admin/gpu-types/{GPU_TYPE}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
-            for model in self.fleet.model_names():
-                about = replayed_model(model, self.fleet.kv_bytes_per_token())
-                about["context_tokens"] = self.fleet.context_tokens
-                if self.fleet.tokenizer is not None:
-                    about["path"] = str(self.fleet.tokenizer)
-                api.put(f"/admin/models/{model}", about)
-                limits = self.fleet.instances_min, self.fleet.instances_max
-                offer_model(api, model, {GPU_TYPE: TOKENS_PER_S[GPU_TYPE]}, regions, *limits)
+        await asyncio.to_thread(register_replayed, self.local.url, self.local.keys["admin"], self.fleet)
 
     async def wait_ready(self) -> None:
         """Until every endpoint has as many instances ready as it has at least.
@@ -131,14 +116,7 @@ class ReplayStack:
         Raises:
             TimeoutError: not within five minutes.
         """
-
-        async def are_ready() -> bool:
-            ready = Counter(await self._ready())
-            wanted = self.fleet.regions * self.fleet.models
-            return sum(count >= self.fleet.instances_min for count in ready.values()) >= wanted
-
-        if not await wait_until(are_ready, READY_TIMEOUT_S):
-            raise TimeoutError(f"{await self.ready_endpoints()} endpoints are ready after {READY_TIMEOUT_S:g} s")
+        await wait_replayed(self.local.url, self.local.keys["admin"], self.fleet)
 
     async def wait_idle(self, timeout_s: float) -> None:
         """Until no node has a request.
@@ -156,16 +134,49 @@ class ReplayStack:
 
     async def ready_endpoints(self) -> int:
         """How many endpoints have an instance that is ready."""
-        return len(set(await self._ready()))
+        return len(await asyncio.to_thread(_ready, self.local.url, self.local.keys["admin"]))
 
-    async def _ready(self) -> list[tuple[str, str]]:
-        """Model and region of every instance that is ready."""
-        rows = await asyncio.to_thread(self._live_instances)
-        return [(row["model"], row["region"]) for row in rows if row["state"] == "ready"]
 
-    def _live_instances(self) -> list[dict[str, Any]]:
-        with open_api(self.local.url, self.local.keys["admin"]) as api:
-            return live_instances(api)
+def register_replayed(url: str, admin_key: str, fleet: Fleet) -> None:
+    """Register a fleet's regions, models, and endpoints with their instances."""
+    regions = fleet.region_names()
+    with open_api(url, admin_key) as api:
+        for position, region in enumerate(regions):
+            api.put(f"/admin/regions/{region}", {"position": position})
+        api.put(f"/admin/gpu-types/{GPU_TYPE}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.0})
+        for model in fleet.model_names():
+            about = replayed_model(model, fleet.kv_bytes_per_token())
+            about["context_tokens"] = fleet.context_tokens
+            if fleet.tokenizer is not None:
+                about["path"] = str(fleet.tokenizer)
+            api.put(f"/admin/models/{model}", about)
+            limits = fleet.instances_min, fleet.instances_max
+            offer_model(api, model, {GPU_TYPE: TOKENS_PER_S[GPU_TYPE]}, regions, *limits)
+
+
+async def wait_replayed(url: str, admin_key: str, fleet: Fleet) -> None:
+    """Until every endpoint of a fleet has as many instances ready as it has at least.
+
+    Raises:
+        TimeoutError: not within five minutes.
+    """
+    wanted = fleet.regions * fleet.models
+    served = 0
+
+    async def are_ready() -> bool:
+        nonlocal served
+        counts = await asyncio.to_thread(_ready, url, admin_key)
+        served = sum(count >= fleet.instances_min for count in counts.values())
+        return served >= wanted
+
+    if not await wait_until(are_ready, READY_TIMEOUT_S):
+        raise TimeoutError(f"{served} of {wanted} endpoints are ready after {READY_TIMEOUT_S:g} s")
+
+
+def _ready(url: str, admin_key: str) -> Counter[tuple[str, str]]:
+    """How many instances are ready, by model and region."""
+    with open_api(url, admin_key) as api:
+        return Counter((row["model"], row["region"]) for row in live_instances(api) if row["state"] == "ready")
 
 
 def replayed_model(name: str, kv_bytes_per_token: int) -> dict[str, Any]:

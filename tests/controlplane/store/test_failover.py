@@ -55,6 +55,11 @@ class Pair:
         with self.database.transaction() as session:
             return written_at(session)
 
+    def took_a_write(self) -> bool:
+        with contextlib.suppress(SQLAlchemyError):
+            return self.port() == self.standby.port
+        return False
+
     def written_while_it_stops(self) -> None:
         with self.database.transaction() as session:
             written_at(session)
@@ -261,3 +266,17 @@ def test_a_promotion_begins_a_term(pair: Pair) -> None:
         [began] = session.scalars(select(Event))
     assert (began.kind, began.what, began.subject) == ("term", "began", "2")
     assert (began.message or "").startswith("timeline 2 of server ")
+
+
+def test_no_connection_leads_to_a_primary_that_was_replaced_and_does_not_know(pair: Pair) -> None:
+    """It still takes writes, and stands first in the address; its pooled connections are dropped too."""
+    assert pair.port() == pair.primary.port
+    pair.idle(3)
+    pair.promote()
+    pair.servers.stop("postgres")
+    until(pair.took_a_write)
+    pair.servers.start("postgres")
+    tell(pair.primary, "INSERT INTO written VALUES (0)")
+    pair.database.engine.dispose()
+    pair.idle(3)
+    assert [pair.port() for _ in range(5)] == [pair.standby.port] * 5

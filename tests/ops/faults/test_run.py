@@ -44,3 +44,24 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
     assert ended.returncode == 1
     assert "'flood'" in ended.stderr
     assert "black_hole" in ended.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["region", "partition", "primary"])
+def test_a_lost_region_breaks_no_promise(loss: str) -> None:
+    small = ("--regions", "3", "--nodes", "3", "--models", "2", "--streams", "2")
+    ended = run_cli("--region-loss", loss, "--minutes", "0.75", *small, "--json")
+    assert ended.stdout, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["broken"] == [], ended.stderr
+    assert ended.returncode == 0
+    assert report["writes_back_after_s"] is not None
+    assert report["batches"]["lines_by_code"] == {"200": report["batches"]["lines"]}
+    assert report["batches"]["lines"] > 0
+    assert all(changes["acknowledged"] > 10 for changes in report["changes"].values())
+
+
+def test_an_unknown_loss_is_refused_by_name() -> None:
+    ended = run_cli("--region-loss", "planet")
+    assert ended.returncode == 1
+    assert "'planet' is none of region, partition, primary" in ended.stderr

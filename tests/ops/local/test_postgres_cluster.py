@@ -50,7 +50,6 @@ class Trio:
         self.running.pop(region).kill()
 
     def revive(self, region: str) -> None:
-        self.cluster.rejoin(region)
         self.running[region] = Supervisor([self.cluster.child(region)])
         self.running[region].start()
 

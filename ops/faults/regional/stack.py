@@ -1,0 +1,119 @@
+"""The stack of such a run: every connection that crosses a region's border goes through a link.
+
+The address of an agent is the same for all callers, so its link finds out from which region it is called.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from ops.faults.proxy import Fault, Link
+from ops.faults.stack import ENVIRONMENT
+from ops.local.ports import free_port
+from ops.local.regional_stack import RegionalStack
+from ops.local.replay_stack import Fleet
+from ops.local.stack import Wiring
+
+_ANYONE = "*"
+
+
+class BorderedStack:
+    """A regional stack of replayed nodes, of which a region can be killed, or cut off from the others (on Linux)."""
+
+    def __init__(self, home: Path, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self.lines: list[str] = []
+        self._links: dict[tuple[str, str], Link] = {}
+        self._callers: dict[int, str | None] = {}
+        self.regional = RegionalStack(
+            home,
+            free_port(),
+            fleet.local_nodes(),
+            environment=ENVIRONMENT,
+            report=self.lines.append,
+            wiring=lambda region: Wiring(replicas={"forecaster": 0}, between=self._between(region)),
+            reach=self._reach,
+            fsync=False,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start links and processes, and stop them."""
+        for link in self._links.values():
+            await link.start()
+        try:
+            await asyncio.to_thread(self.regional.start)
+            yield
+        finally:
+            await asyncio.to_thread(self.regional.stop)
+            for link in self._links.values():
+                await link.stop()
+
+    def cut(self, region: str) -> None:
+        """Let no byte cross the region's border until `heal`."""
+        self._callers.clear()
+        for (caller, called), link in self._links.items():
+            inside = called.partition("/")[0] == region
+            if caller == _ANYONE:
+                link.spares = self._same_side(region, inside=inside)
+                link.fail(Fault.BLACK_HOLE)
+            elif inside or caller == region:
+                link.fail(Fault.BLACK_HOLE)
+
+    def heal(self) -> None:
+        """Let all bytes pass."""
+        for link in self._links.values():
+            link.heal()
+
+    def signal_postgres(self, region: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a region's Postgres."""
+        for pid in list(self.regional.cluster.members[region].processes()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _reach(self, caller: str, called: str, port: int) -> int:
+        return port if caller == called else self._link(caller, f"{called}/postgres", port)
+
+    def _between(self, region: str) -> Callable[[str, str, int], int]:
+        def reach(caller: str, called: str, port: int) -> int:
+            return self._link(_ANYONE, f"{region}/{called}", port) if caller == _ANYONE else port
+
+        return reach
+
+    def _link(self, caller: str, called: str, port: int) -> int:
+        link = self._links.setdefault((caller, called), Link(caller, called, port))
+        link.target_port = port  # a region that was started again has other ports
+        return link.port
+
+    def _same_side(self, region: str, *, inside: bool) -> Callable[[int], bool]:
+        """Whether a caller is in the region that is cut off, as what it calls is, or both are not."""
+        return lambda port: (self._region_of(port) == region) == inside
+
+    def _region_of(self, port: int) -> str | None:
+        """The region of the process that calls from a port."""
+        if port not in self._callers:
+            self._callers[port] = next(
+                (
+                    region
+                    for region, stack in self.regional.stacks.items()
+                    if any(_calls_from(pid, port) for pid in stack.supervisor.pids().values())
+                ),
+                None,
+            )
+        return self._callers[port]
+
+
+def _calls_from(pid: int, port: int) -> bool:
+    """Whether a process has a TCP socket at that local port, by /proc."""
+    with suppress(OSError):
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+        sockets = {f"socket:[{row[9]}]" for row in rows if int(row[1].rpartition(":")[2], 16) == port}
+        folder = Path(f"/proc/{pid}/fd")
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if os.readlink(folder / name) in sockets:
+                    return True
+    return False
