@@ -63,6 +63,12 @@ class BorderedStack:
             elif inside or caller == region:
                 link.fail(Fault.BLACK_HOLE)
 
+    def delay(self, round_trip_s: float) -> None:
+        """Have each round trip between regions take so much longer until `heal`; calls of nodes are not delayed."""
+        for (caller, _), link in self._links.items():
+            if caller != _ANYONE and round_trip_s > 0:
+                link.fail(Fault.LATENCY, delay_s=round_trip_s / 2)
+
     def heal(self) -> None:
         """Let all bytes pass."""
         for link in self._links.values():
