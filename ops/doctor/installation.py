@@ -32,6 +32,7 @@ from ops.client.home import keys_file
 from ops.doctor import machine, servers
 from ops.doctor.examine import Examination
 from ops.doctor.finding import Finding
+from ops.failover.members import ask_members, members_of
 
 _TIMEOUT_S = 5
 _NODES_AT_ONCE = 16
@@ -68,17 +69,23 @@ def control_examinations(settings: Settings, url: str) -> Mapping[str, Examinati
         return run
 
     replica = {} if settings.database_replica_url is None else {"replica": on_database(_examine_replica(patient))}
-    return replica | {
-        "database": on_database(_examine_server),
-        "schema": on_database(_examine_schema),
-        "term": on_database(_examine_term),
-        "redis": lambda: _examine_redis(settings),
-        "keys": on_database(lambda database: _examine_keys(database, settings)),
-        "loops": on_database(lambda database: _examine_loops(database, settings)),
-        "nodes": on_database(lambda database: _examine_nodes(database, settings)),
-        "file store": lambda: [_examine_files(settings)],
-        "gateway": lambda: [examine_port(url, "gateway")],
-    }
+    members = members_of(settings.database_url.get_secret_value())
+    cluster = {"cluster": lambda: [servers.check_members(ask_members(members))]} if len(members) > 1 else {}
+    return (
+        replica
+        | cluster
+        | {
+            "database": on_database(_examine_server),
+            "schema": on_database(_examine_schema),
+            "term": on_database(_examine_term),
+            "redis": lambda: _examine_redis(settings),
+            "keys": on_database(lambda database: _examine_keys(database, settings)),
+            "loops": on_database(lambda database: _examine_loops(database, settings)),
+            "nodes": on_database(lambda database: _examine_nodes(database, settings)),
+            "file store": lambda: [_examine_files(settings)],
+            "gateway": lambda: [examine_port(url, "gateway")],
+        }
+    )
 
 
 def examine_port(url: str, what: str) -> Finding:

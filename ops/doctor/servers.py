@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from controlplane.policies.failover import MemberFacts
 from controlplane.policies.readiness import Loop, LoopFacts, choose_late_loops
 from controlplane.store.schema import too_old
 from controlplane.store.server_facts import ServerFacts, Standby
@@ -154,6 +155,32 @@ def check_replication(facts: ServerFacts) -> Finding:
 def _standby_text(standby: Standby) -> str:
     lag = "" if standby.lag_s is None else f", {standby.lag_s:.3f} s behind"
     return f"{standby.name or 'a standby'} {standby.state or 'in an unknown state'} ({standby.sync_state or '?'}{lag})"
+
+
+def check_members(members: Sequence[MemberFacts]) -> Finding:
+    """Of the servers that TIDEPOOL_DATABASE_URL names one takes writes, and the others follow it."""
+    silent = [one.address for one in members if one.region is None]
+    primaries = [one for one in members if one.takes_writes]
+    found = ", ".join(_member_text(one) for one in members)
+    if len(primaries) > 1:
+        newest = max(primaries, key=lambda one: one.timeline)
+        old = ", ".join(one.address for one in primaries if one is not newest)
+        return failure("cluster", found, f"stop {old}: {newest.address} was promoted after it; then pg_rewind it")
+    if not primaries:
+        return failure("cluster", found, "promote a standby: `tidepool failover REGION --dry-run` says what is lost")
+    if silent:
+        return warning("cluster", found, f"see why {', '.join(silent)} does not answer: one more loss may stop writes")
+    if stray := [one.address for one in members if one.timeline != primaries[0].timeline]:
+        return warning(
+            "cluster", found, f"{', '.join(stray)} does not follow the primary: pg_rewind it, or copy it anew"
+        )
+    return good("cluster", found)
+
+
+def _member_text(member: MemberFacts) -> str:
+    if member.region is None:
+        return f"{member.address} silent"
+    return f"{member.region} {'primary' if member.takes_writes else 'standby'} on timeline {member.timeline}"
 
 
 def check_replica(*, is_standby: bool, behind_s: float, limit_s: float) -> Finding:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from controlplane.policies.failover import MemberFacts
 from controlplane.policies.readiness import Loop, LoopFacts
 from controlplane.store.server_facts import ServerFacts, Standby
 from ops.doctor import servers
@@ -87,6 +88,18 @@ def test_replication(change: dict[str, Any], standbys: tuple[Standby, ...], leve
 )
 def test_the_replica_follows_its_primary(is_standby: bool, behind_s: float, level: Level) -> None:
     assert servers.check_replica(is_standby=is_standby, behind_s=behind_s, limit_s=5.0).level == level
+
+
+def test_a_cluster_has_one_primary_and_all_others_follow_it() -> None:
+    primary = MemberFacts(address="a:5432", region="us-east", takes_writes=True, timeline=2)
+    standby = MemberFacts(address="b:5432", region="us-west", timeline=2)
+    assert servers.check_members([primary, standby]).level == OK
+    assert servers.check_members([standby]).level == FAILURE
+    assert servers.check_members([primary, MemberFacts(address="b:5432")]).level == WARNING
+    assert servers.check_members([primary, replace(standby, timeline=1)]).level == WARNING
+    replaced = servers.check_members([replace(primary, timeline=1), replace(standby, takes_writes=True)])
+    assert replaced.level == FAILURE
+    assert replaced.todo.startswith("stop a:5432: b:5432 was promoted")
 
 
 def test_a_primary_that_was_replaced_is_named() -> None:
