@@ -33,6 +33,14 @@ class Settings(BaseSettings):
     """folder for uploaded files, logs and keys.json"""
     files_url: str | None = Field(None, pattern=r"^s3://[^/?#]+(/[^?#]*)?$")
     """bucket for uploaded files, s3://BUCKET[/PREFIX]; unset: the folder `files` of `home`"""
+    files_copy_url: str | None = Field(None, pattern=r"^(s3://[^/?#]+(/[^?#]*)?|file:///[^?#]+)$")
+    """second store for uploaded files, of another region: s3://BUCKET[/PREFIX], or file:///FOLDER; unset: none"""
+    files_copy_endpoint: str | None = Field(None, pattern=r"^https?://[^?#]+$")
+    """address of the S3 server of `files_copy_url`; unset: AWS_ENDPOINT_URL"""
+    files_copy_region: str | None = None
+    """region of the bucket of `files_copy_url`; unset: AWS_REGION"""
+    files_copy_at_once: bool = True
+    """a file is accepted when the second store has it too; false: it is copied there later, by `sweep`"""
     region: str | None = None
     """region that this gateway runs in; unset: the first region in order of preference"""
     node_key: SecretStr = SecretStr("")

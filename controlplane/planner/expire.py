@@ -11,6 +11,7 @@ from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.policies.limit_shares import FLOOR_LEASE_S
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.mirrored import MirroredBlobs
 from controlplane.store.console import ConsoleFlow, ConsoleLink, ConsoleSession
 from controlplane.store.demand import forget_demand, forget_forecasts, forget_measured_minutes, score_forecasts
 from controlplane.store.events import Event, note_lost
@@ -31,6 +32,8 @@ from controlplane.store.what_if import WhatIfRun, fail_lost_runs
 
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
+_SETTLED_S = 60.0
+"""A file of that age is not being written any more."""
 _OBJECTIVES_KEEP_S = 8 * _DAY_S
 _WHAT_IF_LOST_S = 120.0
 _NODE_LOST_S = 60.0
@@ -89,6 +92,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
             "usage_added_up": partial(_once, database, partial(add_up_usage, older_s=_DAY_S)),
             "forecasts_scored": partial(_once, database, partial(score_forecasts, now_s=at_s)),
             "blobs": partial(_delete_orphans, database, blobs),
+            "file_copies": partial(_copy_files, database, blobs),
         }
     )
 
@@ -134,3 +138,13 @@ def _delete_orphans(database: Database, blobs: BlobStore) -> int:
     for name in orphans:
         blobs.delete(name)
     return len(orphans)
+
+
+def _copy_files(database: Database, blobs: BlobStore) -> int:
+    """Copy files that only one of two stores has."""
+    if not isinstance(blobs, MirroredBlobs):
+        return 0
+    alone = blobs.lacking_a_copy(_SETTLED_S)
+    with database.transaction() as session:
+        known = known_files(session, alone)
+    return sum(blobs.copy_missing(file_id) for file_id in sorted(known))

@@ -217,7 +217,8 @@ def _ask_node(client: httpx.Client, row: NodePulse) -> servers.NodeFacts:
 
 def _examine_files(settings: Settings) -> Finding:
     """Store, read and delete a small file."""
-    where = settings.files_url or str(settings.home.expanduser() / "files")
+    stores = (settings.files_url or str(settings.home.expanduser() / "files"), settings.files_copy_url)
+    where = " and ".join(store for store in stores if store)
     name, content = f"doctor-{uuid.uuid4().hex}", b"written by tidepool doctor"
     try:
         blobs = open_blobs(settings)

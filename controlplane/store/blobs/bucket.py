@@ -23,6 +23,7 @@ from controlplane.store.blobs.base import BlobStore, checked, gone
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from obstore.store import S3Config
 
 log = structlog.get_logger()
 PART_BYTES = 8 << 20
@@ -34,14 +35,15 @@ _RETRY_AFTER_S = 5
 class BucketBlobs(BlobStore):
     """`url`: s3://BUCKET[/PREFIX]. A draft in the folder `drafts` is uploaded when it is complete, so refused files
     never reach the bucket; an interrupted upload is a multipart upload, for which buckets have a lifecycle rule.
+    `endpoint`, `region`: in place of the AWS_* variables'.
     """
 
-    def __init__(self, url: str, *, drafts: Path) -> None:
+    def __init__(self, url: str, *, drafts: Path, endpoint: str | None = None, region: str | None = None) -> None:
         self._drafts = drafts
         drafts.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._store = S3Store.from_url(
             url,
-            config={"disable_bulk_delete": True},  # some servers do not support it
+            config=_config(endpoint, region),
             client_options={"allow_http": True, "connect_timeout": "5s", "timeout": "30s"},  # http if the endpoint is
             retry_config={"max_retries": 3, "retry_timeout": timedelta(seconds=15)},
         )
@@ -89,6 +91,15 @@ class BucketBlobs(BlobStore):
         except FileNotFoundError:
             next(obstore.list(self._store, name), None)  # fails if it is the bucket that is not there
             return None
+
+
+def _config(endpoint: str | None, region: str | None) -> "S3Config":
+    config: S3Config = {"disable_bulk_delete": True}  # some servers do not support it
+    if endpoint is not None:
+        config["endpoint"] = endpoint
+    if region is not None:
+        config["region"] = region
+    return config
 
 
 class _Ranges(io.RawIOBase):

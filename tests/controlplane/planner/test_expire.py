@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from sqlalchemy import select, text
@@ -12,6 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.planner.expire import expire, sweep
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.open import open_blobs
 from controlplane.store.fleet import fleet_index
 from controlplane.store.queue import expire_leases
 from controlplane.store.request_log import RequestRecord, find_requests, write_requests
@@ -191,3 +193,21 @@ def test_the_sweep_deletes_what_no_row_knows_of(world: World, blobs: BlobStore) 
             os.utime(folder / name, (0, 0))
     assert sweep(world.database, blobs, world.settings, now_s=time.time()).done() == {"blobs": 2}
     assert {path.name for path in folder.iterdir()} == {known, "file-fresh"}
+
+
+def test_the_sweep_copies_known_files_that_only_one_of_two_stores_has(world: World, tmp_path: Path) -> None:
+    far = tmp_path / "far"
+    settings = world.settings.model_copy(update={"files_copy_url": f"file://{far}"})
+    known = world.batch(world.add_batch(lines=1)).input_file_id
+    near = world.settings.home / "files"
+    blobs = open_blobs(settings)
+    for folder, name in ((near, known), (far, "file-unknown"), (near, "file-half.part")):
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (time.time() - 120, time.time() - 120))
+    assert sweep(world.database, blobs, settings, now_s=time.time()).done() == {"file_copies": 1}
+    assert (far / known).read_bytes() == b"x"
+    (near / known).unlink()
+    os.utime(far / known, (time.time() - 120, time.time() - 120))
+    assert sweep(world.database, blobs, settings, now_s=time.time()).done() == {"file_copies": 1}
+    assert (near / known).read_bytes() == b"x"
+    assert sweep(world.database, blobs, settings, now_s=time.time()).done() == {}
