@@ -12,7 +12,7 @@ import pytest
 from ops.client.home import password
 from ops.local.tiny_models import build_tiny_models
 from ops.local.wheels import postgres_binary
-from tests.flows.machines import Machine, documented_lines, environment, start_servers, why_not, wired
+from tests.flows.machines import Machine, environment, start_servers, why_not, wired
 from tests.flows.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -137,8 +137,7 @@ def test_upgrade_failing_model_new_keys_and_restore(machine: Machine, tmp_path: 
     machine.run(f"tidepool --key {client} batch submit in.jsonl -o before.jsonl")
     before = (tmp_path / "before.jsonl").read_text()
     assert json.loads(before)["response"]["status_code"] == 200
-    backup, restore = (lines for _, lines in documented_lines("Upgrade, back up, restore"))
-    machine.run(backup)
+    machine.run(f"tidepool backup {tmp_path / 'backup'}")
 
     # New keys: the old ones end, and the command line goes on with the new.
     keys = {row["name"]: row["id"] for row in operator.asked("key", "list")["data"]}
@@ -157,7 +156,7 @@ def test_upgrade_failing_model_new_keys_and_restore(machine: Machine, tmp_path: 
     machine.run(f"{sys.executable} -c '{flush}'")
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").mkdir()
-    machine.run(restore)
+    machine.run(f"tidepool restore {tmp_path / 'backup'}")
     machine.run(START)
     assert operator.secret("client") == client
     wait_until(lambda: operator.is_served(client), "an answer after the restore")

@@ -67,7 +67,7 @@ async def go_on(stack: FaultStack, acknowledged: Sent, answers: Answers) -> Batc
     """Start the restored installation, and check every batch when it has ended."""
     async with stack.running():
         await stack.wait_ready()
-        check = BatchCheck(stack, answers)
+        check = BatchCheck(stack.local.url, stack.local.keys["client"], answers)
         await check.run(acknowledged)
         load = load_of(stack)
         assert (await load.undisturbed()) == answers, "the same keys and models serve again"
