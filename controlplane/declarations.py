@@ -4,6 +4,7 @@ It imports pydantic and the protocol only, so that a command line without the co
 same before it asks.
 """
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
@@ -168,6 +169,54 @@ class EndpointChange(InstanceLimits):
 
     model: ModelName
     region: RegionName
+
+
+Weight = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
+TARGETS_MAX = 16
+SHARES_MAX = 20
+
+
+class AliasChange(Body):
+    """The models of an alias. Each gets its weight's share of the sum."""
+
+    targets: dict[ModelName, Weight] = Field(
+        min_length=1,
+        max_length=TARGETS_MAX,
+        description="weights by model; the models answer with the same kind of thing",
+        examples=[{"qwen3-8b": 95, "qwen3-8b-r2": 5}],
+    )
+
+
+def _rising(steps: list[int]) -> list[int]:
+    if any(later <= earlier for earlier, later in pairwise(steps)):
+        raise ValueError("the shares must rise")
+    return steps
+
+
+class NewRollout(Body):
+    """Another model for an alias, and how carefully it comes."""
+
+    alias: ModelName = Field(description="the alias; or a model, which then becomes an alias of itself")
+    model: ModelName = Field(description="the candidate, registered and offered where the models before are")
+    steps: Annotated[
+        list[Annotated[int, Field(strict=True, ge=1, le=100)]],
+        Field(min_length=1, max_length=SHARES_MAX, description="its shares in percent, rising"),
+        AfterValidator(_rising),
+    ] = Field(default=[5, 25, 50, 100])
+    hold_s: Annotated[float, Field(strict=True, ge=0, le=7 * 86_400, allow_inf_nan=False)] = Field(
+        600.0, description="how long each step lasts at least"
+    )
+    answers_min: Count = Field(100, description="answers of the candidate that each step waits for")
+    worse_max: Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)] = Field(
+        0.02,
+        description="it goes back where the candidate's share of answers that failed, or of those that missed their"
+        " objective, exceeds that of the models before by more than this and beyond chance",
+    )
+    keep: bool = Field(
+        True,
+        description="the models before keep their instances until the end, so that it can go back at once; false: they"
+        " shrink with their share",
+    )
 
 
 _NONE = "null: without limit"

@@ -303,6 +303,8 @@ class Settings(BaseSettings):
     """interval of the scaling loop"""
     predict_every_s: float = Field(15.0, gt=0)
     """interval of the loop that predicts when batches will end"""
+    rollout_every_s: float = Field(5.0, gt=0)
+    """interval of the loop that moves roll-outs on"""
     expire_every_s: float = Field(30.0, gt=0)
     """interval of the loop that expires leases, lost nodes and retained data"""
     pulse_every_s: float = Field(15.0, gt=0)

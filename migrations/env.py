@@ -6,6 +6,7 @@ from sqlalchemy import create_engine, pool
 from controlplane.database_address import psycopg_url
 from controlplane.settings import Settings
 from controlplane.store import (
+    alias_tables,
     batch_tables,
     console,
     demand,
@@ -26,6 +27,7 @@ from controlplane.store import (
 )
 
 for module, table in (
+    (alias_tables, "aliases"),
     (batch_tables, "batches"),
     (console, "console_sessions"),
     (demand, "forecasts"),

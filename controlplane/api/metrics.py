@@ -79,6 +79,9 @@ class Metrics:
         )
         self.limits_local = self._gauge("limits_local", "1 while limits are counted in this process alone.")
         self.budget_refusals = self._counter("budget_refusals", "Requests refused by a tenant's budget of tokens.")
+        self.alias_requests = self._counter(
+            "alias_requests", "Requests that asked for an alias, by the model that they got.", "alias", "model"
+        )
         self.limit_shares = self._gauge("limit_shares", "Shares of tenants' limits that the region has.")
         self.limit_share_failures = self._counter(
             "limit_share_failures", "Times that shares of limits could not be read or renewed."

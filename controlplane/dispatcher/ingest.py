@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.steps import Step
 from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError, UnavailableError
+from controlplane.policies.aliases import main_model
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import EndpointRequest, parse_json, stored_query
 from controlplane.serving.in_flight import check_context, check_task
@@ -19,8 +20,7 @@ from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchError, NewRequest, add_requests, fail_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.fleet import load_catalog
-from controlplane.store.tables import Model
+from controlplane.store.fleet import Catalog, load_catalog
 from controlplane.store.tenants import batch_tokens_left
 from dataplane.protocol.tiers import Tier
 
@@ -55,8 +55,10 @@ class LineReader:
     are only checked. `tokens`: an estimate of what the valid lines may take.
     """
 
-    def __init__(self, batch: Batch, models: dict[str, Model], lines_max: int) -> None:
+    def __init__(self, batch: Batch, catalog: Catalog, lines_max: int) -> None:
         self._endpoint = batch.endpoint
+        aliases = {name: catalog.models[main_model(weights)] for name, weights in catalog.aliases.items()}
+        models = catalog.models | aliases
         self._models = {name: model for name, model in models.items() if batch.models is None or name in batch.models}
         self._lines_max = lines_max
         self._seen: dict[str, int] = {}
@@ -116,7 +118,7 @@ class LineReader:
         return NewRequest(
             line=number,
             custom_id=custom_id,
-            model=request.model,
+            model=query.model,
             body=stored_query(query),
             input_tokens=input_tokens,
             tokens=tokens,
@@ -142,7 +144,7 @@ class LineReader:
             if model is None:
                 raise NotFoundError(f"the model '{request.model}' does not exist", param="model")
             check_context(request.tokens_max(), model)
-            query = request.query(tier=Tier.NIW)
+            query = request.query(tier=Tier.NIW).of_model(model.name)
             check_task(query.task, model)
         except TidepoolError as error:
             code = "model_not_found" if isinstance(error, NotFoundError) else error.code
@@ -185,7 +187,7 @@ def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Setti
 
 def _ingest(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
     """Put all lines of a batch in the queue; if there are errors, the caller rolls back."""
-    reader = LineReader(batch, load_catalog(session).models, settings.batch_lines_max)
+    reader = LineReader(batch, load_catalog(session), settings.batch_lines_max)
     left = batch_tokens_left(session, batch.tenant, settings)
     with blobs.open(batch.input_file_id) as stream:
         add_requests(session, batch, reader.requests(stream))

@@ -32,6 +32,7 @@ def loop_periods_s(settings: Settings) -> Mapping[Loop, float]:
         Loop.PLAN: _PLAN_EVERY_S,
         Loop.SCALE: settings.scale_every_s,
         Loop.PREDICT: settings.predict_every_s,
+        Loop.ROLL_OUT: settings.rollout_every_s,
         Loop.EXPIRE: settings.expire_every_s,
         Loop.SWEEP: _HOUR_S,
     }

@@ -18,6 +18,7 @@ from controlplane.planner.forecast import forecast_one, series_to_forecast
 from controlplane.planner.measure import measure
 from controlplane.planner.plan import plan_hour
 from controlplane.planner.predict import predict
+from controlplane.planner.rollouts import move_rollouts
 from controlplane.planner.runs import note, noted
 from controlplane.planner.scale import scale
 from controlplane.planner.what_if.run import run_next
@@ -95,6 +96,11 @@ def _make_celery(settings: Settings) -> Celery:
                 "task": "predict",
                 "schedule": schedule(settings.predict_every_s),
                 "options": {"expires": settings.predict_every_s},
+            },
+            "roll_out": {
+                "task": "roll_out",
+                "schedule": schedule(settings.rollout_every_s),
+                "options": {"expires": settings.rollout_every_s},
             },
             "expire": {
                 "task": "expire",
@@ -224,6 +230,15 @@ def run_predict() -> None:
         predicted = predict(parts().database, parts().settings)
     if predicted["at_risk"]:
         log.warning("batches will miss their deadlines", **predicted)
+
+
+@celery.task(name="roll_out")
+def run_roll_out() -> None:
+    """Every 5 seconds."""
+    with noted(parts().database, Loop.ROLL_OUT):
+        moved = move_rollouts(parts().database, parts().settings)
+    for rollout, what in moved.items():
+        log.info("a roll-out moved", rollout=rollout, what=what)
 
 
 @celery.task(name="expire")

@@ -14,6 +14,7 @@ from controlplane.policies.demand import forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import Profile, StartTimes
+from controlplane.policies.rollout import least_instances
 from controlplane.policies.scaling.facts import StrategyName
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools
 from controlplane.settings import Settings
@@ -24,8 +25,9 @@ from controlplane.store.leases import active_leases
 from controlplane.store.overrides import overrides_in_force
 from controlplane.store.plans import Plan, entries_of, plan_in_force
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
+from controlplane.store.rollouts import kept_capacity
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, Instance, InstanceLease
+from controlplane.store.tables import Desired, EndpointRow, Instance, InstanceLease
 from controlplane.store.weights import sizes_of, weights_memory
 from dataplane.protocol.tiers import InstanceKind
 
@@ -48,7 +50,8 @@ def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_s
     """The fleet as the plan of the hour from `window_start_s` takes it, with the overrides that last until then."""
     inventory = read_inventory(session, silent_s=PLAN_SILENT_S)
     overrides = overrides_in_force(session, max(now_s, window_start_s))
-    snapshot = _snapshot(inventory, settings, overrides, now_s=now_s, ages_s=inventory.silent_s)
+    least = least_instances(kept_capacity(session))
+    snapshot = _snapshot(inventory, settings, overrides, least, now_s=now_s, ages_s=inventory.silent_s)
     return replace(
         snapshot,
         regions=tuple(inventory.regions),
@@ -89,6 +92,7 @@ def _to_scale(
         inventory,
         settings,
         overrides,
+        least_instances(kept_capacity(session)),
         now_s=now_s,
         ages_s={name: view.read_s - node.received_s for name, node in view.nodes.items()},
         reports={facts.instance_id: facts for facts in instance_facts(view)},
@@ -118,6 +122,7 @@ def _snapshot(
     inventory: FleetInventory,
     settings: Settings,
     overrides: Mapping[Endpoint, int],
+    least: Mapping[Endpoint, int],
     *,
     now_s: float,
     ages_s: Mapping[str, float],
@@ -125,8 +130,9 @@ def _snapshot(
     leases: Mapping[str, InstanceLease] | None = None,
     leaving: Mapping[str, str] | None = None,
 ) -> FleetSnapshot:
-    """What plans and scaling both look at. `ages_s`: seconds since the last heartbeat of each node that sent one;
-    `reports`, `leases`: by instance; `leaving`: why instances must leave a node, by its name.
+    """What plans and scaling both look at. `least`: instances that roll-outs ask for, within an endpoint's maximum;
+    `ages_s`: seconds since the last heartbeat of each node that sent one; `reports`, `leases`: by instance; `leaving`:
+    why instances must leave a node, by its name.
     """
     reports, leases, leaving = reports or {}, leases or {}, leaving or {}
     profiles = {
@@ -160,12 +166,15 @@ def _snapshot(
         ),
         profiles=profiles,
         sizes=sizes_of(inventory.models),
-        limits={
-            Endpoint(model=row.model, region=row.region): (row.instances_min, row.instances_max)
-            for row in inventory.endpoints
-        },
+        limits=dict(_limits(row, least) for row in inventory.endpoints),
         overrides=overrides,
     )
+
+
+def _limits(row: EndpointRow, least: Mapping[Endpoint, int]) -> tuple[Endpoint, tuple[int, int]]:
+    endpoint = Endpoint(model=row.model, region=row.region)
+    asked = min(least.get(endpoint, 0), row.instances_max)
+    return endpoint, (max(row.instances_min, asked), row.instances_max)
 
 
 def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float]) -> tuple[NodeFacts, ...]:

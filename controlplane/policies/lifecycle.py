@@ -1,4 +1,5 @@
-"""The life of instances, plans, batches and batch requests, as tables: state -> the states that may follow it.
+"""The life of instances, plans, batches, batch requests and roll-outs, as tables: state -> the states that may
+follow it.
 
 Who moves something asks `require_move` first and writes the new state in the same transaction. Staying in a state is no
 move. A state with nothing after it is terminal.
@@ -61,6 +62,15 @@ class BatchRequestState(StrEnum):
     CANCELLED = "cancelled"
 
 
+class RolloutState(StrEnum):
+    """Another model replacing those of an alias, from its first request for instances to its end."""
+
+    IN_PROGRESS = "in_progress"
+    PAUSED = "paused"
+    DONE = "done"
+    ROLLED_BACK = "rolled_back"
+
+
 LOST = "lost"
 """Shown instead of an instance's state while its node sends no heartbeats: the real state is unknown."""
 
@@ -79,7 +89,7 @@ def _machine(states: type[State], following: Mapping[State, Set[State]]) -> Mach
     return MappingProxyType({state: frozenset(following.get(state, ())) for state in states})
 
 
-_I, _P, _B, _R = InstanceState, PlanState, BatchState, BatchRequestState
+_I, _P, _B, _R, _O = InstanceState, PlanState, BatchState, BatchRequestState, RolloutState
 
 # Heartbeats are a second apart, so an observation may skip a state. A node that restarts or is lost takes its instances
 # back to pending; a draining instance may be reclaimed (ready) when demand returns before it is empty, or a donated one
@@ -109,6 +119,14 @@ BATCH_REQUEST: Machine[BatchRequestState] = _machine(
     {
         _R.WAITING: {_R.RUNNING, _R.EXPIRED, _R.CANCELLED, _R.FAILED},
         _R.RUNNING: {_R.WAITING, _R.COMPLETED, _R.FAILED, _R.EXPIRED, _R.CANCELLED},
+    },
+)
+
+ROLLOUT: Machine[RolloutState] = _machine(
+    _O,
+    {
+        _O.IN_PROGRESS: {_O.PAUSED, _O.DONE, _O.ROLLED_BACK},
+        _O.PAUSED: {_O.IN_PROGRESS, _O.ROLLED_BACK},
     },
 )
 

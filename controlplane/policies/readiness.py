@@ -23,6 +23,7 @@ class Loop(StrEnum):
     PLAN = "plan"
     SCALE = "scale"
     PREDICT = "predict"
+    ROLL_OUT = "roll_out"
     EXPIRE = "expire"
     SWEEP = "sweep"
 

@@ -20,6 +20,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.errors import TidepoolError, UnavailableError, UnknownModelError
+from controlplane.policies.aliases import choose_model
 from controlplane.policies.facts import InstanceFacts
 from controlplane.policies.objectives import choose_objective
 from controlplane.policies.routing import choose_preference
@@ -90,13 +91,45 @@ class FleetCache:
         """
         if name not in self._catalog.models:
             await self._look_up()
+        return self._registered(name)
+
+    def _registered(self, name: str) -> Model:
         found = self._catalog.models.get(name)
         if found is None:
             raise UnknownModelError(f"The model '{name}' does not exist.", param="model")
         return found
 
+    async def asked(self, name: str, conversation: bytes = b"") -> Model:
+        """The model that answers a request for a name: the model of that name, or one of the alias's, always the same
+        one for a conversation while the weights stay. Models without a ready instance get no request while others have
+        one.
+
+        Raises:
+            UnknownModelError: the name is neither a model nor an alias.
+        """
+        if name not in self._catalog.aliases and name not in self._catalog.models:
+            await self._look_up()
+        weights = self._catalog.aliases.get(name)
+        if weights is None:
+            return self._registered(name)
+        absent = [model for model, weight in weights.items() if weight and self.state_of(model) != "ready"]
+        return self._registered(choose_model(weights, conversation, absent=absent))
+
     def models(self) -> list[Model]:
         return [self._catalog.models[name] for name in sorted(self._catalog.models)]
+
+    def aliases(self) -> dict[str, dict[str, int]]:
+        """The weights of models by alias."""
+        return self._catalog.aliases
+
+    def models_of(self, name: str) -> list[Model]:
+        """The models that requests for a name may get: its own, or those of the alias that have a weight.
+
+        Raises:
+            UnknownModelError: the name is neither a model nor an alias.
+        """
+        weights = self._catalog.aliases.get(name, {name: 1})
+        return [self._registered(model) for model, weight in weights.items() if weight]
 
     def context_tokens(self, model: Model) -> int:
         """Tokens of prompt and answer together that every ready instance of a model takes: fewer than its context where

@@ -15,7 +15,7 @@ import msgspec
 from controlplane.policies.decisions import Route
 from controlplane.policies.prefix_index import PrefixIndex, Use
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView
-from dataplane.protocol.messages import ChatMessage, Finished, Generate
+from dataplane.protocol.messages import Finished, Generate
 
 _FIRST_PIECE_BYTES = 256
 _LENGTH_MAX = 2**26
@@ -57,37 +57,39 @@ def prefix_of(message: Generate, prompt_cache_key: str = "") -> PromptPrefix:
     """The prefix of a prompt. Prompts of other models, tenants and salts have other keys. A `prompt_cache_key` replaces
     the leading content as the name of the conversation.
     """
-    content, leading = _content(message)
+    content = _content(message)
     owner = (message.cache_salt, message.model)
     keys, key, begin = [], hash(owner), 0
     for end in _BOUNDARIES[: bisect_right(_BOUNDARIES, len(content))]:
         key = hash((key, content[begin:end]))
         keys.append(key)
         begin = end
-    name = prompt_cache_key.encode() if prompt_cache_key else leading
+    name = conversation_name(message, prompt_cache_key)
     home = hashlib.blake2b(msgspec.json.encode((*owner, bool(prompt_cache_key))) + name, digest_size=16)
     return PromptPrefix(keys=tuple(keys), size_bytes=len(content), home_key=home.digest())
 
 
-def _content(message: Generate) -> tuple[bytes, bytes]:
-    """All content of a prompt, and the part that names its conversation: up to the first user message, or else its
-    beginning.
+def conversation_name(message: Generate, prompt_cache_key: str = "") -> bytes:
+    """What all turns of a conversation have in common: the client's name for it, else the prompt up to the first user
+    message, or its beginning where it is no chat.
     """
-    if message.prompt_tokens is not None:
-        content = array("I", (token & 0xFFFFFFFF for token in message.prompt_tokens)).tobytes()
-        return content, content[:_HOME_BYTES]
+    if prompt_cache_key:
+        return prompt_cache_key.encode()
     if message.messages is None:
-        content = (message.prompt or "").encode(errors="replace")
-        return content, content[:_HOME_BYTES]
+        return _content(message)[:_HOME_BYTES]
+    first = next((number for number, each in enumerate(message.messages) if each.role == "user"), 0)
+    return msgspec.json.encode(message.messages[: first + 1])[-_HOME_BYTES:]
+
+
+def _content(message: Generate) -> bytes:
+    if message.prompt_tokens is not None:
+        return array("I", (token & 0xFFFFFFFF for token in message.prompt_tokens)).tobytes()
+    if message.messages is None:
+        return (message.prompt or "").encode(errors="replace")
     before = b"" if message.tools is None else msgspec.json.encode(message.tools)
     if message.template:
         before += msgspec.json.encode(message.template)
-    return before + msgspec.json.encode(message.messages), _leading(message.messages)[-_HOME_BYTES:]
-
-
-def _leading(messages: tuple[ChatMessage, ...]) -> bytes:
-    first = next((number for number, each in enumerate(messages) if each.role == "user"), 0)
-    return msgspec.json.encode(messages[: first + 1])
+    return before + msgspec.json.encode(message.messages)
 
 
 class CachedPrefixes:

@@ -37,6 +37,13 @@ class Query(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def tier(self) -> Tier:
         return self.prompts[0].tier
 
+    def of_model(self, model: str) -> "Query":
+        """The same query to another model."""
+        if model == self.model:
+            return self
+        prompts = tuple(msgspec.structs.replace(prompt, model=model) for prompt in self.prompts)
+        return msgspec.structs.replace(self, prompts=prompts)
+
     def choices(self, request_id: str, *, fence: str | None = None, epoch: int = 0) -> list[Generate]:
         """One message for each answer to generate: those of the first prompt, then those of the next one. The first one
         has the names of the whole request; the others have names, and fences, with their number appended.

@@ -12,13 +12,13 @@ from controlplane.store.tables import Base, Node
 
 class Event(Base):
     """What the system did, one change of an instance, a node or a plan a row. Triggers of those tables write it, in the
-    transaction of the change, whoever makes it (migration 0022); that a term began is written by `terms`. What people
-    do is in the audit.
+    transaction of the change, whoever makes it (migration 0022); that a term began is written by `terms`, and what
+    becomes of a roll-out by `rollouts`. What people do is in the audit.
     """
 
     __tablename__ = "events"
     __table_args__ = (
-        CheckConstraint("kind IN ('instance', 'node', 'plan', 'term')", name="kind_known"),
+        CheckConstraint("kind IN ('instance', 'node', 'plan', 'term', 'rollout')", name="kind_known"),
         Index("ix_events_at", "at"),
         Index("ix_events_subject", "subject", "id"),
         Index("ix_events_model", "model", "id"),

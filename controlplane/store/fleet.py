@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.store.aliases import all_aliases, require_free
 from controlplane.store.rows import Page, Row, matching, page, require
 from controlplane.store.tables import (
     Desired,
@@ -28,11 +29,14 @@ _ONE_GPU = "vLLM runs a model on one GPU here, and an instance of it takes"
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
-    """What a gateway must know to serve: models by name, regions in their order, and the latencies between them."""
+    """What a gateway must know to serve: models by name, regions in their order, and the latencies between them.
+    `aliases`: the weights of models by alias.
+    """
 
     models: dict[str, Model]
     regions: tuple[str, ...]
     nodes: dict[str, str]
+    aliases: dict[str, dict[str, int]] = field(default_factory=dict)
     latencies_ms: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
@@ -128,11 +132,13 @@ def put_model(session: Session, model: Model) -> Model:
     how often they failed on either is forgotten.
 
     Raises:
-        ConflictError: instances of the name run from another path, or for another task.
+        ConflictError: instances of the name run from another path, or for another task; or the name is an alias.
         InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
+    if present is None:
+        require_free(session, model.name)
     live = select(Instance.id).where(Instance.model == model.name, Instance.desired != Desired.STOPPED).limit(1)
     if present is not None and present.path != model.path and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
@@ -221,6 +227,7 @@ def load_catalog(session: Session) -> Catalog:
         models={model.name: model for model in session.scalars(select(Model))},
         regions=tuple(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
         nodes=dict(session.execute(select(Node.name, Node.url)).all()),
+        aliases=all_aliases(session),
         latencies_ms=all_latencies(session),
     )
 

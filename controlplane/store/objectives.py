@@ -19,7 +19,9 @@ _ROWS_MAX = 10_000
 
 
 class ObjectiveCount(Base):
-    """Answers, those of them that kept both objectives, tokens, and those of them that came in time."""
+    """Answers, those of them that kept both objectives, tokens, those of them that came in time, and answers that
+    failed.
+    """
 
     __tablename__ = "objective_counts"
     __table_args__ = (
@@ -36,6 +38,7 @@ class ObjectiveCount(Base):
     kept: Mapped[int]
     tokens: Mapped[int]
     tokens_in_time: Mapped[int]
+    failed: Mapped[int] = mapped_column(server_default=text("0"))
 
 
 class ObjectiveKey(NamedTuple):
@@ -47,14 +50,15 @@ class ObjectiveKey(NamedTuple):
     tier: str
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Kept:
-    """How objectives were kept: answers, those that kept both, tokens, and those in time."""
+    """How objectives were kept: answers, those that kept both, tokens, those in time, and answers that failed."""
 
     answers: int = 0
     kept: int = 0
     tokens: int = 0
     tokens_in_time: int = 0
+    failed: int = 0
 
     def add(self, other: "Kept") -> None:
         """Count some more."""
@@ -62,20 +66,24 @@ class Kept:
         self.kept += other.kept
         self.tokens += other.tokens
         self.tokens_in_time += other.tokens_in_time
+        self.failed += other.failed
 
 
 _ADD = text(
     """
-    INSERT INTO objective_counts AS present (model, start_s, region, tier, answers, kept, tokens, tokens_in_time)
+    INSERT INTO objective_counts AS present
+        (model, start_s, region, tier, answers, kept, tokens, tokens_in_time, failed)
     SELECT * FROM unnest(CAST(:models AS text[]), CAST(:starts AS bigint[]), CAST(:regions AS text[]),
                          CAST(:tiers AS text[]), CAST(:answers AS bigint[]), CAST(:kept AS bigint[]),
-                         CAST(:tokens AS bigint[]), CAST(:in_time AS bigint[]))
+                         CAST(:tokens AS bigint[]), CAST(:in_time AS bigint[]),
+                         CAST(:failed AS bigint[]))
     ON CONFLICT (model, start_s, region, tier) DO UPDATE SET
         answers = present.answers + excluded.answers, kept = present.kept + excluded.kept,
-        tokens = present.tokens + excluded.tokens, tokens_in_time = present.tokens_in_time + excluded.tokens_in_time
+        tokens = present.tokens + excluded.tokens, tokens_in_time = present.tokens_in_time + excluded.tokens_in_time,
+        failed = present.failed + excluded.failed
     """
 )
-_NAMES = ("models", "starts", "regions", "tiers", "answers", "kept", "tokens", "in_time")
+_NAMES = ("models", "starts", "regions", "tiers", "answers", "kept", "tokens", "in_time", "failed")
 
 
 def add_objectives(session: Session, counts: Mapping[ObjectiveKey, Kept]) -> None:
@@ -144,6 +152,16 @@ def read_endpoints_kept(
     return {(model, region): _kept(sums) for model, region, *sums in rows}
 
 
+def read_models_kept(session: Session, models: Collection[str], *, since_s: int) -> dict[str, Kept]:
+    """The counts of some models over all regions and tiers since the Unix time `since_s`."""
+    count = ObjectiveCount
+    rows = session.execute(
+        select(count.model, *_sums()).where(count.model.in_(models), count.start_s >= since_s).group_by(count.model)
+    )
+    counted = {model: _kept(sums) for model, *sums in rows}
+    return {model: counted.get(model, Kept()) for model in models}
+
+
 def forget_objectives(session: Session, *, before_s: int, count_max: int) -> int:
     """Delete at most `count_max` counts from before the Unix time `before_s`; returns how many."""
     start_s = ObjectiveCount.start_s
@@ -153,9 +171,10 @@ def forget_objectives(session: Session, *, before_s: int, count_max: int) -> int
 def _sums() -> list[ColumnElement[Any]]:
     """In the order of `Kept`."""
     count = ObjectiveCount
-    return [func.sum(column) for column in (count.answers, count.kept, count.tokens, count.tokens_in_time)]
+    return [
+        func.sum(column) for column in (count.answers, count.kept, count.tokens, count.tokens_in_time, count.failed)
+    ]
 
 
 def _kept(sums: Iterable[Any]) -> Kept:
-    answers, kept, tokens, tokens_in_time = map(int, sums)
-    return Kept(answers=answers, kept=kept, tokens=tokens, tokens_in_time=tokens_in_time)
+    return Kept(*map(int, sums))

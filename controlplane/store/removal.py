@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InUseError, Use
+from controlplane.store.alias_tables import AliasTarget
 from controlplane.store.batch_tables import Batch, BatchModel
 from controlplane.store.fleet import alive_nodes, bump_index, fleet_index
 from controlplane.store.instances import LIVE, touch_generations
@@ -43,11 +44,12 @@ def delete_model(session: Session, name: str) -> Model:
 
     Raises:
         NotFoundError: there is none of the name.
-        InUseError: endpoints, open batches, or keys that are for this model alone use it.
+        InUseError: endpoints, aliases, open batches, or keys that are for this model alone use it.
     """
     fleet_index(session, lock=True)
     model = require(session, Model, name, param="model")
     endpoints = select(EndpointRow.region).where(EndpointRow.model == name)
+    aliases = select(AliasTarget.alias).where(AliasTarget.model == name)
     batches = select(Batch.id).join(BatchModel, BatchModel.batch_number == Batch.number)
     batches = batches.where(BatchModel.model == name, Batch.ended_at.is_(None))
     keys = select(ApiKey.id).where(ApiKey.models == [name], ApiKey.revoked_at.is_(None))
@@ -58,6 +60,7 @@ def delete_model(session: Session, name: str) -> Model:
         f"model '{name}'",
         lambda: [
             _use(session, "endpoint", endpoints, then="delete it with `tidepool endpoint delete`"),
+            _use(session, "alias", aliases, then="give it other models"),
             _use(session, "open batch", batches, then="let it end, or cancel it"),
             _use(session, "key", keys, then="revoke it: it is for this model alone"),
         ],

@@ -57,6 +57,8 @@ COMMANDS = {
     "gpu": ("fleet:gpus", "GPU types, with memory and cost of one GPU."),
     "node": ("nodes:nodes", "Nodes: machines with GPUs that have joined the fleet."),
     "model": ("models:models", "Models: checkpoints in Hugging Face format, or GGUF files."),
+    "alias": ("aliases:aliases", "Aliases: names that clients ask for, and the models that answer, by weight."),
+    "rollout": ("rollouts:rollouts", "Roll-outs: another model replaces those of an alias, step by step."),
     "endpoint": ("fleet:endpoints", "Endpoints: models offered in regions."),
     "instance": ("fleet:instances", "Instances: copies of models on slots."),
     "spot": ("spot:spot", "Donated instances (spot): idle instances that others may lease."),

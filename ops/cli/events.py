@@ -17,7 +17,7 @@ POLL_S = 1.0
 _LOOKED_BACK = 100
 
 
-EventKind = Literal["instance", "node", "plan", "term"]
+EventKind = Literal["instance", "node", "plan", "term", "rollout"]
 
 
 @examples("tidepool events --what failed --since 2h", "tidepool events --model qwen3-8b --follow")

@@ -36,13 +36,14 @@ _KINDS = {
     "whatif": _Kind(path="/admin/what-if", newest_first=True, called="what-if run"),
     "key": _Kind(path="/admin/keys", newest_first=False),
     "pin": _Kind(path="/admin/pins", newest_first=False, has_ended=True),
+    "rollout": _Kind(path="/admin/rollouts", newest_first=True, called="roll-out"),
     "inst": _Kind(path="/admin/instances", newest_first=False, has_ended=True),
 }
 
 
 def whole_id(api: Api, kind: str, given: str) -> str:
-    """The id of `kind` (plan, batch, whatif, key, pin, inst) that begins with `given`, with or without `kind_`. Plans,
-    batches and what-if runs may be `latest`; `current` is the plan in force. A text that begins no id is returned
+    """The id of `kind` (a key of _KINDS) that begins with `given`, with or without `kind_`. Plans, batches, roll-outs
+    and what-if runs may be `latest`; `current` is the plan in force. A text that begins no id is returned
     unchanged, for the API to refuse.
 
     Raises:

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from controlplane.api.admin import (
+    aliases,
     batches,
     deletions,
     demand,
@@ -22,6 +23,7 @@ from controlplane.api.admin import (
     pools,
     regions,
     requests,
+    rollouts,
     search,
     settings,
     spot,
@@ -43,6 +45,7 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, objectives, regions, nodes, pools, models, instances, spot, deletions),
+    *(aliases, rollouts),
     *(
         demand,
         forecasts,

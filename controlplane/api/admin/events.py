@@ -19,7 +19,7 @@ class Event(Answer):
 
     id: int
     at: datetime
-    kind: Literal["instance", "node", "plan", "term"]
+    kind: Literal["instance", "node", "plan", "term", "rollout"]
     what: str = Field(description="its new state, or what became of it", examples=["ready"])
     subject: str = Field(description="id of the instance or plan, the node's name, or the term")
     model: str | None
@@ -32,7 +32,7 @@ class Event(Answer):
 def list_events(
     session: SessionDep,
     _: Viewer,
-    kind: Literal["instance", "node", "plan", "term"] | None = None,
+    kind: Literal["instance", "node", "plan", "term", "rollout"] | None = None,
     what: FilterWord = None,
     subject: FilterWord = None,
     model: FilterWord = None,

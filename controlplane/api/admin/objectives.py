@@ -24,6 +24,7 @@ class ObjectivePoint(Answer):
     kept: int = Field(description="those of the answers that kept both objectives")
     tokens: int
     tokens_in_time: int
+    failed: int = Field(description="those of the answers that a fault of the service broke off or refused")
 
 
 class ObjectiveSeries(BaseModel):

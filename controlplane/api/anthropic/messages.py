@@ -1,5 +1,6 @@
 """The Messages API."""
 
+from functools import partial
 from typing import Any
 
 import uuid_utils
@@ -58,9 +59,8 @@ async def create(body: MessagesRequest, request: Request, origin: Origin = None)
     """A message in Anthropic's shape, whole or (`stream: true`) as server-sent events. The key may come in the header
     `x-api-key`.
     """
-    query = body.query(tier=body.tier())
-    renderer = MessagesRenderer(query, answer_id=uuid_utils.uuid7().hex)
-    return await answer(request, query, renderer, stream=body.stream, origin=origin)
+    renderer = partial(MessagesRenderer, answer_id=uuid_utils.uuid7().hex)
+    return await answer(request, body.query(tier=body.tier()), renderer, stream=body.stream, origin=origin)
 
 
 @router.post(COUNT_TOKENS, summary="Count a message's tokens", responses=_COUNTS)

@@ -4,7 +4,7 @@ are measured, and a renderer makes the answer of them, whole or as server-sent e
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Annotated
 
@@ -23,9 +23,11 @@ from controlplane.errors import InvalidValueError, TidepoolError
 from controlplane.serving.answers import Renderer, whole_answer
 from controlplane.serving.fan_out import ChoiceStream, InFlightQuery, send_query
 from controlplane.serving.offered_load import ATTEMPT_HEADER, Attempt
+from controlplane.serving.prompt_prefixes import conversation_name
 from controlplane.serving.query import Query
 from controlplane.serving.tracing import step
 from controlplane.store.request_log import OK, RequestRecord
+from controlplane.store.tables import Model
 from dataplane.protocol.connections import BodyWriter, body_writer
 from dataplane.protocol.messages import Finished, Pooled, Started, Token
 from dataplane.protocol.records import RecordedEvent, TextRecord
@@ -36,19 +38,20 @@ Origin = Annotated[str | None, Header(alias="x-tidepool-region", description="re
 async def answer(
     request: Request,
     query: Query,
-    renderer: Renderer,
+    make_renderer: Callable[[Query], Renderer],
     *,
     stream: bool,
     origin: str | None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The answer to a query, as its renderer makes it. `origin`: the region that the client names. `headers`: further
-    ones of a stream's answer.
+    """The answer to a query, as the renderer of the query to its model makes it. `origin`: the region that the client
+    names. `headers`: further ones of a stream's answer.
 
     Raises:
         TidepoolError: the query is refused, or failed before the first event of its stream.
     """
     answering, events = await begin(request, query, origin)
+    renderer = make_renderer(answering.query.query)
     if not stream:
         whole = await unless_gone(request, whole_answer(events, answering.query, renderer))
         return Response(msgspec.json.encode(whole), media_type="application/json", headers=answering.headers())
@@ -60,7 +63,8 @@ async def answer(
 
 
 async def begin(request: Request, query: Query, origin: str | None) -> tuple["Answering", ChoiceStream]:
-    """A query that the caller may ask, and its events; the first `anext` of them admits and sends it.
+    """A query that the caller may ask, to the model that answers it, and its events; the first `anext` of them admits
+    and sends it.
 
     Raises:
         UnknownModelError: no such model, or none that the caller's key may use.
@@ -70,8 +74,8 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     state, own = state_of(request), request.state
     record: RequestRecord = own.record
     record.model, record.tier = plain(query.model), query.tier.value
-    model = await state.fleet.model(query.model)
-    require_model(own.caller, model.name)
+    model = await model_for(request, query.model, conversation_name(query.prompts[0], query.prompt_cache_key))
+    query, record.model = query.of_model(model.name), model.name
     messages = query.choices(own.request_id)
     attempt = await _attempt(request, own.caller.tenant)
     in_flight = InFlightQuery.of(
@@ -80,6 +84,21 @@ async def begin(request: Request, query: Query, origin: str | None) -> tuple["An
     answering = Answering(state, in_flight, arrived_s, attempt, record, own.stages)
     own.stages.end(Stage.PREPARE)
     return answering, state.limits.limited(request, in_flight, answering.events())
+
+
+async def model_for(request: Request, name: str, conversation: bytes = b"") -> Model:
+    """The model that answers the caller's request for a name, which may be an alias. A key that is for an alias need
+    not be for its models.
+
+    Raises:
+        UnknownModelError: there is neither a model nor an alias of the name, or none that the caller's key may use.
+    """
+    state, caller = state_of(request), request.state.caller
+    model = await state.fleet.asked(name, caller.tenant.encode() + b"/" + conversation)
+    require_model(caller, name)
+    if name in state.fleet.aliases():
+        state.metrics.series(state.metrics.alias_requests, name, model.name).inc()
+    return model
 
 
 async def _attempt(request: Request, tenant: str) -> Attempt:

@@ -98,7 +98,9 @@ class AnswerMeasure:
             self._metrics.series(self._metrics.refusals, *self._labels, outcome_label(error.code)).inc()
 
     def _count(self, missed: list[str], tokens: int = 0, in_time: int = 0) -> None:
-        self.kept = Kept(answers=1, kept=int(not missed), tokens=tokens, tokens_in_time=in_time)
+        self.kept = Kept(
+            answers=1, kept=int(not missed), tokens=tokens, tokens_in_time=in_time, failed=int("failed" in missed)
+        )
         self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()
         for objective in missed:
             self._metrics.series(self._metrics.slo_violations, *self._labels, objective).inc()

@@ -1,6 +1,7 @@
 """Chat completions and completions."""
 
 import re
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -38,10 +39,10 @@ async def completions(body: CompletionRequest, request: Request, origin: Origin 
 
 async def _answer(endpoint: str, body: AnyRequest, request: Request, origin: str | None) -> Response:
     options = body.stream_options or StreamOptions()
-    query = body.query(tier=body.tier())
-    renderer = ENDPOINTS[endpoint].renderer(
-        query, answer_id=request.state.request_id, include_usage=bool(options.include_usage)
+    renderer = partial(
+        ENDPOINTS[endpoint].renderer, answer_id=request.state.request_id, include_usage=bool(options.include_usage)
     )
+    query = body.query(tier=body.tier())
     return await answer(request, query, renderer, stream=bool(body.stream), origin=origin, headers=_warning(options))
 
 

@@ -1,5 +1,7 @@
 """Embeddings, scores of pairs of texts, and documents by their rank."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -40,11 +42,11 @@ async def rerank(body: RerankRequest, request: Request, origin: Origin = None) -
 
 async def _scored(endpoint: str, body: ScoreRequest | RerankRequest, request: Request, origin: str | None) -> Response:
     """The answer of a model that scores pairs, or of one that embeds each text."""
-    model = await state_of(request).fleet.model(body.model)
+    model = await state_of(request).fleet.asked(body.model)
     query = body.query(tier=body.tier(), task="embed" if model.task == "embed" else "score")
     return await _answer(endpoint, query, request, origin)
 
 
 async def _answer(endpoint: str, query: Query, request: Request, origin: str | None) -> Response:
-    renderer = ENDPOINTS[endpoint].renderer(query, answer_id=request.state.request_id)
+    renderer = partial(ENDPOINTS[endpoint].renderer, answer_id=request.state.request_id)
     return await answer(request, query, renderer, stream=False, origin=origin)

@@ -45,8 +45,8 @@ async def create(body: ResponseRequest, request: Request, caller: Client, origin
     request.state.record.model, request.state.record.tier = plain(body.model), body.tier().value
     earlier = await state.responses.items_before(body.previous_response_id, tenant=caller.tenant)
     query = body.query(tier=body.tier(), earlier=earlier)
-    renderer = ResponseRenderer(query, answer_id=uuid_utils.uuid7().hex)
     answering, events = await begin(request, query, origin)
+    renderer = ResponseRenderer(answering.query.query, answer_id=uuid_utils.uuid7().hex)
     if body.background:
         started = await start_in_background(request, body, renderer, events)
         return Response(msgspec.json.encode(started), media_type="application/json")

@@ -1,9 +1,10 @@
 """The tokens of a text and the text of tokens, as vLLM's server answers them."""
 
+import msgspec
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 
-from controlplane.api.auth import require_model
+from controlplane.api.openai.answering import model_for
 from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import state_of
 from controlplane.serving.agent_client import Answered
@@ -56,7 +57,7 @@ async def ask_node(request: Request, path: str, question: Tokenize | Detokenize,
         TidepoolError: the question is refused, or no instance answers it.
     """
     state = state_of(request)
-    model = await state.fleet.model(question.model)
-    require_model(request.state.caller, model.name)
+    model = await model_for(request, question.model)
+    question = msgspec.structs.replace(question, model=model.name)
     async with state.limits.one_request(request, model.name):
         return await state.questions.ask(path, question, kind, origin=state.settings.region)

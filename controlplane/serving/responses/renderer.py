@@ -20,7 +20,7 @@ class ResponseRenderer(Renderer):
     def __init__(self, query: Query, *, answer_id: str, include_usage: bool = False) -> None:
         super().__init__(query, answer_id=answer_id, include_usage=include_usage)
         self.response_id = f"resp_{answer_id}"
-        head = {"id": self.response_id, "created_at": int(time.time()), **query.options}
+        head = {"id": self.response_id, "created_at": int(time.time()), **query.options, "model": query.model}
         self.writer = ResponseWriter(head)
 
     def whole(self, answers: Sequence[ChoiceAnswer], usage: TokenUsage) -> dict[str, Any]:

@@ -1,27 +1,42 @@
 """What it takes to make a fleet as a file declares it: a pure comparison."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ops.client.fleet_file.resources import (
+    ALIAS,
     ENDPOINT,
     GPU_TYPE,
     KINDS,
     LATENCY,
     MODEL,
+    PIN,
     PROFILE,
     REGION,
+    Key,
+    Kind,
     Resource,
     Resources,
 )
 
 Action = Literal["create", "change", "delete"]
-REFERENCES = {
+_REFERENCES = {
     LATENCY.name: (REGION, REGION),
     PROFILE.name: (MODEL, GPU_TYPE),
     ENDPOINT.name: (MODEL, REGION),
 }
 """Kind -> the kinds that its key's parts name."""
+
+
+def references_of(resource: Resource) -> Iterator[tuple[Kind, Key]]:
+    """What a thing needs: the kind and the key of each."""
+    for kind, name in zip(_REFERENCES.get(resource.kind.name, ()), resource.key, strict=False):
+        yield kind, (name,)
+    if resource.kind is ALIAS:
+        yield from ((MODEL, (model,)) for model in resource.fields["targets"])
+    if resource.kind is PIN:
+        yield ENDPOINT, resource.key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +94,8 @@ def _change(before: Resource | None, declared: Resource, *, owner: str, adopt: b
 def missing_references(present: Resources, declared: Resources) -> list[str]:
     """What the file names and neither has nor finds."""
     return [
-        f"{resource.title}: {kind.name} '{name}' is neither in the file nor registered"
+        f"{resource.title}: {kind.name} '{' / '.join(key)}' is neither in the file nor registered"
         for resource in declared.values()
-        for kind, name in zip(REFERENCES.get(resource.kind.name, ()), resource.key, strict=False)
-        if (kind.name, (name,)) not in present and (kind.name, (name,)) not in declared
+        for kind, key in references_of(resource)
+        if (kind.name, key) not in present and (kind.name, key) not in declared
     ]

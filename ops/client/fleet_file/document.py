@@ -3,6 +3,7 @@
 from pydantic import Field, model_validator
 
 from controlplane.declarations import (
+    AliasChange,
     Body,
     GpuTypeChange,
     GpuTypeName,
@@ -47,6 +48,7 @@ class FleetFile(Body):
     latencies: dict[RegionName, dict[RegionName, Milliseconds]] = Field(default_factory=dict)
     gpu_types: dict[GpuTypeName, GpuTypeChange] = Field(default_factory=dict)
     models: dict[ModelName, DeclaredModel] = Field(default_factory=dict)
+    aliases: dict[ModelName, AliasChange] = Field(default_factory=dict)
     tenants: dict[Tenant, TenantChange] = Field(default_factory=dict)
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from typing import Any
 import yaml
 
 from ops.client.fleet_file.resources import (
+    ALIAS,
     ENDPOINT,
     GPU_TYPE,
     LATENCY,
@@ -40,6 +41,7 @@ def export_text(present: Resources) -> str:
         "latencies": latencies,
         "gpu_types": {each.key[0]: _said(each) for each in of(GPU_TYPE)},
         "models": models,
+        "aliases": {each.key[0]: _said(each) for each in of(ALIAS)},
         "tenants": {each.key[0]: _said(each) for each in of(TENANT)},
     }
     return str(yaml.safe_dump(file, sort_keys=False, allow_unicode=True, width=120))

@@ -1,10 +1,10 @@
 """What to delete of that which a file made before and names no more: a pure comparison."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ops.client.api import Api
-from ops.client.fleet_file.changes import REFERENCES, Change
-from ops.client.fleet_file.resources import ENDPOINT, KINDS, PIN, Key, Resource, Resources
+from ops.client.fleet_file.changes import Change, references_of
+from ops.client.fleet_file.resources import ENDPOINT, KINDS, Resources
 
 _NAMED_MAX = 3
 
@@ -21,7 +21,11 @@ def choose_deletions(
     changes: list[Change] = []
     offered = {key[1][0] for key in staying if key[0] == ENDPOINT.name and key not in leaving}
     for key, resource in sorted(leaving.items(), key=lambda item: -order[item[0][0]]):
-        users = [user.title for each, user in staying.items() if each != key and key in _used_by(user)]
+        users = [
+            user.title
+            for each, user in staying.items()
+            if each != key and any((kind.name, used) == key for kind, used in references_of(user))
+        ]
         refused = f"it is needed by {_names(users)}, which stays" if users else None
         model = resource.key[0]
         if refused is None and resource.kind is ENDPOINT and model not in offered and open_batches.get(model):
@@ -39,14 +43,6 @@ def read_open_batches(api: Api, present: Resources, *, owner: str) -> dict[str, 
         model: [batch["id"] for batch in api.pages("/admin/batches", model=model, ended=False)["data"]]
         for model in sorted(models)
     }
-
-
-def _used_by(user: Resource) -> Iterator[tuple[str, Key]]:
-    """What a thing needs."""
-    if user.kind is PIN:
-        yield ENDPOINT.name, user.key
-    for kind, name in zip(REFERENCES.get(user.kind.name, ()), user.key, strict=False):
-        yield kind.name, (name,)
 
 
 def _names(names: Sequence[str]) -> str:

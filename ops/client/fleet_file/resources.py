@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from controlplane.declarations import (
+    AliasChange,
     Body,
     EndpointChange,
     GpuTypeChange,
@@ -43,9 +44,10 @@ GPU_TYPE = Kind(name="GPU type", path="/admin/gpu-types", keys=("name",), body=G
 MODEL = Kind(name="model", path="/admin/models", keys=("name",), body=ModelChange)
 PROFILE = Kind(name="profile", path="/admin/profiles", keys=("model", "gpu_type"), body=Profile)
 ENDPOINT = Kind(name="endpoint", path="/admin/endpoints", keys=("model", "region"), body=EndpointChange)
+ALIAS = Kind(name="alias", path="/admin/aliases", keys=("name",), body=AliasChange)
 PIN = Kind(name="pin", path="/admin/pins", keys=("model", "region"), body=NewPin)
 TENANT = Kind(name="tenant", path="/admin/tenants", keys=("name",), body=TenantChange)
-KINDS = (REGION, LATENCY, GPU_TYPE, MODEL, PROFILE, ENDPOINT, PIN, TENANT)
+KINDS = (REGION, LATENCY, GPU_TYPE, MODEL, PROFILE, ENDPOINT, ALIAS, PIN, TENANT)
 """In the order in which they are made: each needs some before it only."""
 
 
@@ -110,6 +112,8 @@ def _declared(file: FleetFile, now: datetime) -> Iterator[Resource]:
                 until = endpoint.pin.until.astimezone(UTC)
                 pin = endpoint.pin.model_copy(update={"until": until}).model_dump(mode="json")
                 yield Resource(kind=PIN, key=key, fields=pin)
+    for name, alias in file.aliases.items():
+        yield Resource(kind=ALIAS, key=(name,), fields=alias.model_dump())
     for name, tenant in file.tenants.items():
         yield Resource(kind=TENANT, key=(name,), fields=tenant.model_dump())
 

@@ -9,21 +9,30 @@ from controlplane.policies.lifecycle import (
     BATCH_REQUEST,
     INSTANCE,
     PLAN,
+    ROLLOUT,
     BatchRequestState,
     BatchState,
     InstanceState,
     PlanState,
+    RolloutState,
     can_move,
     require_move,
     terminal_states,
 )
 
-MACHINES = [(INSTANCE, InstanceState), (PLAN, PlanState), (BATCH, BatchState), (BATCH_REQUEST, BatchRequestState)]
+MACHINES = [
+    (INSTANCE, InstanceState),
+    (PLAN, PlanState),
+    (BATCH, BatchState),
+    (BATCH_REQUEST, BatchRequestState),
+    (ROLLOUT, RolloutState),
+]
 FIRST = {
     InstanceState: InstanceState.PENDING,
     PlanState: PlanState.DRAFT,
     BatchState: BatchState.VALIDATING,
     BatchRequestState: BatchRequestState.WAITING,
+    RolloutState: RolloutState.IN_PROGRESS,
 }
 
 
@@ -54,6 +63,7 @@ def test_every_state_is_in_its_table_reachable_and_can_end(
     [
         (INSTANCE, {InstanceState.STOPPED}),
         (PLAN, {PlanState.SUPERSEDED, PlanState.FAILED, PlanState.ROLLED_BACK, PlanState.REJECTED}),
+        (ROLLOUT, {RolloutState.DONE, RolloutState.ROLLED_BACK}),
         (BATCH, {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}),
         (
             BATCH_REQUEST,
