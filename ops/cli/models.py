@@ -15,6 +15,7 @@ from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
 from ops.cli.model_convert import convert_model, folder_of
+from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate, require_choice
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table, same
@@ -100,6 +101,7 @@ models.command("convert")(convert_model)
     "tidepool model add qwen3-8b --path /models/qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml",
     "tidepool model add qwen3-8b --path hf://Qwen/Qwen3-8B --tokens-per-s H800=12000 --slo IW-F=0.5,0.05",
     "tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile",
+    "tidepool model add qwen3-8b-r2 --path /models/qwen3-8b-r2 --like qwen3-8b      then tidepool rollout start",
     "tidepool model add my-tune --path /models/my-tune --tool-parser hermes --reasoning-parser none",
     "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
 )
@@ -113,6 +115,13 @@ def add_model(
     region: Annotated[list[str] | None, typer.Option(help="Offer it in this region. May be repeated.")] = None,
     minimum: Annotated[int, typer.Option("--min", min=0, help="Instances kept in each region.")] = 0,
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Take over this model's profiles and regions where none are named; no instance starts.",
+        ),
+    ] = None,
     latency: LatencyFiles = None,
     slo: Objectives = None,
     engine: Engine = "auto",
@@ -143,17 +152,21 @@ def add_model(
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
-        profiled = list(rates) or _require_profiles(api, name)
+        copied = [] if like is None else profiles_of(api, like, but=rates)
+        profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
         made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
+        made["profiles"] += copy_profiles(api, copied, name)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
         made["endpoints"] = _put_endpoints(api, endpoint, region or [])
+        made["endpoints"] += [] if like is None else copy_endpoints(api, like, name, but=region or [])
     if as_json:
         print_json(made)
         return
+    regions = [row["region"] for row in made["endpoints"]]
     typer.echo(f"model {name} is registered: {_sizes_text(made['model'])}")
-    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(region or []) or 'none'}")
-    if region and not minimum:
+    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(regions) or 'none'}")
+    if regions and not minimum:
         notes().print("no instance starts until a plan or demand needs one; --min 1 keeps an instance ready")
 
 

@@ -333,9 +333,9 @@ class World:
         with self.database.transaction() as session:
             session.execute(text("UPDATE fleet SET created_at = now() + interval '1 day'"))
 
-    def key(self, role: Role = Role.CLIENT, tenant: str = "acme") -> str:
+    def key(self, role: Role = Role.CLIENT, tenant: str = "acme", models: Sequence[str] | None = None) -> str:
         with self.database.transaction() as session:
-            return make_key(session, name=f"{role}-{tenant}", role=role, tenant=tenant).secret
+            return make_key(session, name=f"{role}-{tenant}", role=role, tenant=tenant, models=models).secret
 
     def join(self, name: str, *, url: str = "http://127.0.0.1:9", region: str = "us-east", slots: int = 2) -> None:
         spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30) for _ in range(slots))
@@ -353,17 +353,19 @@ class World:
                 set_desired(session, [made.id], desired)
             return made.id
 
-    def serve(self, name: str, url: str, *, region: str = "us-east", used: float = 0.0) -> str:
+    def serve(self, name: str, url: str, *, region: str = "us-east", used: float = 0.0, model: str = MODEL) -> str:
         """A node with one ready instance that reports `used` of its KV; the instance's id."""
         self.join(name, url=url, region=region)
-        instance_id = self.place(name)
-        self.report(name, instance_id, region=region, url=url, used=used)
+        instance_id = self.place(name, model=model)
+        self.report(name, instance_id, region=region, url=url, used=used, model=model)
         return instance_id
 
-    def report(self, node: str, instance_id: str, *, region: str, url: str, used: float = 0.0) -> None:
+    def report(
+        self, node: str, instance_id: str, *, region: str, url: str, used: float = 0.0, model: str = MODEL
+    ) -> None:
         seen = InstanceReport(
             instance_id=instance_id,
-            model=MODEL,
+            model=model,
             slot=0,
             state="ready",
             kv_used_bytes=int(used * KV_BYTES),

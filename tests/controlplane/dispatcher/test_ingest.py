@@ -12,6 +12,7 @@ from sqlalchemy.exc import OperationalError
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.errors import UnavailableError
 from controlplane.store import queue
+from controlplane.store.aliases import put_alias
 from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
 from controlplane.store.blobs.base import BlobStore
@@ -231,3 +232,27 @@ def test_trouble_for_longer_than_its_window_ends_a_batch(world: World, blobs: Bl
     assert (batch.state, error["code"]) == ("failed", "attempts_exhausted")
     assert "its files cannot be read or written (Input/output error)" in error["message"]
     assert "/a/path" not in error["message"]
+
+
+def test_the_lines_of_an_alias_get_its_main_model(world: World, blobs: BlobStore) -> None:
+    world.add_model("tide-2")
+    with world.database.transaction() as session:
+        put_alias(session, "chat", {"tide": 5, "tide-2": 95})
+        put_alias(session, "tide", {"tide": 0, "tide-2": 1})
+    lines = [line("a", body={"model": "chat"}), line("b"), line("c", body={"model": "tide-2"})]
+    assert ingest(world, blobs, *lines).state == "in_progress"
+    rows = requests_of(world)
+    with world.database.transaction() as session:
+        assert set(session.scalars(select(QueuedRequest.model))) == {"tide-2"}
+    assert {msgspec.convert(row.body, Generate).model for row in rows} == {"tide-2"}
+
+
+def test_a_key_for_an_alias_may_put_it_in_a_batch_and_nothing_else(world: World, blobs: BlobStore) -> None:
+    with world.database.transaction() as session:
+        put_alias(session, "chat", {"tide": 1})
+    batch_id = submitted(world, blobs, line("a", body={"model": "chat"}), line("b"))
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE batches SET models = '[\"chat\"]'"))
+    assert world.step(VALIDATE, blobs) == batch_id
+    [error] = world.batch(batch_id).errors["data"]
+    assert (error["code"], error["line"]) == ("model_not_found", 2)

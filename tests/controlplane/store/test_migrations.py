@@ -36,6 +36,7 @@ CHOICES = {
     ("instances", "came_from"): "torch",
     ("engine_failures", "engine"): "vllm",
     ("spot_leases", "end_reason"): "returned",
+    ("rollouts", "state"): "done",
     ("demand_buckets", "kind"): "IW",
     ("demand_spans", "until_s"): 2,
     ("api_keys", "role"): "node",
