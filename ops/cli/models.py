@@ -91,6 +91,16 @@ ReasoningParserChoice = Annotated[
         help="How it writes reasoning; default: as its chat template suggests. deepseek_r1: always first.",
     ),
 ]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL", help="Take over this model's profiles and regions where none are named; no instance starts."
+    ),
+]
+PrivateHosts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
+]
 models = typer.Typer(no_args_is_help=True, help="Models: checkpoints in Hugging Face format, or GGUF files.")
 models.command("convert")(convert_model)
 
@@ -115,13 +125,7 @@ def add_model(
     region: Annotated[list[str] | None, typer.Option(help="Offer it in this region. May be repeated.")] = None,
     minimum: Annotated[int, typer.Option("--min", min=0, help="Instances kept in each region.")] = 0,
     maximum: Annotated[int, typer.Option("--max", min=0, help="Instances at most in each region.")] = 4,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Take over this model's profiles and regions where none are named; no instance starts.",
-        ),
-    ] = None,
+    like: Like = None,
     latency: LatencyFiles = None,
     slo: Objectives = None,
     engine: Engine = "auto",
@@ -129,17 +133,13 @@ def add_model(
     task: TaskChoice = None,
     tool_parser: ToolParserChoice = None,
     reasoning_parser: ReasoningParserChoice = None,
-    private_host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST|NETWORK", help="Read from here though it is not public. May be repeated."),
-    ] = None,
+    private_host: PrivateHosts = None,
     to: ConvertTo = None,
     as_json: AsJson = False,
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
-    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     require_choice("--engine", engine, EngineChoice)
     require_choice("--task", task, Task)
     require_choice("--tool-parser", tool_parser, ToolParserName)
@@ -148,7 +148,7 @@ def add_model(
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
     body = _described(path, to, private_host or [], task) | {"slo": objectives or None, "engine": engine}
-    body |= parsers
+    body |= {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])

@@ -112,3 +112,18 @@ def test_a_file_that_cannot_be_read_is_named(served: Run, tmp_path: Path) -> Non
     outcome = served("apply", "-f", tmp_path / "none.yaml")
     assert outcome.status == 1
     assert "none.yaml cannot be read" in outcome.err
+
+
+def test_an_alias_needs_its_models_and_is_pruned_before_them(served: Run, tmp_path: Path) -> None:
+    assert served("apply", "-f", EXAMPLE).status == 0
+    assert served("alias", "show", "chat", "--json").json["targets"] == {"qwen3-8b": 1}
+    file = tmp_path / "fleet.yaml"
+    file.write_text(EXAMPLE.read_text().replace("{qwen3-8b: 1}", "{nobody: 1}"))
+    refused = served("apply", "-f", file)
+    assert refused.status == 1
+    assert "alias chat: model 'nobody' is neither in the file nor registered" in refused.err
+    file.write_text("regions: {us-east: {}}\n")
+    pruned = served("apply", "-f", file, "--prune", "--yes", "--json")
+    assert pruned.status == 0, pruned.out
+    kinds = [change["kind"] for change in pruned.json["changes"]]
+    assert kinds.index("alias") < kinds.index("model")
