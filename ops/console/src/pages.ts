@@ -18,6 +18,7 @@ export interface Page {
 export const PAGES: readonly Page[] = [
   { path: "overview", title: "Overview", group: "Fleet", key: "o", role: "viewer", load: () => import("./pages/Overview.svelte") },
   { path: "models", title: "Models", group: "Fleet", key: "m", role: "viewer", load: () => import("./pages/ModelsPage.svelte") },
+  { path: "aliases", title: "Aliases", group: "Fleet", key: "i", role: "viewer", load: () => import("./pages/AliasesPage.svelte") },
   { path: "pools", title: "Pools", group: "Fleet", key: "l", role: "viewer", load: () => import("./pages/PoolsPage.svelte") },
   { path: "nodes", title: "Nodes", group: "Fleet", key: "n", role: "viewer", load: () => import("./pages/NodesPage.svelte") },
   { path: "batches", title: "Batches", group: "Work", key: "b", role: "viewer", load: () => import("./pages/BatchesPage.svelte") },
