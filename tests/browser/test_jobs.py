@@ -87,6 +87,35 @@ def test_instances_move_under_an_open_page(signed_in: SignIn, stack: LocalStack,
     assert seen.evaluate("() => window.mark === 1"), "nobody has loaded the page again"
 
 
+def test_a_roll_out_is_started_and_rolled_back(signed_in: SignIn, admin: Api) -> None:
+    admin.put("/admin/aliases/surf", {"targets": {"flood": 1}})
+    person = signed_in("operator")
+    person.open("#/aliases")
+    page = person.page
+    page.get_by_role("button", name="Start a roll-out …").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Alias, or a model's own name").fill("surf")
+    dialog.get_by_label("Candidate, a registered model").fill("ebb")
+    dialog.get_by_label("Its shares, percent").fill("50, 50")
+    dialog.get_by_role("button", name="Start", exact=True).click()
+    assert admin.get("/admin/rollouts")["data"] == [], "shares that do not rise are not sent"
+    dialog.get_by_label("Its shares, percent").fill("50, 100")
+    _confirm(page, "Start")
+    row = page.get_by_role("table", name="Roll-outs").get_by_role("row").filter(has_text="surf")
+    row.get_by_text("50 % of 50, 100").wait_for()
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=PICTURES / "rollout.png", full_page=True)
+    assert serious_faults(page) == []
+    assert admin.get("/admin/aliases/surf")["targets"] == {"ebb": 1, "flood": 1}
+    row.get_by_role("button", name="Pause").click()
+    row.get_by_role("button", name="Resume").click()
+    row.get_by_role("button", name="Roll back …").click()
+    _confirm(page, "Roll back")
+    row.get_by_text("rolled back by").wait_for()
+    assert admin.get("/admin/aliases/surf")["targets"] == {"flood": 1}
+    admin.delete("/admin/aliases/surf")
+
+
 def test_a_node_is_drained_and_put_back(signed_in: SignIn, admin: Api) -> None:
     person = signed_in("operator")
     page = person.page
