@@ -20,6 +20,7 @@ from controlplane.policies.health import CircuitSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.circuits import Circuits
+from controlplane.serving.expected_lengths import ExpectedLengths
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight import EventStream, InFlightRequest
 from controlplane.serving.prompt_prefixes import CachedPrefixes, SentPrompt
@@ -45,6 +46,7 @@ class Sender:
         )
         self._circuits = Circuits(CircuitSettings(open_max_s=settings.circuit_open_max_s))
         self._prefixes = CachedPrefixes(settings.prefix_index_keys_max)
+        self._lengths = ExpectedLengths()
 
     async def send(self, request: InFlightRequest, facts: RoutingFacts | None = None) -> EventStream:
         """The events of the stream: `Started` from each instance that takes the request, then what it answers.
@@ -61,7 +63,8 @@ class Sender:
                 route = await self._next_route(request, facts)
             facts = None
             cached = route.cached_tokens
-            sending = self._fleet.note_sent(route.instance_id, request.tokens - cached, request.input_tokens - cached)
+            tokens = request.input_tokens - cached
+            sending = self._fleet.note_sent(route.instance_id, tokens + self._lengths.to_come(request), tokens)
             prompt = self._prefixes.begin(request.prefix, route)
             self._circuits.note_sent(route)
             request.routes.append(route)
@@ -89,6 +92,7 @@ class Sender:
                     self._fleet.note_ended(route.instance_id, sending)
                 if request.end is not None:
                     prompt.note_end(request.end)
+                    self._lengths.note(request.message.model, request.end)
                 return
 
     def _require_another(self, request: InFlightRequest, error: NodeError) -> None:

@@ -242,7 +242,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         batch = running.decoding[: self._settings.batch_max]
         step_s = running.estimate.decode_s(sum(sequence.cached for sequence in batch), max(len(batch), 1))
         out_bytes_per_s, in_bytes_per_s = self._kv.link_bytes_per_s(kv)
-        ends = [sequence.remaining_tokens for model in self._models.values() for sequence in model.decoding]
+        ends = [model.tokens_to_come(sequence) for model in self._models.values() for sequence in model.decoding]
         return PressureFacts(
             remap_wait_s=wait_s,
             victim=None if shortage.victim is None else self._victim(shortage.victim),

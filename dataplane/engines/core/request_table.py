@@ -164,7 +164,9 @@ class RequestTable(Generic[KvT]):
         if request.pooling:
             self.forget(request.request_id)
             return EngineOutput(request_id=request.request_id, values=sequence.values, finish_reason="stop")
+        lengths = self._models[sequence.model].lengths
         if token is None:
+            lengths.note(sequence.generated)
             self.forget(request.request_id)
             return EngineOutput(request_id=request.request_id, cached_tokens=cached_tokens, finish_reason="stop")
         sequence.tokens.append(token)
@@ -173,6 +175,7 @@ class RequestTable(Generic[KvT]):
             return EngineOutput(
                 request_id=request.request_id, token_ids=(token,), scores=scores, cached_tokens=cached_tokens
             )
+        lengths.note(sequence.generated, cut=True)
         self.forget(request.request_id)
         return EngineOutput(
             request_id=request.request_id,

@@ -74,11 +74,6 @@ class TokenSequence(Struct, Generic[KvT], eq=False, kw_only=True, weakref=True):
         return not self.prefilled and self.generated == len(self.request.generated)
 
     @property
-    def remaining_tokens(self) -> int:
-        """Prompt tokens not yet prefilled, and tokens still to make."""
-        return max(0, len(self.request.prompt) - self.cached) + self.request.answer_tokens_max - self.generated
-
-    @property
     def kv_tokens(self) -> int:
         """Tokens that need KV for its prefill, and for the first token of its answer if it has one."""
         return len(self.tokens) + (not self.request.pooling)

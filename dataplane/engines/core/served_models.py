@@ -11,6 +11,7 @@ from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.kv import DEVICE, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.interface import EngineRequest
+from dataplane.protocol.answer_lengths import AnswerLengths
 from dataplane.protocol.errors import BadRequestError
 from dataplane.protocol.messages import Task
 from dataplane.scheduling.costs import CostEstimate
@@ -24,7 +25,7 @@ class ServedModel(ABC, Generic[KvT]):
     """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV at any
     location, in the order of service. `vocabulary` None accepts any token. `task`: what it answers with. `prefill_s`:
     recent mean of its prefill steps; None before the first. `load_order`: its position in the order of loading.
-    `constraints`: compiles those of its requests; None: it follows none.
+    `constraints`: compiles those of its requests; None: it follows none. `lengths`: of its answers.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ServedModel(ABC, Generic[KvT]):
     prefill_s: float | None = None
     load_order: int = 0
     constraints: ConstraintCompiler | None = None
+    lengths: AnswerLengths = field(default_factory=AnswerLengths)
     _decoding: list[TokenSequence[KvT]] | None = field(default=None, init=False)
 
     @property
@@ -57,6 +59,14 @@ class ServedModel(ABC, Generic[KvT]):
         if self.constraints is None:
             raise BadRequestError(f"{self.name} follows no constraint", param="constraint")
         return self.constraints.matcher(request.constraint, prompt_tokens=len(request.prompt))
+
+    def tokens_to_come(self, sequence: TokenSequence[KvT]) -> int:
+        """Tokens of a sequence's answer that are still to be made, as far as can be expected."""
+        return self.lengths.rest(sequence.generated, sequence.request.answer_tokens_max)
+
+    def remaining_tokens(self, sequence: TokenSequence[KvT]) -> int:
+        """Prompt tokens not yet prefilled, and tokens still to make."""
+        return max(0, len(sequence.request.prompt) - sequence.cached) + self.tokens_to_come(sequence)
 
     @property
     def decoding(self) -> list[TokenSequence[KvT]]:

@@ -360,7 +360,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             kv_tokens_max=self._kv_tokens_max(model),
             kv_used_bytes=used_bytes,
             kv_capacity_bytes=used_bytes + self._kv_free_bytes(model),
-            remaining_tokens=sum(sequence.remaining_tokens for sequence in mine),
+            remaining_tokens=sum(model.remaining_tokens(sequence) for sequence in mine),
             running=running,
             waiting=len(mine) - running,
         )

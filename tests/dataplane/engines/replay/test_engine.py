@@ -220,3 +220,13 @@ def test_embeddings_are_unit_vectors_and_scores_shares_of_the_prompt_alone() -> 
     assert all(math.hypot(*values) == pytest.approx(1) for values in embeddings.values())
     assert embeddings["r10"] != embeddings["r20"]
     assert all(0 <= score < 1 for (score,) in scores.values())
+
+
+def test_what_an_answer_may_take_is_not_what_it_is_expected_to_take() -> None:
+    engine, _ = engine_with(replace(SETTINGS, mean_tokens=5))
+    for number in range(200):
+        engine.add(request(f"r{number}", prompt=1, max_tokens=80))
+        drain(engine)
+    engine.add(request("long", prompt=10, max_tokens=80))
+    (stats,) = engine.stats().instances
+    assert 10 < stats.remaining_tokens < 25
