@@ -52,7 +52,6 @@ class NewestPrimary:
     def _timeline_of(connection: Any) -> str:
         """The timeline of the connection's server, which stays with the connection; empty for a standby."""
         row = connection.execute(_TIMELINE).fetchone()
-        connection.rollback()
         connection.timeline = row[0] or ""
         return str(connection.timeline)
 

@@ -1,42 +1,49 @@
 """Engines and transactions. One request or task, one transaction, committed at the edge."""
 
 import functools
-import math
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psycopg
-from sqlalchemy import Engine, ExceptionContext, create_engine, event, make_url, text
-from sqlalchemy.exc import ResourceClosedError
+from sqlalchemy import Connection as SqlConnection
+from sqlalchemy import Engine, Executable, ExceptionContext, create_engine, event, make_url, text
+from sqlalchemy.engine.interfaces import ExecutionContext
+from sqlalchemy.exc import DisconnectionError, ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
 
 from controlplane.settings import Settings
+from controlplane.store.connection import Connection
 from controlplane.store.newest_primary import NewestPrimary
 
 _CLOSE_TIMEOUT_S = 10.0
 _SILENT_SERVER_MS = 10_000
 _LOST = frozenset({"25006", "57P01", "57P02", "57P03"})
 """States of SQL that say: this server takes no writes, ends, or does not answer yet."""
+_ALONE, _DEFERRED = "tidepool_alone", "tidepool_deferred"
+"""Execution options: of connections whose statements are no transaction, and of statements that are sent later."""
 
 
 def make_engine(settings: Settings) -> Engine:
-    """A connection pool to Postgres. Connections are checked before use, so a restarted server heals by itself;
-    a connection that is lost silently is noticed within about ten seconds. An error that says that the server is not
-    the primary any more drops all pooled connections: the next ones are made to the one that is.
+    """A connection pool to Postgres. A connection that its server has ended is not used again, so a restarted server
+    heals by itself; one that is lost silently is noticed within about ten seconds. An error that says that the server
+    is not the primary any more drops all pooled connections: the next ones are made to the one that is.
     """
     engine = create_engine(
         settings.database_url.get_secret_value(),
         pool_size=settings.database_pool_size,
         max_overflow=0,
         pool_timeout=settings.database_timeout_s,
-        pool_pre_ping=True,
         hide_parameters=True,  # an error in the log must not hold prompts, answers or hashes of keys
         connect_args=connect_args(settings),
     )
-    event.listen(engine, "handle_error", _note_loss)
+    for name, listener in (
+        ("handle_error", _note_loss),
+        ("checkout", _check_quiet),
+        ("begin", _begin),
+        ("do_execute", _defer),
+    ):
+        event.listen(engine, name, listener)
     several = "," in str(engine.url.query.get("host", ""))
     newest = NewestPrimary(engine) if several else None
     connect = functools.partial(_connect, commit_max_s=settings.database_timeout_s, newest=newest)
@@ -44,54 +51,39 @@ def make_engine(settings: Settings) -> Engine:
     return engine
 
 
-class CommitTimeoutError(psycopg.OperationalError):
-    """A commit waited for another region for too long: nobody knows whether it is in effect, so nobody is told."""
-
-
-class BoundedConnection(psycopg.Connection[Any]):
-    """A connection whose commits wait for `commit_max_s` seconds at most. The server would wait without end for a
-    standby that a commit needs, and must not be asked to cancel: it would call the commit done.
-    """
-
-    commit_max_s = math.inf
-    timeline = ""
-
-    def commit(self) -> None:
-        self._until_s = time.monotonic() + self.commit_max_s
-        try:
-            super().commit()
-        finally:
-            del self._until_s
-
-    def wait(self, gen: Any, *args: Any, **named: Any) -> Any:
-        """Drive a generator of the driver; within `commit` until its time is over."""
-        until_s = getattr(self, "_until_s", None)
-        return super().wait(gen if until_s is None else self._bounded(gen, until_s), *args, **named)
-
-    def _bounded(self, gen: Any, until_s: float) -> Any:
-        """The same generator. It is resumed at least ten times a second, with nothing ready."""
-        try:
-            wanted = next(gen)
-            while True:
-                ready = yield wanted
-                if not ready and time.monotonic() > until_s:
-                    self.close()
-                    raise CommitTimeoutError("the commit waited for another region for too long")
-                wanted = gen.send(ready)
-        except StopIteration as end:
-            return end.value
-
-
 def _connect(
     _dialect: Any, _record: Any, _args: Any, parameters: Any, *, commit_max_s: float, newest: NewestPrimary | None
-) -> BoundedConnection:
-    connection = (
-        BoundedConnection.connect(**parameters)
-        if newest is None
-        else newest.connect(BoundedConnection.connect, parameters)
-    )
+) -> Connection:
+    parameters = {**parameters, "autocommit": True}  # `_begin` begins
+    connect = Connection.connect
+    connection = connect(**parameters) if newest is None else newest.connect(connect, parameters)
     connection.commit_max_s = commit_max_s
     return connection
+
+
+def _begin(connection: SqlConnection) -> None:
+    if not connection.get_execution_options().get(_ALONE):
+        _driver(connection.connection.driver_connection).begin()
+
+
+def _defer(cursor: Any, statement: str, parameters: Any, context: ExecutionContext | None) -> bool:
+    """Whether a statement is one to `defer`; then the driver sends it later."""
+    driver = _driver(cursor.connection)
+    deferred = context is not None and context.execution_options.get(_DEFERRED) and driver.in_transaction()
+    if deferred:
+        driver.defer(statement, parameters)
+    return bool(deferred)
+
+
+def _driver(connection: Any) -> Connection:
+    assert isinstance(connection, Connection)
+    return connection
+
+
+def _check_quiet(connection: Connection, _record: Any, _proxy: Any) -> None:
+    """Drop a pooled connection that its server has ended, without asking the server."""
+    if not connection.is_quiet():
+        raise DisconnectionError("the server has ended this connection")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -122,13 +114,20 @@ def connect_args(settings: Settings) -> dict[str, Any]:
     return ours | {"options": f"{given.get('options', '')} {options}".strip()}
 
 
+def defer(session: Session, statement: Executable) -> None:
+    """Execute a statement whose answer nobody needs. It is sent with the transaction's next one, or with its commit, so
+    that it takes no trip to the server, and its error is raised there. It returns no rows.
+    """
+    session.execute(statement, execution_options={_DEFERRED: True})
+
+
 class Database:
     """Hands out transactions until it is closed; from then on they raise ResourceClosedError, a SQLAlchemyError."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._sessions = sessionmaker(engine, expire_on_commit=False)
-        self._alone = sessionmaker(engine.execution_options(isolation_level="AUTOCOMMIT"), expire_on_commit=False)
+        self._alone = sessionmaker(engine.execution_options(**{_ALONE: True}), expire_on_commit=False)
         self._open = 0
         self._closed = False
         self._changed = threading.Condition()
@@ -144,18 +143,20 @@ class Database:
         """
         with self._counted(self._sessions) as session:
             if not replicated:
-                session.execute(text("SET LOCAL synchronous_commit = local"))
+                defer(session, text("SET LOCAL synchronous_commit = local"))
             yield session
 
     @contextmanager
     def statement(self) -> Iterator[Session]:
-        """A session for one statement, which is a transaction by itself: one trip to the server instead of three."""
+        """A session for one statement, which is a transaction by itself: one trip to the server instead of two. Each
+        further one is a transaction too.
+        """
         with self._counted(self._alone) as session:
             yield session
 
     def ping(self) -> None:
         """Raise SQLAlchemyError unless Postgres answers."""
-        with self.transaction() as session:
+        with self.statement() as session:
             session.execute(text("SELECT 1"))
 
     @contextmanager

@@ -15,10 +15,11 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.settings import Settings
+from controlplane.store.connection import CommitTimeoutError
 from controlplane.store.events import Event
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
-from controlplane.store.session import CommitTimeoutError, Database, make_engine
+from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Base
 from controlplane.store.terms import current_term
 from ops.local.embedded import EmbeddedPostgres
