@@ -101,4 +101,11 @@ def transaction(state: StateDep) -> Iterator[Session]:
         yield session
 
 
+def statement(state: StateDep) -> Iterator[Session]:
+    """A session whose every statement is a transaction, for requests that need only one, or only read."""
+    with state.database.statement() as session:
+        yield session
+
+
 SessionDep = Annotated[Session, Depends(transaction, scope="function")]
+StatementDep = Annotated[Session, Depends(statement, scope="function")]

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 import uuid_utils
-from sqlalchemy import delete, func, insert, select, text
+from sqlalchemy import delete, func, insert, literal, select, text
 from sqlalchemy.dialects.postgresql import insert as upsert
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from controlplane.errors import ConflictError, NotFoundError
+from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState, can_move, require_move
-from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, BatchSpeed
-from controlplane.store.notifications import Wake, notify
+from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult, BatchSpeed, File
+from controlplane.store.files import get_file, is_there
+from controlplane.store.notifications import Wake, notified, notify
 from controlplane.store.rows import Page, copy_rows, page
+from controlplane.store.session import defer
 from controlplane.store.storable import storable
 
 _MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
@@ -75,27 +77,32 @@ def add_batch(
     output_keep_s: int | None = None,
 ) -> Batch:
     """Accept a batch; a dispatcher validates it next. `models`: those that its lines may ask for; None is all.
-    `output_keep_s`: how long its output files are kept, if not as long as others.
+    `output_keep_s`: how long its output files are kept, if not as long as others. One statement looks for the file,
+    writes the row and tells dispatchers.
+
+    Raises:
+        NotFoundError: the tenant has no such file.
+        InvalidValueError: it is no file for a batch.
     """
-    now = session.scalar(select(func.now()))
-    assert now is not None
-    batch = Batch(
-        id=f"batch_{uuid_utils.uuid7().hex}",
-        tenant=tenant,
-        endpoint=endpoint,
-        completion_window=completion_window,
-        state=BatchState.VALIDATING,
-        input_file_id=input_file_id,
-        output_keep_s=output_keep_s,
-        labels=labels,
-        models=models,
-        deadline_at=now + timedelta(seconds=window_s),
-    )
-    session.add(batch)
-    session.flush()
-    session.refresh(batch)
-    notify(session, Wake.VALIDATE)
-    return batch
+    values: dict[InstrumentedAttribute[Any], Any] = {
+        Batch.id: f"batch_{uuid_utils.uuid7().hex}",
+        Batch.tenant: tenant,
+        Batch.endpoint: endpoint,
+        Batch.completion_window: completion_window,
+        Batch.state: BatchState.VALIDATING,
+        Batch.output_keep_s: output_keep_s,
+        Batch.labels: labels,
+        Batch.models: models,
+    }
+    row = [literal(value, column.type) for column, value in values.items()]
+    deadline = func.now() + timedelta(seconds=window_s)
+    source = select(File.id, deadline, *row).where(*is_there(input_file_id, tenant), File.purpose == "batch")
+    added = insert(Batch).from_select([Batch.input_file_id, Batch.deadline_at, *values], source)
+    found = session.execute(added.returning(Batch, notified(Wake.VALIDATE))).one_or_none()
+    if found is None:
+        file = get_file(session, input_file_id, tenant=tenant)
+        raise InvalidValueError(f"file '{file.id}' has purpose '{file.purpose}', not 'batch'", param="input_file_id")
+    return found[0]
 
 
 def get_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
@@ -136,15 +143,14 @@ def move_batch(session: Session, batch: Batch, state: BatchState) -> None:
     require_move(BATCH, BatchState(batch.state), state)
     batch.state = state
     batch.attempts, batch.not_before = 0, None
-    now = session.scalar(select(func.now()))
     if state == BatchState.IN_PROGRESS:
-        batch.in_progress_at = now
+        batch.in_progress_at = func.now()
     elif state == BatchState.FINALIZING:
-        batch.finalizing_at = now
+        batch.finalizing_at = func.now()
     elif state == BatchState.CANCELLING:
-        batch.cancelling_at = now
+        batch.cancelling_at = func.now()
     if not BATCH[state]:
-        batch.ended_at = now
+        batch.ended_at = func.now()
     else:
         notify(session, Wake.FINALIZE, *([Wake.RELEASE] if state == BatchState.IN_PROGRESS else []))
     session.flush()
@@ -230,7 +236,7 @@ def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: Ba
 
 def end_batch_requests(session: Session, number: int, *, state: BatchRequestState) -> int:
     """End all open requests of a batch, after the transactions that are writing results of it."""
-    session.execute(select(func.pg_advisory_xact_lock(-number)))
+    defer(session, select(func.pg_advisory_xact_lock(-number)))
     notify(session, Wake.FINALIZE)
     return _end(session, "batch_number = :number", {"number": number}, state)
 

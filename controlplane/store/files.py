@@ -2,9 +2,10 @@
 
 from collections.abc import Collection
 from datetime import timedelta
+from typing import TypeVar
 
 import uuid_utils
-from sqlalchemy import ARRAY, String, any_, func, literal, or_, select
+from sqlalchemy import ARRAY, ColumnElement, String, any_, func, insert, literal, or_, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import NotFoundError
@@ -12,6 +13,7 @@ from controlplane.store.batch_tables import File
 from controlplane.store.rows import Page, page
 
 _THERE = (File.deleted_at.is_(None), or_(File.expires_at.is_(None), File.expires_at > func.now()))
+Found = TypeVar("Found")
 
 
 def new_file_id() -> str:
@@ -23,11 +25,20 @@ def add_file(
     session: Session, *, file_id: str, tenant: str, filename: str, purpose: str, size_bytes: int, keep: timedelta
 ) -> File:
     """Write down a file whose bytes are stored, and that they are kept for so long, by Postgres's clock."""
-    row = File(id=file_id, tenant=tenant, filename=filename, purpose=purpose, bytes=size_bytes)
-    row.expires_at = func.now() + keep
-    session.add(row)
-    session.flush()
-    return row
+    added = insert(File).values(
+        id=file_id,
+        tenant=tenant,
+        filename=filename,
+        purpose=purpose,
+        bytes=size_bytes,
+        expires_at=func.now() + keep,
+    )
+    return session.scalars(added.returning(File)).one()
+
+
+def is_there(file_id: str, tenant: str) -> tuple[ColumnElement[bool], ...]:
+    """Conditions that a file is that tenant's, and is neither deleted nor past its time."""
+    return File.id == file_id, File.tenant == tenant, *_THERE
 
 
 def get_file(session: Session, file_id: str, *, tenant: str) -> File:
@@ -36,10 +47,8 @@ def get_file(session: Session, file_id: str, *, tenant: str) -> File:
     Raises:
         NotFoundError: there is none of that id, it is another tenant's, deleted, or past its time.
     """
-    row = session.scalar(select(File).where(File.id == file_id, File.tenant == tenant, *_THERE))
-    if row is None:
-        raise NotFoundError(f"No such File object: {file_id}", param="file_id")
-    return row
+    row = session.scalar(select(File).where(*is_there(file_id, tenant)))
+    return _found(row, file_id)
 
 
 def list_files(
@@ -53,8 +62,19 @@ def list_files(
 
 
 def delete_file(session: Session, file_id: str, *, tenant: str) -> None:
-    """Mark a tenant's file as deleted. Its bytes go after the commit."""
-    get_file(session, file_id, tenant=tenant).deleted_at = session.scalar(select(func.now()))
+    """Mark a tenant's file as deleted. Its bytes go after the commit.
+
+    Raises:
+        NotFoundError: as `get_file`.
+    """
+    deleted = update(File).where(*is_there(file_id, tenant)).values(deleted_at=func.now())
+    _found(session.scalar(deleted.returning(File.id)), file_id)
+
+
+def _found(row: Found | None, file_id: str) -> Found:
+    if row is None:
+        raise NotFoundError(f"No such File object: {file_id}", param="file_id")
+    return row
 
 
 def known_files(session: Session, file_ids: Collection[str]) -> set[str]:

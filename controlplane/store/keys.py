@@ -10,12 +10,13 @@ from enum import StrEnum
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ColumnElement, Identity, func, inspect, or_, select
+from sqlalchemy import CheckConstraint, ColumnElement, Identity, and_, func, inspect, or_, select, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.errors import ConflictError
 from controlplane.store.rows import Page, matching, page, require
+from controlplane.store.session import defer
 from controlplane.store.tables import Base, Json, Role, one_of
 from controlplane.store.tenants import Tenant
 
@@ -199,29 +200,36 @@ def get_key(session: Session, key_id: str) -> ApiKey:
     return require(session, ApiKey, key_id, param="key_id")
 
 
-def revoke_key(session: Session, key_id: str) -> ApiKey:
-    """End a key's life. Revoking it again changes nothing. Revocations of admin keys are one after another.
+def revoke_key(session: Session, key_id: str) -> tuple[ApiKey, bool]:
+    """End a key's life; returns the key, and whether that is new. Revocations of admin keys are one after another.
 
     Raises:
         NotFoundError: no such key.
         ConflictError: it is the last good admin key.
     """
+    good_admins = select(ApiKey.id).where(ApiKey.role == Role.ADMIN, *is_good())
+    defer(session, good_admins.order_by(ApiKey.id).with_for_update())
+    others = good_admins.where(ApiKey.id != key_id).correlate(None).exists()
+    last_admin = and_(ApiKey.role == Role.ADMIN, *is_good(), ~others)
+    revoked = update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None), ~last_admin)
+    row = session.scalar(
+        revoked.values(revoked_at=func.now()).returning(ApiKey),
+        execution_options={"synchronize_session": False, "populate_existing": True},
+    )
+    if row is not None:
+        return row, True
     row = get_key(session, key_id)
-    admins = session.scalars(
-        select(ApiKey.id).where(ApiKey.role == Role.ADMIN, *is_good()).order_by(ApiKey.id).with_for_update()
-    ).all()
-    if list(admins) == [key_id]:
-        raise ConflictError(f"key '{key_id}' is the last admin key; make another one first", param="key_id")
     if row.revoked_at is None:
-        row.revoked_at = session.scalar(select(func.now()))
-    return row
+        raise ConflictError(f"key '{key_id}' is the last admin key; make another one first", param="key_id")
+    return row, False
 
 
 def record(
     session: Session, *, actor: str, action: str, subject: str, before: Json | None = None, after: Json | None = None
 ) -> None:
     """Write an audit event, in the transaction of the change."""
-    session.add(AuditEvent(actor=actor, action=action, subject=subject, before=before, after=after))
+    event = insert(AuditEvent).values(actor=actor, action=action, subject=subject, before=before, after=after)
+    defer(session, event.inline())
 
 
 def snapshot(row: Base) -> Json:
@@ -275,9 +283,8 @@ def claim_idempotency(session: Session, *, api_key_id: str, key: str, request_ha
 
 def keep_answer(session: Session, *, api_key_id: str, key: str, status: int, body: str) -> None:
     """Remember what was answered."""
-    row = session.get(IdempotencyKey, (api_key_id, key))
-    assert row is not None, "claimed in this transaction"
-    row.status, row.body = status, body
+    claimed = update(IdempotencyKey).where(IdempotencyKey.api_key_id == api_key_id, IdempotencyKey.key == key)
+    defer(session, claimed.values(status=status, body=body))
 
 
 def has_key_named(session: Session, name: str) -> bool:

@@ -12,12 +12,12 @@ from enum import StrEnum
 
 import psycopg
 import structlog
-from sqlalchemy import func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.database_address import libpq_url
 from controlplane.settings import Settings
-from controlplane.store.session import connect_args
+from controlplane.store.session import connect_args, defer
 
 log = structlog.get_logger()
 _CHANNEL = "tidepool_batches"
@@ -34,7 +34,12 @@ class Wake(StrEnum):
 
 def notify(session: Session, *wakes: Wake, delay_s: float = 0.0) -> None:
     """Tell all dispatchers, when this transaction commits, what they will find in `delay_s` seconds."""
-    session.execute(select(*(func.pg_notify(_CHANNEL, f"{wake} {delay_s:.3f}") for wake in wakes)))
+    defer(session, select(*(notified(wake, delay_s=delay_s) for wake in wakes)))
+
+
+def notified(wake: Wake, *, delay_s: float = 0.0) -> ColumnElement[None]:
+    """`notify` as a column of what another statement returns."""
+    return func.pg_notify(_CHANNEL, f"{wake} {delay_s:.3f}")
 
 
 async def listen(settings: Settings, woken: Callable[[Wake, float], None]) -> None:

@@ -9,6 +9,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.store.rows import Page, copy_rows, matching, page
+from controlplane.store.session import defer
 from controlplane.store.tables import Base
 
 OK, CANCELLED = "ok", "cancelled"
@@ -90,7 +91,7 @@ def write_requests(session: Session, records: Sequence[RequestRecord]) -> None:
     Raises:
         DBAPIError: the rows were not written.
     """
-    session.execute(text("SET LOCAL synchronous_commit = off"))
+    defer(session, text("SET LOCAL synchronous_commit = off"))
     copy_rows(session, f"request_log ({_COLUMNS})", map(msgspec.structs.astuple, records))
 
 

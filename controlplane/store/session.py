@@ -118,7 +118,7 @@ def defer(session: Session, statement: Executable) -> None:
     """Execute a statement whose answer nobody needs. It is sent with the transaction's next one, or with its commit, so
     that it takes no trip to the server, and its error is raised there. It returns no rows.
     """
-    session.execute(statement, execution_options={_DEFERRED: True})
+    session.connection().execute(statement, execution_options={_DEFERRED: True})
 
 
 class Database:

@@ -12,6 +12,7 @@ from sqlalchemy import BigInteger, CheckConstraint, func, select, text, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.store.events import Event
+from controlplane.store.session import defer
 from controlplane.store.tables import Base
 
 log = structlog.get_logger()
@@ -64,7 +65,7 @@ def current_term(session: Session) -> int:
     here = session.execute(_HERE).one()
     if here.term is not None:
         return int(here.term)
-    session.execute(text("SET LOCAL synchronous_commit TO DEFAULT"))
+    defer(session, text("SET LOCAL synchronous_commit TO DEFAULT"))
     server = {"system_identifier": here.system_identifier, "timeline": here.timeline}
     if (raised := session.scalar(_RAISE, server)) is not None:
         if raised > 1:  # the first one begins with the database

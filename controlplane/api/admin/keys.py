@@ -131,10 +131,13 @@ def revoke_key(
     """The key stops working within seconds, everywhere, and console sessions that began with it end. The last admin key
     cannot be revoked (409).
     """
-    with audited(session, caller, "key.revoke", ApiKey, key_id):
-        row = keys.revoke_key(session, key_id)
+    row, is_new = keys.revoke_key(session, key_id)
+    after = keys.snapshot(row)
+    if is_new:
+        before = after | {"revoked_at": None}
+        keys.record(session, actor=caller.name, action="key.revoke", subject=key_id, before=before, after=after)
     after_commit.add_task(notify_gateways, state, hashes_of(row) | end_sessions_of_key(session, key_id))
-    return Key.model_validate(row)
+    return Key(**after)
 
 
 @router.post("/keys/{key_id}/rotate", summary="Give a key a new secret")

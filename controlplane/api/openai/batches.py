@@ -9,14 +9,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from controlplane.api.auth import Client
 from controlplane.api.openai.files import KEEP_MAX_S, KEEP_MIN_S, listing
 from controlplane.api.openai.openapi import ERRORS
-from controlplane.api.state import SessionDep
+from controlplane.api.state import SessionDep, StatementDep
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import BATCH_ENDPOINTS
 from controlplane.store import batches
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts
-from controlplane.store.files import get_file
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS)
 _WINDOW_HOURS_MAX = 168
@@ -64,15 +63,12 @@ class NewBatch(BaseModel):
 
 
 @router.post("", summary="Create a batch")
-def create(body: NewBatch, session: SessionDep, caller: Client) -> dict[str, Any]:
+def create(body: NewBatch, session: StatementDep, caller: Client) -> dict[str, Any]:
     """Accepts a batch; it is `validating` until every line was checked, and then runs whole or fails whole."""
-    row = get_file(session, body.input_file_id, tenant=caller.tenant)
-    if row.purpose != "batch":
-        raise InvalidValueError(f"file '{row.id}' has purpose '{row.purpose}', not 'batch'", param="input_file_id")
     batch = batches.add_batch(
         session,
         tenant=caller.tenant,
-        input_file_id=row.id,
+        input_file_id=body.input_file_id,
         endpoint=body.endpoint,
         completion_window=body.completion_window,
         window_s=body.window_s(),
@@ -85,7 +81,7 @@ def create(body: NewBatch, session: SessionDep, caller: Client) -> dict[str, Any
 
 @router.get("", summary="List batches")
 def list_batches(
-    session: SessionDep, caller: Client, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    session: StatementDep, caller: Client, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> dict[str, Any]:
     """The newest first, each with its counts right now."""
     page = batches.list_batches(session, tenant=caller.tenant, after=after, limit=limit)
@@ -94,7 +90,7 @@ def list_batches(
 
 
 @router.get("/{batch_id}", summary="Retrieve a batch")
-def get_batch(batch_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
+def get_batch(batch_id: str, session: StatementDep, caller: Client) -> dict[str, Any]:
     """Its state, its counts right now and, while it is in progress, when it will end (`tidepool`)."""
     batch = batches.get_batch(session, batch_id, tenant=caller.tenant)
     return _batch(batch, batches.counts_of(session, [batch])[batch.id])

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from controlplane.api.auth import Client
 from controlplane.api.openai.openapi import ERRORS
-from controlplane.api.state import SessionDep, State, StateDep
+from controlplane.api.state import State, StatementDep, StateDep
 from controlplane.errors import InvalidValueError, TooLargeError, UnavailableError
 from controlplane.store import files
 from controlplane.store.batch_tables import File as FileRow
@@ -24,7 +24,7 @@ Keep = Annotated[int | None, Form(alias="expires_after[seconds]", ge=KEEP_MIN_S,
 @router.post("", summary="Upload a file")
 def upload(
     state: StateDep,
-    session: SessionDep,
+    session: StatementDep,
     caller: Client,
     file: Annotated[UploadFile, File(description="JSON lines, one request each")],
     purpose: Annotated[Literal["batch"], Form()],
@@ -46,13 +46,12 @@ def upload(
         size_bytes=size_bytes,
         keep=kept,
     )
-    session.refresh(row)
     return _file(row)
 
 
 @router.get("", summary="List files")
 def list_files(
-    session: SessionDep,
+    session: StatementDep,
     caller: Client,
     purpose: Literal["batch", "batch_output"] | None = None,
     after: str | None = None,
@@ -67,7 +66,7 @@ def list_files(
 
 
 @router.get("/{file_id}", summary="Retrieve a file's description")
-def get_file(file_id: str, session: SessionDep, caller: Client) -> dict[str, Any]:
+def get_file(file_id: str, session: StatementDep, caller: Client) -> dict[str, Any]:
     """Size, purpose and times of a file."""
     return _file(files.get_file(session, file_id, tenant=caller.tenant))
 
@@ -75,7 +74,7 @@ def get_file(file_id: str, session: SessionDep, caller: Client) -> dict[str, Any
 @router.delete("/{file_id}", summary="Delete a file")
 def delete_file(file_id: str, state: StateDep, caller: Client) -> dict[str, Any]:
     """Its bytes go at once, or with the next sweep; batches that were validated keep their requests."""
-    with state.database.transaction() as session:
+    with state.database.statement() as session:
         files.delete_file(session, file_id, tenant=caller.tenant)
     with contextlib.suppress(UnavailableError):
         state.blobs.delete(file_id)
@@ -85,7 +84,7 @@ def delete_file(file_id: str, state: StateDep, caller: Client) -> dict[str, Any]
 @router.get("/{file_id}/content", summary="Fetch a file's content", response_class=StreamingResponse)
 def content(file_id: str, state: StateDep, caller: Client) -> StreamingResponse:
     """The bytes, streamed."""
-    with state.database.transaction() as session:
+    with state.database.statement() as session:
         row = files.get_file(session, file_id, tenant=caller.tenant)
     stream = state.blobs.open(file_id)
     headers = {"Content-Length": str(row.bytes), "Content-Disposition": "attachment"}

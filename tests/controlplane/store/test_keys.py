@@ -31,9 +31,10 @@ def test_only_good_keys_are_found(database: Database) -> None:
         made = {n: make_key(session, name=n, role=Role.CLIENT, tenant="a", lasts=end) for n, end in ends.items()}
         found = {name: find_key(session, key.secret) is not None for name, key in made.items()}
         assert found == {"none": True, "later": True, "past": False}
-        revoked = revoke_key(session, made["later"].row.id)
+        revoked, is_new = revoke_key(session, made["later"].row.id)
         at = revoked.revoked_at
-        assert revoke_key(session, revoked.id).revoked_at == at
+        again, is_new_again = revoke_key(session, revoked.id)
+        assert (again.revoked_at, is_new, is_new_again) == (at, True, False)
         assert find_key(session, made["later"].secret) is None
         assert find_key(session, made["none"].row.secret_hash) is None, "the hash is not the secret"
         assert find_key(session, "") is None
