@@ -115,7 +115,7 @@ def make_key(
     bootstrap's) is taken as it is. `scopes`, `models`: None is all; `node`: the only node that it may act for.
     """
     secret = secret or _new_secret(role)
-    row = ApiKey(
+    made = insert(ApiKey).values(
         id=f"key_{uuid_utils.uuid7().hex}",
         name=name,
         tenant=tenant,
@@ -127,9 +127,7 @@ def make_key(
         models=None if models is None else list(models),
         node=node,
     )
-    session.add(row)
-    session.flush()
-    return NewKey(row=row, secret=secret)
+    return NewKey(row=session.scalars(made.returning(ApiKey)).one(), secret=secret)
 
 
 def _new_secret(role: Role) -> str:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Connection as SqlConnection
-from sqlalchemy import Engine, Executable, ExceptionContext, create_engine, event, make_url, text
+from sqlalchemy import Engine, ExceptionContext, Executable, create_engine, event, make_url, text
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.exc import DisconnectionError, ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker

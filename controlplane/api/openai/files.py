@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 
 from controlplane.api.auth import Client
 from controlplane.api.openai.openapi import ERRORS
-from controlplane.api.state import State, StatementDep, StateDep
+from controlplane.api.state import State, StateDep, StatementDep
 from controlplane.errors import InvalidValueError, TooLargeError, UnavailableError
 from controlplane.store import files
 from controlplane.store.batch_tables import File as FileRow

@@ -29,7 +29,7 @@ import msgspec
 import typer
 import uvloop
 from pydantic import SecretStr
-from sqlalchemy import select, text
+from sqlalchemy import create_engine, select, text
 from sqlalchemy.orm import Session
 
 import migrations
@@ -97,12 +97,11 @@ def _fill_anew(session: Session, rows: int) -> None:
 
 def settle(url: str) -> None:
     """Vacuum, analyse and checkpoint, so that Postgres has no background work while it is measured."""
-    database = _open(url)
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text("SET statement_timeout = 0"))
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
         connection.execute(text("VACUUM ANALYZE"))
         connection.execute(text("CHECKPOINT"))
-    database.close()
+    engine.dispose()
 
 
 def _fill_batch(session: Session, tenant: str, model: str, lines: int) -> None:

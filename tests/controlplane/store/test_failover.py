@@ -19,7 +19,7 @@ from controlplane.store.connection import CommitTimeoutError
 from controlplane.store.events import Event
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database, defer, make_engine
 from controlplane.store.tables import Base
 from controlplane.store.terms import current_term
 from ops.local.embedded import EmbeddedPostgres
@@ -232,9 +232,18 @@ def test_a_commit_that_waits_for_another_region_for_too_long_is_told_to_nobody(p
     hasty = Database(make_engine(pair.settings.model_copy(update={"database_timeout_s": 1, "database_pool_size": 1})))
     tell(pair.primary, "ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
     until(lambda: quorum(pair) == "nobody")
-    for _ in range(2):
-        with pytest.raises(DBAPIError) as waited, hasty.transaction() as session:
-            written_at(session)
+
+    def with_what_is_deferred(session: Session) -> None:
+        written_at(session)
+        defer(session, text("SELECT 1"))
+
+    for opened, write in (
+        (hasty.transaction, written_at),
+        (hasty.transaction, with_what_is_deferred),
+        (hasty.statement, written_at),
+    ):
+        with pytest.raises(DBAPIError) as waited, opened() as session:
+            write(session)
         assert isinstance(waited.value.orig, CommitTimeoutError)
         assert waited.value.connection_invalidated
     with hasty.transaction(replicated=False) as session:
