@@ -52,7 +52,9 @@ class Connection(psycopg.Connection[Any]):
         return bool(self._deferred) or self.info.transaction_status != TransactionStatus.IDLE
 
     def is_quiet(self) -> bool:
-        """Whether the server has sent nothing since its last answer, as it does when it ends the connection."""
+        """Whether it is open, and the server has sent nothing since its last answer, as it does to end it."""
+        if self.closed:
+            return False
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         return not poll.poll(0)
