@@ -136,9 +136,12 @@ def _new_secret(role: Role) -> str:
 
 def find_key(session: Session, secret: str) -> ApiKey | None:
     """The key of this secret if it is neither revoked nor expired, and the secret not replaced."""
-    hashed = hash_secret(secret)
+    return session.scalar(select(ApiKey).where(*_has_secret(hash_secret(secret))))
+
+
+def _has_secret(hashed: str) -> tuple[ColumnElement[bool], ...]:
     is_old = (ApiKey.old_secret_hash == hashed) & (ApiKey.old_until > func.now())
-    return session.scalar(select(ApiKey).where((ApiKey.secret_hash == hashed) | is_old, *is_good()))
+    return (ApiKey.secret_hash == hashed) | is_old, *is_good()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +155,15 @@ class FoundKey:
 
 def find_with_tenant(session: Session, secret: str) -> FoundKey | None:
     """What a gateway must know of a caller; None where `find_key` finds none."""
-    row = find_key(session, secret)
-    if row is None:
+    hashed = hash_secret(secret)
+    with_tenant = select(ApiKey, Tenant, func.now()).outerjoin(Tenant, Tenant.name == ApiKey.tenant)
+    found = session.execute(with_tenant.where(*_has_secret(hashed))).one_or_none()
+    if found is None:
         return None
-    now = session.scalar(select(func.now()))
-    assert now is not None
-    ends = [row.expires_at, row.old_until if row.old_secret_hash == hash_secret(secret) else None]
+    row, tenant, now = found
+    ends = [row.expires_at, row.old_until if row.old_secret_hash == hashed else None]
     lives_s = [(end - now).total_seconds() for end in ends if end is not None]
-    return FoundKey(row=row, good_for_s=min(lives_s, default=None), tenant=session.get(Tenant, row.tenant))
+    return FoundKey(row=row, good_for_s=min(lives_s, default=None), tenant=tenant)
 
 
 def rotate_key(session: Session, key_id: str, *, overlap_s: int) -> NewKey:
