@@ -98,7 +98,8 @@ def test_each_process_ends_with_one_line(settings: Settings, command: str) -> No
 
 
 def test_a_gateway_is_not_ready_until_somebody_migrates(settings: Settings) -> None:
-    _stamp(settings, "DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    _stamp(settings, "DROP SCHEMA public CASCADE")
+    _stamp(settings, "CREATE SCHEMA public")
     url = settings.database_url.get_secret_value()
     with TestClient(make_app(settings), raise_server_exceptions=False) as api:
         answer = api.get("/readyz")
