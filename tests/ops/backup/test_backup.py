@@ -58,7 +58,8 @@ def elsewhere(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     address = url.render_as_string(hide_password=False)
     database = Database(make_engine(Settings(database_url=address)))
     with database.transaction() as session:
-        session.execute(text("DROP SCHEMA public CASCADE; CREATE SCHEMA public; DROP SCHEMA first_rows CASCADE"))
+        for command in ("DROP SCHEMA public CASCADE", "CREATE SCHEMA public", "DROP SCHEMA first_rows CASCADE"):
+            session.execute(text(command))
     yield database
     database.close()
     databases.drop(url)

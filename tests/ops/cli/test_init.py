@@ -55,7 +55,8 @@ def test_for_a_secrets_manager(init: Run, database: Database, tmp_path: Path) ->
 
 def test_a_database_without_tables(init: Run, database: Database, tmp_path: Path) -> None:
     with database.transaction() as session:
-        session.execute(text("DROP SCHEMA public CASCADE; CREATE SCHEMA public"))
+        session.execute(text("DROP SCHEMA public CASCADE"))
+        session.execute(text("CREATE SCHEMA public"))
     refused = init()
     assert (refused.status, refused.err.count("\n")) == (1, 1)
     assert "the database has no schema" in refused.err
