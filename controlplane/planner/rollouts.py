@@ -27,9 +27,9 @@ def move_rollouts(database: Database, settings: Settings) -> dict[str, str]:
 
 def _move(session: Session, rollout: Rollout, settings: Settings) -> str | None:
     """Decide about a roll-out whose row is locked. None: it waits."""
-    facts = rollouts.rollout_facts(
-        session, rollout, alive_s=settings.heartbeat_stale_s, patience_s=settings.scale_failed_patience_s
-    )
+    alive_s = settings.heartbeat_stale_s
+    rollouts.note_instances(session, rollout, alive_s=alive_s)
+    facts = rollouts.rollout_facts(session, rollout, alive_s=alive_s, patience_s=settings.scale_failed_patience_s)
     match choose_rollout(facts):
         case Hold(reason=reason):
             rollouts.hold(rollout, reason)

@@ -40,7 +40,7 @@ class RolloutFacts:
     """A roll-out and what became of it. `steps`: shares in percent; `step`: the index of the one in force, -1 before
     the first; `held_s`: since when. `hold_s`, `answers_min`: how long, and for how many answers of the candidate, each
     step lasts; `skips`: an operator ended the step. `worse_max`: by how much the candidate's share of failed or missed
-    answers may exceed that of the models before. `instances`: those of the models before in each region when it began.
+    answers may exceed that of the models before. `instances`: the most that the models before had in each region.
     `ready`: the candidate's; `failing`: regions where it has failed instances only, with their error. `candidate`: its
     answers in this step, `baseline`: those of the models before since the beginning.
     """
@@ -133,7 +133,7 @@ def shifted_weights(before: Mapping[str, int], candidate: str, share: int) -> di
 
 @dataclass(frozen=True, kw_only=True)
 class KeptCapacity:
-    """What a roll-out asks scaling to keep. `instances`: by model before and region, when it began. `share`: what the
+    """What a roll-out asks scaling to keep. `instances`: by model before and region. `share`: what the
     candidate has, in percent; `next_share`: what it is about to get. `keep`: the models before keep their instances
     until the end, so that it can go back at once.
     """

@@ -31,8 +31,8 @@ class AliasTarget(Base):
 class Rollout(Base):
     """A model, the candidate, that replaces those of an alias step by step; at most one of an alias at a time.
 
-    `reason`: what it waits for, or why it ended. `before`: the weights when it began, and `instances`: the ready
-    instances of these models by model and region at that moment. `steps`: the candidate's shares in percent; `step`:
+    `reason`: what it waits for, or why it ended. `before`: the weights when it began, and `instances`: the most ready
+    instances that these models have had since, by model and region. `steps`: the candidate's shares in percent; `step`:
     the index of the one in force since `step_at`, -1 before the first; `skips`: an operator ended the step. `counted`:
     what the counters of answers stood at, see `store.rollouts`. The other columns are as in
     `policies.rollout.RolloutFacts`.

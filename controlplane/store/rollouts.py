@@ -142,6 +142,19 @@ def rollout_facts(session: Session, rollout: Rollout, *, alive_s: float, patienc
     )
 
 
+def note_instances(session: Session, rollout: Rollout, *, alive_s: float) -> None:
+    """Remember where the models before have more ready instances than ever since the beginning: traffic has risen."""
+    before = rollout.instances
+    now = _ready_instances(session, before, alive_s=alive_s)
+    most = {
+        model: {region: max(of_model.get(region, 0), now[model].get(region, 0)) for region in of_model | now[model]}
+        for model, of_model in before.items()
+    }
+    if most != before:
+        rollout.instances = most
+        note_change(session)
+
+
 def answers_so_far(session: Session, rollout: Rollout) -> tuple[AnswerCounts, AnswerCounts]:
     """Answers of the candidate in this step, and of the models before since the beginning."""
     replaced = sorted(rollout.before.keys() - {rollout.model})

@@ -32,7 +32,7 @@ def settings(settings: Settings) -> Settings:
 @pytest.fixture
 def fleet_of_two(world: World) -> World:
     """Two ready instances of tide in us-east, and tide-2, which is offered there and runs nowhere."""
-    world.join("n1")
+    world.join("n1", slots=4)
     world.report("n1", "none", region="us-east", url="http://127.0.0.1:9")
     with world.database.transaction() as session:
         for row in session.scalars(select(EndpointRow)).all():
@@ -175,6 +175,24 @@ def test_a_candidate_that_is_worse_goes_back_by_itself(fleet_of_two: World, sett
     with world.database.transaction() as session:
         limits = read_to_plan(session, settings, now_s=0, window_start_s=0).limits
     assert limits[NEW] == (0, 4), "nothing is kept for it any more"
+
+
+def test_the_candidate_follows_traffic_that_rises_meanwhile(fleet_of_two: World, settings: Settings) -> None:
+    world = fleet_of_two
+    run_scale(world, settings)
+    rollout_id = begin(world)
+    with world.database.transaction() as session:
+        fleet.put_endpoint(session, model="tide", region="us-east", minimum=3, maximum=3)
+    run_scale(world, settings)
+    assert instances(world) == {"tide": 3, "tide-2": 1}
+    assert move_rollouts(world.database, settings) == {}
+    assert read(world, rollout_id).reason == "waits for ready instances: us-east 1 of 2"
+    run_scale(world, settings)
+    with world.database.transaction() as session:
+        fleet.put_endpoint(session, model="tide", region="us-east", minimum=0, maximum=3)
+    run_scale(world, settings)
+    assert instances(world) == {"tide": 3, "tide-2": 2}, "they stay for the way back"
+    assert move_rollouts(world.database, settings) == {rollout_id: "50 % to tide-2"}
 
 
 def test_a_candidate_that_does_not_start_goes_back(fleet_of_two: World, settings: Settings) -> None:
