@@ -1,0 +1,129 @@
+"""What the chart renders runs: a stream, a batch, a killed gateway and a killed agent, and nothing left at the end.
+
+The tests are steps of one release's life, in the order of this file.
+"""
+
+import json
+import time
+from collections import Counter
+
+import openai
+import pytest
+
+from tests.e2e.release import KEYS, LIMIT_S, MODELS, NODE_KEYS, Release, left_behind, remove
+from tests.flows.waiting import wait_until
+
+PROCESSES = {"gateway", "dispatcher", "worker", "forecaster", "beat", "agent"}
+LINES = 600
+MESSAGES = [{"role": "user", "content": "What does the tide bring?"}]
+
+
+def _streamed(client: openai.OpenAI) -> str:
+    """The text of a streamed answer; empty while it is refused."""
+    try:
+        chunks = client.chat.completions.create(
+            model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    except openai.OpenAIError:
+        return ""
+
+
+def _serves(release: Release) -> str:
+    """Wait for a streamed answer, and return it."""
+    answers: list[str] = []
+    with release.client() as client:
+        wait_until(lambda: bool(answers.append(_streamed(client)) or answers[-1]), "an answer is streamed", LIMIT_S)
+    return answers[-1]
+
+
+def test_each_process_of_the_chart_runs_confined(release: Release) -> None:
+    containers = release.containers()
+    assert set(containers) == PROCESSES
+    for name, container in containers.items():
+        found = release.podman.inspect(container)
+        assert found["State"]["Running"], (name, release.podman.run("logs", "--tail=20", container))
+        assert found["HostConfig"]["ReadonlyRootfs"], name
+        assert found["EffectiveCaps"] in ([], None), name
+        assert found["Config"]["User"] == "10001:10001", name
+
+
+def test_a_chat_completion_is_streamed_through_the_gateway(release: Release) -> None:
+    first = _serves(release)
+    assert first == _serves(release)
+    with release.client() as client:
+        whole = client.chat.completions.create(model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0)
+    assert whole.choices[0].message.content == first
+
+
+def test_every_probe_of_the_chart_is_answered(release: Release) -> None:
+    assert {name for name, urls in release.probes.items() if urls} == {"gateway", "agent"}
+    assert release.is_healthy("gateway")
+    assert release.is_healthy("agent")
+
+
+@pytest.fixture(scope="module")
+def batch_id(release: Release) -> str:
+    """A batch that outlives the kills."""
+    lines = [
+        {
+            "custom_id": f"r{number}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": MODELS[number % len(MODELS)], "messages": MESSAGES, "max_tokens": 64},
+        }
+        for number in range(LINES)
+    ]
+    with release.client() as client:
+        text = "\n".join(json.dumps(line) for line in lines)
+        uploaded = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        made = client.batches.create(
+            input_file_id=uploaded.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+    return made.id
+
+
+@pytest.mark.parametrize("killed", ["gateway", "agent"])
+def test_a_killed_pod_comes_back_and_the_stack_serves(release: Release, batch_id: str, killed: str) -> None:
+    with release.client() as client:
+        wait_until(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, "lines are done", LIMIT_S)
+        assert client.batches.retrieve(batch_id).status == "in_progress"
+    release.kill(killed)
+    wait_until(lambda: release.is_healthy(killed), f"the {killed} is ready again", LIMIT_S)
+    assert _serves(release)
+
+
+def test_the_batch_ends_with_a_result_for_each_line(release: Release, batch_id: str) -> None:
+    with release.client() as client:
+        wait_until(lambda: client.batches.retrieve(batch_id).status == "completed", "the batch ends", LIMIT_S)
+        batch = client.batches.retrieve(batch_id)
+        assert batch.output_file_id is not None
+        lines = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert Counter(line["custom_id"] for line in lines) == {f"r{number}": 1 for number in range(LINES)}
+    assert {line["response"]["status_code"] for line in lines} == {200}
+
+
+def test_a_release_that_is_played_anew_serves_what_it_knew(
+    release: Release, batch_id: str, figures: list[str]
+) -> None:
+    """All pods are removed and played at once; the database and the volumes stay."""
+    release.podman.play_down(release.workloads)
+    assert left_behind(release.podman) == sorted([KEYS, NODE_KEYS, *_kept(release)])
+    started_s = time.monotonic()
+    release.podman.play(release.workloads)
+    played_s = time.monotonic() - started_s
+    _serves(release)
+    figures.append(
+        f"chart: first streamed answer {time.monotonic() - started_s:.1f} s after `podman play kube` began"
+        f" (which took {played_s:.1f} s)"
+    )
+    with release.client() as client:
+        assert client.batches.retrieve(batch_id).status == "completed"
+
+
+def test_nothing_is_left_of_a_release_that_is_removed(release: Release, figures: list[str]) -> None:
+    for image in release.images():
+        size_bytes = json.loads(release.podman.run("image", "inspect", image))[0]["Size"]
+        figures.append(f"image {image}: {size_bytes / 1e6:,.0f} MB")
+    remove(release)
+    assert left_behind(release.podman) == []
