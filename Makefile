@@ -36,10 +36,10 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy image test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
+.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(READY): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidepool needs Python 3.11 or newer, this is " + sys.version.split()[0])'
@@ -138,6 +138,8 @@ test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus 
 	else echo "The chart is not rendered: there is no npm here, which Helm is taken from."; fi
 
 .clients/kubernetes-validate/.ready: ops/deploy/helm/kubernetes-validate.lock
+.clients/podman-compose/.ready: ops/deploy/compose/podman-compose.lock
+.clients/kubernetes-validate/.ready .clients/podman-compose/.ready:
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps -r $<
 	@touch $@
@@ -156,6 +158,27 @@ image: ## build the container images IMAGES with buildah, podman or docker (IMAG
 	  $$builder build $(IMAGE_ARGS) --build-arg TORCH=$(TORCH) --target $$image --tag localhost/tidepool-$$image:$(VERSION) \
 	    --file build/image/ops/deploy/images/Containerfile build/image || exit 1; \
 	done
+
+# No registry is needed: the base image is Debian's packages. Builds trust what this machine trusts, and see its own wheels.
+E2E_BASE := localhost/tidepool-base:bookworm
+E2E_IMAGE_ARGS = --pull-never --build-arg BASE=$(E2E_BASE) --volume /etc/ssl/certs:/etc/ssl/certs:ro \
+  $(if $(PIP_FIND_LINKS),--volume $(PIP_FIND_LINKS):$(PIP_FIND_LINKS):ro --volume $(CURDIR)/build/pip.conf:/etc/pip.conf:ro)
+
+e2e-chart: $(READY) .clients/helm/helm/helm .clients/podman-compose/.ready ## run chart and compose file in containers of podman (needs root on Debian 12; builds images that are absent, 3 GB)
+	@$(call debian,podman,podman buildah runc catatonit netavark aardvark-dns mmdebstrap)
+	@if test "$$(id -u)" != 0 || ! { command -v podman && command -v buildah && command -v runc && command -v mmdebstrap; } > /dev/null; \
+	then echo "Skipped: there is no podman with buildah, runc and mmdebstrap here, or this is not root (apt-get installs them for root on Debian)."; \
+	else $(MAKE) --no-print-directory e2e-images \
+	  && TIDEPOOL_TEST_CONTAINERS=1 PATH="$(CURDIR)/.clients/helm/helm:$(CURDIR)/.clients/podman-compose/bin:$$PATH" \
+	  $(BIN)/python -m pytest -n0 -q tests/e2e $(ARGS); fi
+
+e2e-images: export BUILDAH_ISOLATION := chroot
+e2e-images:
+	@mkdir -p build && printf '[global]\nfind-links = %s\n' "$(PIP_FIND_LINKS)" > build/pip.conf
+	@podman image exists $(E2E_BASE) || { mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,ca-certificates \
+	  bookworm build/base.tar && podman import --quiet build/base.tar $(E2E_BASE) && rm build/base.tar; }
+	@for image in control node-cpu; do podman image exists localhost/tidepool-$$image:$(VERSION) \
+	  || $(MAKE) --no-print-directory image IMAGES=$$image IMAGE_ARGS="$(E2E_IMAGE_ARGS)" || exit 1; done
 
 lock-images: $(READY) ## take the images' locks, with hashes, from the lock anew (CPython 3.11, x86-64 Linux)
 	$(BIN)/python -m ops.deploy.images.locks

@@ -1,7 +1,7 @@
 """The chart and the compose file in containers of podman. `make e2e-chart` installs what that needs."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +36,19 @@ def figures(request: pytest.FixtureRequest) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def release(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
+def open_folder() -> Callable[[Path], Path]:
+    """Lets every user read pytest's folder of a name: pods are another user, and find their checkpoints there."""
+
+    def open_to_all(folder: Path) -> Path:
+        for path in (folder, *folder.parents[:2]):
+            path.chmod(0o755)
+        return folder
+
+    return open_to_all
+
+
+@pytest.fixture(scope="session")
+def release(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[[Path], Path]) -> Iterator[Release]:
     """The chart's release, until the last test."""
-    folder = tmp_path_factory.mktemp("release")
-    for path in (folder, *folder.parents[:2]):
-        path.chmod(0o755)  # pods are another user, and read their checkpoints here
-    with installed(folder) as made:
+    with installed(open_folder(tmp_path_factory.mktemp("release"))) as made:
         yield made

@@ -20,6 +20,8 @@ log_driver = "k8s-file"
 cgroup_manager = "cgroupfs"
 events_logger = "file"
 runtime = "runc"
+[network]
+network_backend = "netavark"
 """
 
 
@@ -36,7 +38,7 @@ class Podman:
         hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *names)))
         conf = folder / "containers.conf"
         conf.write_text(CONF.format(hosts=hosts))
-        self.environment = os.environ | {"CONTAINERS_CONF": str(conf)}
+        self.environment = os.environ | {"CONTAINERS_CONF": str(conf), "DISABLE_HC_SYSTEMD": "true"}
 
     def run(self, *arguments: str, text: str | None = None) -> str:
         """What a command printed."""

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,13 +32,16 @@ NAMESPACE, REGION, GPU_TYPE = "tidepool", "here", "cpu"
 GATEWAY = "http://127.0.0.1:8080"
 KEYS, NODE_KEYS = "tidepool", "tidepool-node-keys"
 """The Secrets that the chart's values name."""
+MESSAGES = [{"role": "user", "content": "What does the tide bring?"}]
 LIMIT_S = 600.0
 """What only a defect reaches, also on a machine that is busy with other things."""
+POLL_S = 0.5
+"""Between two questions to podman, each a process of its own."""
 
 
 @dataclass(kw_only=True)
 class Release:
-    """A release on one machine. `keys` are the first ones by role; `probes` what the kubelet would ask, by container."""
+    """A release on one machine. `keys`: the first ones by role; `probes`: what the kubelet would ask, by container."""
 
     podman: Podman
     played: Played
@@ -52,6 +56,17 @@ class Release:
     def containers(self) -> dict[str, str]:
         """podman's name of each container, by the chart's."""
         return dict(container_of(each) for each in self.workloads)
+
+    def volumes(self) -> list[str]:
+        """podman's volumes of the claims, and of the Secrets that pods mount."""
+        found = set()
+        for each in self.workloads:
+            for volume in (each["spec"] if each["kind"] == "Pod" else each["spec"]["template"]["spec"])["volumes"]:
+                if claim := volume.get("persistentVolumeClaim"):
+                    found.add(claim["claimName"])
+                elif secret := volume.get("secret"):
+                    found.add(secret["secretName"])
+        return sorted(found)
 
     def images(self) -> list[str]:
         """The images that it runs."""
@@ -81,6 +96,7 @@ class Release:
         os.kill(before["State"]["Pid"], signal.SIGKILL)
 
         def restarted() -> bool:
+            time.sleep(POLL_S)
             now = self.podman.inspect(name)
             return bool(now["State"]["Running"] and now["State"]["Pid"] != before["State"]["Pid"])
 
@@ -108,7 +124,10 @@ def installed(folder: Path) -> Iterator[Release]:
     plane, fleet, the node's key, the node. `folder` must be one that user 10001 may enter.
     """
     models = build_tiny_models(folder / "models", MODELS)
-    postgres, valkey = EmbeddedPostgres(folder / "servers", free_port()), EmbeddedValkey(folder / "servers", free_port())
+    postgres, valkey = (
+        EmbeddedPostgres(folder / "servers", free_port()),
+        EmbeddedValkey(folder / "servers", free_port()),
+    )
     postgres.prepare()
     valkey.prepare()
     manifests = rendered(folder)
@@ -138,7 +157,7 @@ def remove(release: Release) -> None:
     release.podman.play_down([*release.workloads, *release.played.hooks])
     for secret in (KEYS, NODE_KEYS):
         release.podman.forget(secret)
-    release.podman.run("volume", "rm", "--force", *_volumes(release.workloads))
+    release.podman.run("volume", "rm", "--force", *release.volumes())
 
 
 def left_behind(podman: Podman) -> list[str]:
@@ -168,6 +187,17 @@ def node_key(admin: Api, node: str) -> str:
     return str(admin.post("/admin/keys", body)["secret"])
 
 
+def streamed(client: openai.OpenAI) -> str:
+    """The text of a streamed answer; empty while it is refused."""
+    try:
+        chunks = client.chat.completions.create(
+            model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    except openai.OpenAIError:
+        return ""
+
+
 def _migrate(release: Release) -> None:
     """Run the chart's hook, and wait for its end."""
     [hook] = release.played.hooks
@@ -188,18 +218,6 @@ def _first_keys(release: Release, database_url: str) -> dict[str, str]:
 
 def _pods(workloads: Sequence[Manifest]) -> list[str]:
     return [each["metadata"]["name"] for each in workloads]
-
-
-def _volumes(workloads: Sequence[Manifest]) -> list[str]:
-    """podman's volumes of the claims and of the Secrets that pods mount."""
-    found = set()
-    for each in workloads:
-        for volume in (each["spec"] if each["kind"] == "Pod" else each["spec"]["template"]["spec"])["volumes"]:
-            if claim := volume.get("persistentVolumeClaim"):
-                found.add(claim["claimName"])
-            elif secret := volume.get("secret"):
-                found.add(secret["secretName"])
-    return sorted(found)
 
 
 @contextmanager

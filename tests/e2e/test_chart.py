@@ -7,33 +7,20 @@ import json
 import time
 from collections import Counter
 
-import openai
 import pytest
 
-from tests.e2e.release import KEYS, LIMIT_S, MODELS, NODE_KEYS, Release, left_behind, remove
+from tests.e2e.release import KEYS, LIMIT_S, MESSAGES, MODELS, NODE_KEYS, Release, left_behind, remove, streamed
 from tests.flows.waiting import wait_until
 
 PROCESSES = {"gateway", "dispatcher", "worker", "forecaster", "beat", "agent"}
 LINES = 600
-MESSAGES = [{"role": "user", "content": "What does the tide bring?"}]
-
-
-def _streamed(client: openai.OpenAI) -> str:
-    """The text of a streamed answer; empty while it is refused."""
-    try:
-        chunks = client.chat.completions.create(
-            model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0, stream=True
-        )
-        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    except openai.OpenAIError:
-        return ""
 
 
 def _serves(release: Release) -> str:
     """Wait for a streamed answer, and return it."""
     answers: list[str] = []
     with release.client() as client:
-        wait_until(lambda: bool(answers.append(_streamed(client)) or answers[-1]), "an answer is streamed", LIMIT_S)
+        wait_until(lambda: bool(answers.append(streamed(client)) or answers[-1]), "an answer is streamed", LIMIT_S)
     return answers[-1]
 
 
@@ -103,12 +90,10 @@ def test_the_batch_ends_with_a_result_for_each_line(release: Release, batch_id: 
     assert {line["response"]["status_code"] for line in lines} == {200}
 
 
-def test_a_release_that_is_played_anew_serves_what_it_knew(
-    release: Release, batch_id: str, figures: list[str]
-) -> None:
+def test_a_release_that_is_played_anew_serves_what_it_knew(release: Release, batch_id: str, figures: list[str]) -> None:
     """All pods are removed and played at once; the database and the volumes stay."""
     release.podman.play_down(release.workloads)
-    assert left_behind(release.podman) == sorted([KEYS, NODE_KEYS, *_kept(release)])
+    assert left_behind(release.podman) == sorted({KEYS, NODE_KEYS, *release.volumes()})
     started_s = time.monotonic()
     release.podman.play(release.workloads)
     played_s = time.monotonic() - started_s

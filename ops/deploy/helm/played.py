@@ -7,7 +7,7 @@ What a cluster would do for them, and podman does not, is done here, and is all 
 |---|---|
 | a StatefulSet's pods, each with claims of its own | Pods of the same names, which mount the claims of the same names |
 | a hook's Job | a Pod that is not restarted |
-| pods have addresses, Services give them names | all are on the host's network, and `names` resolve to the loopback interface |
+| pods have addresses, Services names | all are on the host's network, and `names` are those of its loopback interface |
 | the kubelet asks probes | they are left out; whoever plays the pods asks them |
 | `$(NAME)` in a variable and in `subPathExpr` | is replaced |
 | an emptyDir in memory | a folder of the host's memory |
@@ -91,7 +91,7 @@ def container_of(workload: Manifest) -> tuple[str, str]:
     """The name of a workload's container in its pod, and podman's own name of it."""
     name, spec = workload["metadata"]["name"], workload["spec"]
     [container] = (spec if workload["kind"] == "Pod" else spec["template"]["spec"])["containers"]
-    pod = name if workload["kind"] == "Pod" else f"{name}-pod"
+    pod = name if workload["kind"] == "Pod" else f"{name}-pod-0"
     return container["name"], f"{pod}-{container['name']}"
 
 

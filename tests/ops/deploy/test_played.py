@@ -89,7 +89,7 @@ def test_probes_are_left_to_who_plays_the_pods() -> None:
 
 def test_podman_names_the_containers_of_deployments_and_of_pods() -> None:
     played = play(_rendered("no-gpu"), memory_folder=MEMORY)
-    assert container_of(_named(played.control, "tidepool-beat")) == ("beat", "tidepool-beat-pod-beat")
+    assert container_of(_named(played.control, "tidepool-beat")) == ("beat", "tidepool-beat-pod-0-beat")
     assert container_of(played.agents[0]) == ("agent", "tidepool-cpu-0-agent")
 
 
