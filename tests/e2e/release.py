@@ -16,7 +16,7 @@ import openai
 import yaml
 
 from ops.client.api import Api, open_api
-from ops.deploy.helm.played import Manifest, Played, container_of, names, play, probed
+from ops.deploy.helm.played import Manifest, Played, container_of, names, play, probed, secret_of_entry
 from ops.deploy.helm.rendered import EXAMPLES, render
 from ops.local.checkpoints import describe_checkpoint
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
@@ -145,7 +145,8 @@ def installed(folder: Path) -> Iterator[Release]:
             wait_until(lambda: release.is_healthy("gateway"), "the gateway is ready", LIMIT_S)
             with release.admin() as admin:
                 register(admin, models, REGION)
-                podman.keep_files(NODE_KEYS, {name: node_key(admin, name) for name in _pods(played.agents)})
+                for node in (pod["metadata"]["name"] for pod in played.agents):
+                    podman.keep_files(secret_of_entry(NODE_KEYS, node), {"node-key": node_key(admin, node)})
             podman.play(played.agents)
             yield release
         finally:
@@ -155,8 +156,8 @@ def installed(folder: Path) -> Iterator[Release]:
 def remove(release: Release) -> None:
     """Remove the release's pods, Secrets and volumes."""
     release.podman.play_down([*release.workloads, *release.played.hooks])
-    for secret in (KEYS, NODE_KEYS):
-        release.podman.forget(secret)
+    for name in (KEYS, *release.volumes()):
+        release.podman.forget(name)
     release.podman.run("volume", "rm", "--force", *release.volumes())
 
 
@@ -214,10 +215,6 @@ def _first_keys(release: Release, database_url: str) -> dict[str, str]:
     options = ("--rm", "--network=host", "--read-only", "--cap-drop=all", f"--env=TIDEPOOL_DATABASE_URL={database_url}")
     keys: dict[str, str] = json.loads(release.podman.run("run", *options, container["image"], "init", "--print"))
     return keys
-
-
-def _pods(workloads: Sequence[Manifest]) -> list[str]:
-    return [each["metadata"]["name"] for each in workloads]
 
 
 @contextmanager

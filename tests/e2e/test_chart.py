@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.release import KEYS, LIMIT_S, MESSAGES, MODELS, NODE_KEYS, Release, left_behind, remove, streamed
+from tests.e2e.release import KEYS, LIMIT_S, MESSAGES, MODELS, Release, left_behind, remove, streamed
 from tests.flows.waiting import wait_until
 
 PROCESSES = {"gateway", "dispatcher", "worker", "forecaster", "beat", "agent"}
@@ -93,7 +93,7 @@ def test_the_batch_ends_with_a_result_for_each_line(release: Release, batch_id: 
 def test_a_release_that_is_played_anew_serves_what_it_knew(release: Release, batch_id: str, figures: list[str]) -> None:
     """All pods are removed and played at once; the database and the volumes stay."""
     release.podman.play_down(release.workloads)
-    assert left_behind(release.podman) == sorted({KEYS, NODE_KEYS, *release.volumes()})
+    assert left_behind(release.podman) == sorted({KEYS, *release.volumes()})
     started_s = time.monotonic()
     release.podman.play(release.workloads)
     played_s = time.monotonic() - started_s

@@ -10,6 +10,7 @@ What a cluster would do for them, and podman does not, is done here, and is all 
 | pods have addresses, Services names | all are on the host's network, and `names` are those of its loopback interface |
 | the kubelet asks probes | they are left out; whoever plays the pods asks them |
 | `$(NAME)` in a variable and in `subPathExpr` | is replaced |
+| `subPathExpr` mounts one entry of a Secret | a Secret of that entry alone (`secret_of_entry`) is mounted |
 | an emptyDir in memory | a folder of the host's memory |
 
 PodDisruptionBudgets, HorizontalPodAutoscalers, NetworkPolicies and ServiceMonitors have no effect without a cluster.
@@ -87,6 +88,11 @@ def probed(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     return asked
 
 
+def secret_of_entry(secret: str, entry: str) -> str:
+    """The Secret that stands for an entry of another: podman 4.3 mounts whole Secrets only."""
+    return f"{secret}-{entry}"
+
+
 def container_of(workload: Manifest) -> tuple[str, str]:
     """The name of a workload's container in its pod, and podman's own name of it."""
     name, spec = workload["metadata"]["name"], workload["spec"]
@@ -149,7 +155,9 @@ def _replaced(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _mount_item(mount: Manifest, volume: Manifest, item: str) -> None:
-    """A Secret's entry `item` at the path of the mount, whose folder has no other file then."""
+    """Mount the entry `item` of a Secret as the file that the mount's path names, whose folder has no other file then:
+    the volume becomes a Secret of that entry alone.
+    """
     path = PurePosixPath(mount["mountPath"])
     mount["mountPath"] = str(path.parent)
-    volume["secret"]["items"] = [{"key": item, "path": path.name}]
+    volume["secret"]["secretName"] = secret_of_entry(volume["secret"]["secretName"], item)

@@ -61,8 +61,7 @@ def test_an_agents_pod_has_its_name_its_claim_its_key_and_memory() -> None:
     volumes = {volume.pop("name"): volume for volume in pod["spec"]["volumes"]}
     assert volumes["checkpoints"] == {"persistentVolumeClaim": {"claimName": "checkpoints-tidepool-cpu-0"}}
     assert volumes["shm"] == {"hostPath": {"path": str(MEMORY), "type": "Directory"}}
-    [item] = volumes["node-keys"]["secret"]["items"]
-    assert item == {"key": "tidepool-cpu-0", "path": "node-key"}
+    assert volumes["node-keys"]["secret"]["secretName"] == "tidepool-node-keys-tidepool-cpu-0"
     [mount] = [each for each in container["volumeMounts"] if each["name"] == "node-keys"]
     assert mount == {"name": "node-keys", "mountPath": "/etc/tidepool", "readOnly": True}
 
