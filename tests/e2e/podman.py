@@ -62,12 +62,9 @@ class Podman:
 
     def keep_variables(self, secret: str, entries: Mapping[str, str]) -> None:
         """A Secret that pods refer to by `secretKeyRef`: podman 4.3 reads it as JSON of its entries."""
-        self._keep(secret, json.dumps(_encoded(entries)))
-
-    def keep_files(self, secret: str, entries: Mapping[str, str]) -> None:
-        """A Secret that pods mount: podman 4.3 reads it as the manifest."""
-        manifest = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "data": _encoded(entries)}
-        self._keep(secret, yaml.safe_dump(manifest))
+        self.forget(secret)
+        encoded = {name: base64.b64encode(value.encode()).decode() for name, value in entries.items()}
+        self.run("secret", "create", secret, "-", text=json.dumps(encoded))
 
     def forget(self, secret: str) -> None:
         """Remove a Secret, if there is one of this name."""
@@ -86,11 +83,3 @@ class Podman:
         path = self._folder / "played.yaml"
         path.write_text(yaml.safe_dump_all(manifests, sort_keys=False))
         return path
-
-    def _keep(self, secret: str, content: str) -> None:
-        self.forget(secret)
-        self.run("secret", "create", secret, "-", text=content)
-
-
-def _encoded(entries: Mapping[str, str]) -> dict[str, str]:
-    return {name: base64.b64encode(value.encode()).decode() for name, value in entries.items()}

@@ -16,7 +16,7 @@ import openai
 import yaml
 
 from ops.client.api import Api, open_api
-from ops.deploy.helm.played import Manifest, Played, container_of, names, play, probed, secret_of_entry
+from ops.deploy.helm.played import HostFolders, Manifest, Played, container_of, names, play, probed
 from ops.deploy.helm.rendered import EXAMPLES, render
 from ops.local.checkpoints import describe_checkpoint
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
@@ -36,7 +36,7 @@ MESSAGES = [{"role": "user", "content": "What does the tide bring?"}]
 LIMIT_S = 600.0
 """What only a defect reaches, also on a machine that is busy with other things."""
 POLL_S = 0.5
-"""Between two questions to podman, each a process of its own."""
+"""Between two questions to podman, each a process of its own, and between two answers that are refused."""
 
 
 @dataclass(kw_only=True)
@@ -58,15 +58,10 @@ class Release:
         return dict(container_of(each) for each in self.workloads)
 
     def volumes(self) -> list[str]:
-        """podman's volumes of the claims, and of the Secrets that pods mount."""
-        found = set()
-        for each in self.workloads:
-            for volume in (each["spec"] if each["kind"] == "Pod" else each["spec"]["template"]["spec"])["volumes"]:
-                if claim := volume.get("persistentVolumeClaim"):
-                    found.add(claim["claimName"])
-                elif secret := volume.get("secret"):
-                    found.add(secret["secretName"])
-        return sorted(found)
+        """podman's volumes: one of each claim, by its name."""
+        specs = (each["spec"].get("template", each)["spec"] for each in self.workloads)
+        claims = (volume.get("persistentVolumeClaim") for spec in specs for volume in spec["volumes"])
+        return sorted({claim["claimName"] for claim in claims if claim})
 
     def images(self) -> list[str]:
         """The images that it runs."""
@@ -131,8 +126,10 @@ def installed(folder: Path) -> Iterator[Release]:
     postgres.prepare()
     valkey.prepare()
     manifests = rendered(folder)
+    secrets = folder / "secrets"
+    (secrets / NODE_KEYS).mkdir(parents=True, mode=0o700)
     with _memory_folder() as memory, Supervisor([postgres.child(), valkey.child()]):
-        played = play(manifests, memory_folder=memory)
+        played = play(manifests, HostFolders(memory=memory, secrets=secrets))
         podman = Podman(folder, names(manifests, NAMESPACE))
         release = Release(podman=podman, played=played, probes=probed(manifests))
         servers = {"database-url": postgres.url(), "redis-url": valkey.url()}
@@ -146,7 +143,7 @@ def installed(folder: Path) -> Iterator[Release]:
             with release.admin() as admin:
                 register(admin, models, REGION)
                 for node in (pod["metadata"]["name"] for pod in played.agents):
-                    podman.keep_files(secret_of_entry(NODE_KEYS, node), {"node-key": node_key(admin, node)})
+                    (secrets / NODE_KEYS / node).write_text(node_key(admin, node))
             podman.play(played.agents)
             yield release
         finally:
@@ -156,8 +153,7 @@ def installed(folder: Path) -> Iterator[Release]:
 def remove(release: Release) -> None:
     """Remove the release's pods, Secrets and volumes."""
     release.podman.play_down([*release.workloads, *release.played.hooks])
-    for name in (KEYS, *release.volumes()):
-        release.podman.forget(name)
+    release.podman.forget(KEYS)
     release.podman.run("volume", "rm", "--force", *release.volumes())
 
 
@@ -189,13 +185,14 @@ def node_key(admin: Api, node: str) -> str:
 
 
 def streamed(client: openai.OpenAI) -> str:
-    """The text of a streamed answer; empty while it is refused."""
+    """The text of a streamed answer; empty, after `POLL_S`, while it is refused."""
     try:
         chunks = client.chat.completions.create(
             model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0, stream=True
         )
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     except openai.OpenAIError:
+        time.sleep(POLL_S)
         return ""
 
 

@@ -106,7 +106,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[[Path]
 
 def _build_servers(podman: Podman, folder: Path) -> None:
     """The image of both servers, from the binaries of this environment's wheels."""
-    shutil.copytree(postgres_binary("postgres").parents[1], folder / "postgres")
+    package = postgres_binary("postgres").parents[2]
+    for part in (package, package.with_name(f"{package.name}.libs")):
+        shutil.copytree(part, folder / "wheel" / part.name)
     shutil.copy(valkey_binary(), folder / "valkey-server")
     shutil.copy(SERVERS / "start-postgres", folder)
     base = "BASE=localhost/tidepool-base:bookworm"

@@ -10,7 +10,7 @@ What a cluster would do for them, and podman does not, is done here, and is all 
 | pods have addresses, Services names | all are on the host's network, and `names` are those of its loopback interface |
 | the kubelet asks probes | they are left out; whoever plays the pods asks them |
 | `$(NAME)` in a variable and in `subPathExpr` | is replaced |
-| `subPathExpr` mounts one entry of a Secret | a Secret of that entry alone (`secret_of_entry`) is mounted |
+| a Secret is mounted, whole or one entry of it | a folder of the host with a file for each entry, or one file of it |
 | an emptyDir in memory | a folder of the host's memory |
 
 PodDisruptionBudgets, HorizontalPodAutoscalers, NetworkPolicies and ServiceMonitors have no effect without a cluster.
@@ -20,7 +20,7 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 Manifest = dict[str, Any]
@@ -28,6 +28,16 @@ PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 WITHOUT_EFFECT = frozenset(
     {"Service", "PodDisruptionBudget", "HorizontalPodAutoscaler", "NetworkPolicy", "ServiceMonitor"}
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFolders:
+    """Folders of the host that pods mount: one in `memory`, which user 10001 may write, and `secrets`, which has a
+    folder for each Secret.
+    """
+
+    memory: Path
+    secrets: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +49,8 @@ class Played:
     agents: list[Manifest]
 
 
-def play(manifests: Iterable[Manifest], *, memory_folder: Path) -> Played:
-    """`memory_folder`: where the host has a folder in memory for the pods, which user 10001 may write.
+def play(manifests: Iterable[Manifest], host: HostFolders) -> Played:
+    """The chart's workloads for podman.
 
     Raises:
         ValueError: a manifest of a kind that this function does not know.
@@ -50,13 +60,13 @@ def play(manifests: Iterable[Manifest], *, memory_folder: Path) -> Played:
         match manifest["kind"]:
             case "Job":
                 pod = _pod(manifest, manifest["metadata"]["name"])
-                played.hooks.append(_fitted(pod, pod["spec"], memory_folder))
+                played.hooks.append(_fitted(pod, pod["spec"], host))
             case "Deployment":
                 workload = copy.deepcopy(manifest)
-                played.control.append(_fitted(workload, workload["spec"]["template"]["spec"], memory_folder))
+                played.control.append(_fitted(workload, workload["spec"]["template"]["spec"], host))
             case "StatefulSet":
                 for pod in _replicas(manifest):
-                    played.agents.append(_fitted(pod, pod["spec"], memory_folder))
+                    played.agents.append(_fitted(pod, pod["spec"], host))
             case kind if kind not in WITHOUT_EFFECT:
                 raise ValueError(f"podman is not told how to run a {kind}: {manifest['metadata']['name']}")
     return played
@@ -88,11 +98,6 @@ def probed(manifests: Iterable[Manifest]) -> dict[str, list[str]]:
     return asked
 
 
-def secret_of_entry(secret: str, entry: str) -> str:
-    """The Secret that stands for an entry of another: podman 4.3 mounts whole Secrets only."""
-    return f"{secret}-{entry}"
-
-
 def container_of(workload: Manifest) -> tuple[str, str]:
     """The name of a workload's container in its pod, and podman's own name of it."""
     name, spec = workload["metadata"]["name"], workload["spec"]
@@ -118,23 +123,24 @@ def _pod(workload: Manifest, name: str) -> Manifest:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-def _fitted(manifest: Manifest, spec: Manifest, memory_folder: Path) -> Manifest:
+def _fitted(manifest: Manifest, spec: Manifest, host: HostFolders) -> Manifest:
     """`manifest`, whose pod `spec` is changed in place to what podman knows."""
-    name = manifest["metadata"]["name"]
+    entries: dict[str, str] = {}
     volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
     for container in spec["containers"]:
         for field in ("ports", *PROBES):
             container.pop(field, None)
-        variables = _expanded(container.get("env", []), name)
+        variables = _expanded(container.get("env", []), manifest["metadata"]["name"])
         for mount in container.get("volumeMounts", []):
             if expression := mount.pop("subPathExpr", None):
-                _mount_item(mount, volumes[mount["name"]], _replaced(expression, variables))
-    for volume in volumes.values():
-        if "secret" in volume:
-            volume["secret"].setdefault("optional", False)  # podman 4.3 ends with a fault where it is absent
+                entries[mount["name"]] = _replaced(expression, variables)
+    for name, volume in volumes.items():
+        if secret := volume.pop("secret", None):
+            path = host.secrets / secret["secretName"] / entries.get(name, "")
+            volume["hostPath"] = {"path": str(path), "type": "File" if name in entries else "Directory"}
         if volume.get("emptyDir", {}).get("medium") == "Memory":
             del volume["emptyDir"]
-            volume["hostPath"] = {"path": str(memory_folder), "type": "Directory"}
+            volume["hostPath"] = {"path": str(host.memory), "type": "Directory"}
     return manifest
 
 
@@ -152,12 +158,3 @@ def _expanded(env: list[Manifest], pod: str) -> dict[str, str]:
 def _replaced(text: str, variables: Mapping[str, str]) -> str:
     """As Kubernetes does: a variable that is not known stays as it is written."""
     return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), text)
-
-
-def _mount_item(mount: Manifest, volume: Manifest, item: str) -> None:
-    """Mount the entry `item` of a Secret as the file that the mount's path names, whose folder has no other file then:
-    the volume becomes a Secret of that entry alone.
-    """
-    path = PurePosixPath(mount["mountPath"])
-    mount["mountPath"] = str(path.parent)
-    volume["secret"]["secretName"] = secret_of_entry(volume["secret"]["secretName"], item)

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import yaml
 
-from ops.deploy.helm.played import container_of, names, play, probed
+from ops.deploy.helm.played import HostFolders, container_of, names, play, probed
 from ops.deploy.helm.rendered import EXAMPLES, RENDERED
 
-MEMORY = Path("/dev/shm/here")
+HOST = HostFolders(memory=Path("/dev/shm/here"), secrets=Path("/secrets"))
 KEPT = ("image", "command", "args", "securityContext", "resources")
 """What is left as rendered."""
 
@@ -26,7 +26,7 @@ def _named(manifests: list[dict[str, Any]], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_workload_of_the_chart_is_played_as_it_is(example: Path) -> None:
     manifests = _rendered(example.stem)
-    played = play(manifests, memory_folder=MEMORY)
+    played = play(manifests, HOST)
     given = {each["metadata"]["name"]: each for each in (*played.hooks, *played.control, *played.agents)}
     for each in manifests:
         if each["kind"] not in {"Deployment", "StatefulSet", "Job"}:
@@ -48,22 +48,23 @@ def test_every_workload_of_the_chart_is_played_as_it_is(example: Path) -> None:
 
 def test_manifests_are_not_changed_in_place() -> None:
     manifests = _rendered("no-gpu")
-    play(manifests, memory_folder=MEMORY)
+    play(manifests, HOST)
     assert manifests == _rendered("no-gpu")
 
 
 def test_an_agents_pod_has_its_name_its_claim_its_key_and_memory() -> None:
-    [pod] = play(_rendered("no-gpu"), memory_folder=MEMORY).agents
+    [pod] = play(_rendered("no-gpu"), HOST).agents
     assert (pod["kind"], pod["metadata"]["name"]) == ("Pod", "tidepool-cpu-0")
     [container] = pod["spec"]["containers"]
     values = {each["name"]: each.get("value") for each in container["env"]}
     assert values["TIDEPOOL_AGENT_ADVERTISE_URL"] == "http://tidepool-cpu-0.tidepool-cpu.tidepool.svc:9000"
     volumes = {volume.pop("name"): volume for volume in pod["spec"]["volumes"]}
     assert volumes["checkpoints"] == {"persistentVolumeClaim": {"claimName": "checkpoints-tidepool-cpu-0"}}
-    assert volumes["shm"] == {"hostPath": {"path": str(MEMORY), "type": "Directory"}}
-    assert volumes["node-keys"]["secret"]["secretName"] == "tidepool-node-keys-tidepool-cpu-0"
+    assert volumes["shm"] == {"hostPath": {"path": "/dev/shm/here", "type": "Directory"}}
+    key = {"path": "/secrets/tidepool-node-keys/tidepool-cpu-0", "type": "File"}
+    assert volumes["node-keys"] == {"hostPath": key}
     [mount] = [each for each in container["volumeMounts"] if each["name"] == "node-keys"]
-    assert mount == {"name": "node-keys", "mountPath": "/etc/tidepool", "readOnly": True}
+    assert mount == {"name": "node-keys", "mountPath": "/etc/tidepool/node-key", "readOnly": True}
 
 
 def test_names_are_those_by_which_pods_reach_each_other() -> None:
@@ -81,13 +82,13 @@ def test_probes_are_left_to_who_plays_the_pods() -> None:
     asked = probed(manifests)
     assert asked["gateway"] == [f"http://127.0.0.1:8080/{path}" for path in ("livez", "livez", "readyz")]
     assert {name for name, urls in asked.items() if urls} == {"gateway", "agent"}
-    played = play(manifests, memory_folder=MEMORY)
+    played = play(manifests, HOST)
     assert "Probe" not in str(played)
     assert "containerPort" not in str(played)
 
 
 def test_podman_names_the_containers_of_deployments_and_of_pods() -> None:
-    played = play(_rendered("no-gpu"), memory_folder=MEMORY)
+    played = play(_rendered("no-gpu"), HOST)
     assert container_of(_named(played.control, "tidepool-beat")) == ("beat", "tidepool-beat-pod-0-beat")
     assert container_of(played.agents[0]) == ("agent", "tidepool-cpu-0-agent")
 
@@ -95,4 +96,4 @@ def test_podman_names_the_containers_of_deployments_and_of_pods() -> None:
 def test_an_unknown_kind_is_refused_by_name() -> None:
     unknown = {"kind": "DaemonSet", "metadata": {"name": "tide"}}
     with pytest.raises(ValueError, match="DaemonSet: tide"):
-        play([unknown], memory_folder=MEMORY)
+        play([unknown], HOST)
