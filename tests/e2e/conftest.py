@@ -1,8 +1,9 @@
 """The chart and the compose file in containers of podman. `make e2e-chart` installs what that needs."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -35,20 +36,17 @@ def figures(request: pytest.FixtureRequest) -> list[str]:
     return request.config.stash[FIGURES]
 
 
-@pytest.fixture(scope="session")
-def open_folder() -> Callable[[Path], Path]:
-    """Lets every user read pytest's folder of a name: pods are another user, and find their checkpoints there."""
-
-    def open_to_all(folder: Path) -> Path:
-        for path in (folder, *folder.parents[:2]):
-            path.chmod(0o755)
-        return folder
-
-    return open_to_all
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A folder that every user may enter, unlike pytest's own: servers and pods are other users."""
+    with TemporaryDirectory(prefix="tidepool-e2e-") as name:
+        path = Path(name)
+        path.chmod(0o755)
+        yield path
 
 
-@pytest.fixture(scope="session")
-def release(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[[Path], Path]) -> Iterator[Release]:
+@pytest.fixture(scope="module")
+def release(folder: Path) -> Iterator[Release]:
     """The chart's release, until the last test."""
-    with installed(open_folder(tmp_path_factory.mktemp("release"))) as made:
+    with installed(folder) as made:
         yield made

@@ -5,7 +5,7 @@ releases that the file names.
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
@@ -93,9 +93,8 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, open_folder: Callable[[Path], Path]) -> Iterator[Stack]:
+def stack(folder: Path) -> Iterator[Stack]:
     """The project, which is removed at the end."""
-    folder = open_folder(tmp_path_factory.mktemp("compose"))
     made = Stack(folder)
     _build_servers(made.podman, folder / "servers")
     try:
@@ -123,18 +122,21 @@ def test_the_file_resolves(stack: Stack) -> None:
 
 
 def test_its_services_stream_an_answer(stack: Stack, figures: list[str]) -> None:
-    """As the documentation says, but for the health of Postgres: podman 4.3 needs systemd to ask for it by itself."""
+    """As the documentation says, but step by step: podman 4.3 neither waits for the health of a service, nor starts one
+    whose dependencies have dependencies.
+    """
     models = build_tiny_models(stack.models, MODELS)
     started_s = time.monotonic()
     stack.run("up", "-d", "postgres", "valkey", "volumes")
     wait_until(stack.has_postgres, "Postgres answers", LIMIT_S)
-    stack.run("up", "-d")
+    stack.run("run", "--rm", "--no-deps", "init")
+    stack.run("up", "-d", "--no-deps", "api", "dispatcher", "worker", "forecaster", "beat")
     wait_until(stack.is_ready, "the gateway is ready", LIMIT_S)
     keys = {role: stack.run("exec", "-T", "api", "tidepool", "key", "secret", role).strip() for role in ROLES}
     with open_api(stack.url, keys["admin"]) as admin:
         register(admin, models, REGION)
         stack.set(FLEET_KEY=keys["node"], NODE_KEY=node_key(admin, NODE))
-    stack.run("--profile", "node", "up", "-d")
+    stack.run("--profile", "node", "up", "-d", "--no-deps", "agent")
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=keys["client"], max_retries=0) as client:
         wait_until(lambda: bool(streamed(client)), "an answer is streamed", LIMIT_S)
     figures.append(
