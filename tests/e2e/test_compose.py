@@ -130,12 +130,13 @@ def test_its_services_stream_an_answer(stack: Stack, figures: list[str]) -> None
     stack.run("up", "-d", "postgres", "valkey", "volumes")
     wait_until(stack.has_postgres, "Postgres answers", LIMIT_S)
     stack.run("run", "--rm", "--no-deps", "init")
+    keys = {role: stack.run("run", "--rm", "--no-deps", "init", "key", "secret", role).split()[-1] for role in ROLES}
+    stack.set(FLEET_KEY=keys["node"])
     stack.run("up", "-d", "--no-deps", "api", "dispatcher", "worker", "forecaster", "beat")
     wait_until(stack.is_ready, "the gateway is ready", LIMIT_S)
-    keys = {role: stack.run("exec", "-T", "api", "tidepool", "key", "secret", role).strip() for role in ROLES}
     with open_api(stack.url, keys["admin"]) as admin:
         register(admin, models, REGION)
-        stack.set(FLEET_KEY=keys["node"], NODE_KEY=node_key(admin, NODE))
+        stack.set(NODE_KEY=node_key(admin, NODE))
     stack.run("--profile", "node", "up", "-d", "--no-deps", "agent")
     with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=keys["client"], max_retries=0) as client:
         wait_until(lambda: bool(streamed(client)), "an answer is streamed", LIMIT_S)
