@@ -116,13 +116,11 @@ def rendered(folder: Path) -> list[Manifest]:
 @contextmanager
 def installed(folder: Path) -> Iterator[Release]:
     """Install a release as the documentation says, and remove it at the end: servers, migration, first keys, control
-    plane, fleet, the node's key, the node. `folder` must be one that user 10001 may enter.
+    plane, fleet, the node's key, the node.
     """
-    models = build_tiny_models(folder / "models", MODELS)
-    postgres, valkey = (
-        EmbeddedPostgres(folder / "servers", free_port()),
-        EmbeddedValkey(folder / "servers", free_port()),
-    )
+    models = readable_models(folder / "models")
+    postgres = EmbeddedPostgres(folder / "servers", free_port())
+    valkey = EmbeddedValkey(folder / "servers", free_port())
     postgres.prepare()
     valkey.prepare()
     manifests = rendered(folder)
@@ -148,6 +146,14 @@ def installed(folder: Path) -> Iterator[Release]:
             yield release
         finally:
             remove(release)
+
+
+def readable_models(folder: Path) -> list[TinyModel]:
+    """Checkpoints that every user may read: safetensors writes files for their owner alone."""
+    models = build_tiny_models(folder, MODELS)
+    for path in folder.glob("*/*"):
+        path.chmod(0o644)
+    return models
 
 
 def remove(release: Release) -> None:

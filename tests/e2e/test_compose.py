@@ -15,10 +15,9 @@ import yaml
 
 from ops.client.api import open_api
 from ops.local.ports import free_port
-from ops.local.tiny_models import build_tiny_models
 from ops.local.wheels import postgres_binary, valkey_binary
 from tests.e2e.podman import TIMEOUT_S, Podman, PodmanError
-from tests.e2e.release import LIMIT_S, MODELS, POLL_S, left_behind, node_key, register, streamed
+from tests.e2e.release import LIMIT_S, POLL_S, left_behind, node_key, readable_models, register, streamed
 from tests.flows.waiting import wait_until
 
 COMPOSE = Path(__file__).parents[2] / "ops" / "deploy" / "compose"
@@ -125,7 +124,7 @@ def test_its_services_stream_an_answer(stack: Stack, figures: list[str]) -> None
     """As the documentation says, but step by step: podman 4.3 neither waits for the health of a service, nor starts one
     whose dependencies have dependencies.
     """
-    models = build_tiny_models(stack.models, MODELS)
+    models = readable_models(stack.models)
     started_s = time.monotonic()
     stack.run("up", "-d", "postgres", "valkey", "volumes")
     wait_until(stack.has_postgres, "Postgres answers", LIMIT_S)
