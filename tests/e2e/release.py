@@ -27,7 +27,7 @@ from ops.local.tiny_models import TinyModel, build_tiny_models
 from tests.e2e.podman import Podman
 from tests.flows.waiting import wait_until
 
-MODELS = ("tiny-llama", "tiny-qwen3")
+MODEL = "tiny-llama"
 NAMESPACE, REGION, GPU_TYPE = "tidepool", "here", "cpu"
 GATEWAY = "http://127.0.0.1:8080"
 KEYS, NODE_KEYS = "tidepool", "tidepool-node-keys"
@@ -150,7 +150,7 @@ def installed(folder: Path) -> Iterator[Release]:
 
 def readable_models(folder: Path) -> list[TinyModel]:
     """Checkpoints that every user may read: safetensors writes files for their owner alone."""
-    models = build_tiny_models(folder, MODELS)
+    models = build_tiny_models(folder, [MODEL])
     for path in folder.glob("*/*"):
         path.chmod(0o644)
     return models
@@ -163,16 +163,15 @@ def remove(release: Release) -> None:
     release.podman.run("volume", "rm", "--force", *release.volumes())
 
 
-def left_behind(podman: Podman) -> list[str]:
-    """Pods, containers, volumes and Secrets that have a release's name."""
+def left_behind(podman: Podman, name: str = NAMESPACE) -> list[str]:
+    """Pods, containers, volumes and Secrets that have `name` in their names."""
     commands = (
         ("pod", "ls", "--format={{.Name}}"),
         ("ps", "--all", "--format={{.Names}}"),
         ("volume", "ls", "--format={{.Name}}"),
         ("secret", "ls", "--format={{.Name}}"),
     )
-    found = {name for command in commands for name in podman.run(*command).split()}
-    return sorted(name for name in found if NAMESPACE in name)
+    return sorted({each for command in commands for each in podman.run(*command).split() if name in each})
 
 
 def register(admin: Api, models: Sequence[TinyModel], region: str) -> None:
@@ -194,7 +193,7 @@ def streamed(client: openai.OpenAI) -> str:
     """The text of a streamed answer; empty, after `POLL_S`, while it is refused."""
     try:
         chunks = client.chat.completions.create(
-            model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0, stream=True
+            model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0, stream=True
         )
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     except openai.OpenAIError:

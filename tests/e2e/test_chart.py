@@ -10,7 +10,7 @@ from collections import Counter
 import openai
 import pytest
 
-from tests.e2e.release import KEYS, LIMIT_S, MESSAGES, MODELS, Release, left_behind, remove, streamed
+from tests.e2e.release import KEYS, LIMIT_S, MESSAGES, MODEL, Release, left_behind, remove, streamed
 from tests.flows.waiting import wait_until
 
 PROCESSES = {"gateway", "dispatcher", "worker", "forecaster", "beat", "agent"}
@@ -40,7 +40,7 @@ def test_a_chat_completion_is_streamed_through_the_gateway(release: Release) -> 
     first = _serves(release)
     assert first == _serves(release)
     with release.client() as client:
-        whole = client.chat.completions.create(model=MODELS[0], messages=MESSAGES, max_tokens=8, temperature=0)
+        whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=8, temperature=0)
     assert whole.choices[0].message.content == first
 
 
@@ -57,7 +57,7 @@ def _batch(client: openai.OpenAI) -> str:
             "custom_id": f"r{number}",
             "method": "POST",
             "url": "/v1/chat/completions",
-            "body": {"model": MODELS[number % len(MODELS)], "messages": MESSAGES, "max_tokens": 64},
+            "body": {"model": MODEL, "messages": MESSAGES, "max_tokens": 64},
         }
         for number in range(LINES)
     ]

@@ -22,7 +22,7 @@ from tests.flows.waiting import wait_until
 
 COMPOSE = Path(__file__).parents[2] / "ops" / "deploy" / "compose"
 SERVERS = Path(__file__).parent / "servers"
-PROJECT, REGION, NODE = "tidepool", "here", "node-1"
+PROJECT, REGION, NODE = "tide-compose", "here", "node-1"
 ROLES = ("admin", "client", "node")
 PROCESSES = {"api", "dispatcher", "worker", "forecaster", "beat", "agent", "postgres", "valkey"}
 
@@ -146,4 +146,4 @@ def test_its_services_stream_an_answer(stack: Stack, figures: list[str]) -> None
 
 def test_nothing_is_left_of_a_project_that_is_taken_down(stack: Stack) -> None:
     stack.run("--profile", "node", "down", "--volumes")
-    assert left_behind(stack.podman) == []
+    assert left_behind(stack.podman, PROJECT) == []
