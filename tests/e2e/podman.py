@@ -76,8 +76,13 @@ class Podman:
         self.run("play", "kube", "--network=host", str(self._written(manifests)))
 
     def play_down(self, manifests: Sequence[Mapping[str, Any]]) -> None:
-        """Stop and remove the pods of manifests."""
-        self.run("play", "kube", "--down", str(self._written(manifests)))
+        """Stop and remove the pods of manifests, those that are there."""
+        for manifest in manifests:
+            try:
+                self.run("play", "kube", "--down", str(self._written([manifest])))
+            except PodmanError as error:
+                if "no such pod" not in str(error):
+                    raise
 
     def _written(self, manifests: Sequence[Mapping[str, Any]]) -> Path:
         path = self._folder / "played.yaml"

@@ -203,12 +203,13 @@ def streamed(client: openai.OpenAI) -> str:
 
 
 def _migrate(release: Release) -> None:
-    """Run the chart's hook, and wait for its end."""
+    """Run the chart's hook, and remove it, as Helm does, when it has succeeded."""
     [hook] = release.played.hooks
     release.podman.play([hook])
     _, container = container_of(hook)
     code = release.podman.run("wait", container).strip()
     assert code == "0", release.podman.run("logs", container)
+    release.podman.play_down([hook])
 
 
 def _first_keys(release: Release, database_url: str) -> dict[str, str]:
