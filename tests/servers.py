@@ -65,6 +65,19 @@ class Servers:
             self.stop(name)
 
 
+@contextlib.contextmanager
+def suspended(server: EmbeddedPostgres) -> Iterator[None]:
+    """Every process of a Postgres is stopped meanwhile (on Linux): it takes connections and answers none."""
+    pids = list(server.processes())
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 class Standby(EmbeddedPostgres):
     """A streaming standby of a Postgres that runs."""
 

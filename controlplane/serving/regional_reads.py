@@ -16,6 +16,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 import structlog
+from pydantic import SecretStr
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -91,11 +92,7 @@ class RegionalReads:
         self._age = ReplicaAge()
         self._primary = _Server("primary", database, writable=True)
         url = settings.database_replica_url
-        self._replica = (
-            None
-            if url is None
-            else _Server("replica", Database(make_engine(settings.model_copy(update={"database_url": url}))))
-        )
+        self._replica = None if url is None else _Server("replica", Database(make_engine(_of_replica(settings, url))))
 
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
@@ -179,6 +176,12 @@ class RegionalReads:
         except SQLAlchemyError as error:
             log.warning("the region's copy of the database was not read", error=str(error).splitlines()[0])
             return None
+
+
+def _of_replica(settings: Settings, url: SecretStr) -> Settings:
+    """The settings of connections to the standby. One that needs longer for an answer than it may lag is of no use."""
+    limit_s = min(settings.database_timeout_s, math.ceil(settings.replica_lag_max_s))
+    return settings.model_copy(update={"database_url": url, "database_timeout_s": limit_s})
 
 
 async def _repeat(look: Callable[[], Awaitable[None]]) -> None:

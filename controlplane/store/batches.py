@@ -17,7 +17,7 @@ from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, Batch
 from controlplane.store.files import get_file, is_there
 from controlplane.store.notifications import Wake, notified, notify
 from controlplane.store.rows import Page, copy_rows, page
-from controlplane.store.session import defer
+from controlplane.store.session import defer, lift_time_limit
 from controlplane.store.storable import storable
 
 _MESSAGE_CHARACTERS_MAX, _PARAM_CHARACTERS_MAX = 500, 200
@@ -249,7 +249,7 @@ def _end(session: Session, which: str, values: Mapping[str, Any], state: BatchRe
 
 def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
     """Put the requests of a batch into the queue, all of them or (with the transaction) none."""
-    session.execute(text("SET LOCAL statement_timeout = 0"))  # the copy lasts as long as the file is read
+    lift_time_limit(session)
     batch_number = batch.number
     queued: list[tuple[int, int, str, int]] = []
     counts: dict[str, tuple[int, int]] = {}

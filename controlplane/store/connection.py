@@ -20,14 +20,21 @@ class CommitTimeoutError(psycopg.OperationalError):
     """A commit waited for another region for too long: nobody knows whether it is in effect, so nobody is told."""
 
 
-class Connection(psycopg.Connection[Any]):
-    """A connection in the driver's autocommit mode, whose transactions begin with `begin`.
+class SilentServerError(psycopg.OperationalError):
+    """The server keeps its connections and answers none, as where its machine is suspended or its disk hangs."""
 
-    Its commits wait for `commit_max_s` seconds at most. The server would wait without end for a standby that a commit
-    needs, and must not be asked to cancel: it would call the commit done. `timeline`: of its server, while that is the
-    primary.
+
+class Connection(psycopg.Connection[Any]):
+    """A connection in the driver's autocommit mode, whose transactions begin with `begin`. It waits for its server for
+    a limited time.
+
+    A server that works ends a statement itself (`statement_timeout`). One that hangs does not, and its kernel goes on
+    to acknowledge what it is sent, so that TCP sees nothing wrong: after `answer_max_s` seconds it is given up. A commit
+    waits for `commit_max_s`: the server would wait without end for a standby that it needs, and must not be asked to
+    cancel: it would call the commit done. `timeline`: of its server, while that is the primary.
     """
 
+    answer_max_s = math.inf
     commit_max_s = math.inf
     timeline = ""
 
@@ -36,7 +43,8 @@ class Connection(psycopg.Connection[Any]):
         self.cursor_factory = _Cursor
         self.server_cursor_factory = _ServerCursor
         self._deferred: list[tuple[Any, Any]] = []
-        self._until_s = math.inf
+        self._until_s: float | None = None
+        """Until when answers are waited for; None: for `answer_max_s` each."""
 
     def begin(self) -> None:
         """Have the next statement begin a transaction."""
@@ -73,7 +81,12 @@ class Connection(psycopg.Connection[Any]):
     def rollback(self) -> None:
         """Forget what is deferred, and roll the rest back."""
         self._deferred.clear()
+        self._until_s = None
         super().rollback()
+
+    def lift_limit(self) -> None:
+        """Wait for the answers of this transaction as long as they take."""
+        self._until_s = math.inf
 
     @contextlib.contextmanager
     def one_trip(self) -> Iterator[None]:
@@ -89,37 +102,41 @@ class Connection(psycopg.Connection[Any]):
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """`one_trip` of a statement. One without a transaction is its own commit: it waits for as long as the server
-        lets a statement run, and as a commit may.
+        """`one_trip` of a statement. One without a transaction is its own commit: it waits for as long as an answer
+        and a commit may take.
         """
         if self.in_transaction():
             with self.one_trip():
                 yield
         else:
-            with self._bounded(2 * self.commit_max_s):
+            with self._bounded(self.answer_max_s + self.commit_max_s):
                 yield
 
     def wait(self, gen: Any, *args: Any, **named: Any) -> Any:
         """Drive a generator of the driver, for as long as what it does may take."""
-        return super().wait(gen if self._until_s == math.inf else self._cut_off(gen), *args, **named)
+        until_s = time.monotonic() + self.answer_max_s if self._until_s is None else self._until_s
+        return super().wait(gen if until_s == math.inf else self._cut_off(gen, until_s), *args, **named)
 
     @contextlib.contextmanager
     def _bounded(self, most_s: float) -> Iterator[None]:
+        """Wait for the block, which commits, for so many seconds."""
         self._until_s = time.monotonic() + most_s
         try:
             yield
+        except SilentServerError:
+            raise CommitTimeoutError("the commit waited for another region for too long") from None
         finally:
-            self._until_s = math.inf
+            self._until_s = None
 
-    def _cut_off(self, gen: Any) -> Any:
+    def _cut_off(self, gen: Any, until_s: float) -> Any:
         """The same generator. It is resumed at least ten times a second, with nothing ready."""
         try:
             wanted = next(gen)
             while True:
                 ready = yield wanted
-                if not ready and time.monotonic() > self._until_s:
+                if not ready and time.monotonic() > until_s:
                     self.close()
-                    raise CommitTimeoutError("the commit waited for another region for too long")
+                    raise SilentServerError("the server has not answered for too long")
                 wanted = gen.send(ready)
         except StopIteration as end:
             return end.value

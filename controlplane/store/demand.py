@@ -26,6 +26,7 @@ from sqlalchemy.orm import Mapped, Session, mapped_column, undefer
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.plan_explanations import ForecastRecord
 from controlplane.store.rows import copy_rows, delete_some
+from controlplane.store.session import lift_time_limit
 from controlplane.store.tables import Base, Json
 
 IW, NIW = "IW", "NIW"
@@ -135,7 +136,7 @@ def put_demand(session: Session, rows: Iterable[DemandRow], *, imported: bool = 
             " (model text, region text, kind text, start_s bigint, tokens_per_s double precision) ON COMMIT DROP"
         )
     )
-    session.execute(text("SET LOCAL statement_timeout = 0"))  # a copy lasts as long as its rows take to come
+    lift_time_limit(session)
     values = ((row.endpoint.model, row.endpoint.region, row.kind, row.start_s, row.tokens_per_s) for row in rows)
     count = copy_rows(session, "incoming_demand", values)
     session.execute(

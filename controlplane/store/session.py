@@ -18,6 +18,8 @@ from controlplane.store.newest_primary import NewestPrimary
 
 _CLOSE_TIMEOUT_S = 10.0
 _SILENT_SERVER_MS = 10_000
+_ANSWER_GRACE_S = 1.0
+"""For the answer of a server that has ended a statement at its `statement_timeout`."""
 _LOST = frozenset({"25006", "57P01", "57P02", "57P03"})
 """States of SQL that say: this server takes no writes, ends, or does not answer yet."""
 _ALONE, _DEFERRED = "tidepool_alone", "tidepool_deferred"
@@ -26,8 +28,9 @@ _ALONE, _DEFERRED = "tidepool_alone", "tidepool_deferred"
 
 def make_engine(settings: Settings) -> Engine:
     """A connection pool to Postgres. A connection that its server has ended is not used again, so a restarted server
-    heals by itself; one that is lost silently is noticed within about ten seconds. An error that says that the server
-    is not the primary any more drops all pooled connections: the next ones are made to the one that is.
+    heals by itself; one that is lost silently is noticed within about ten seconds, a server that hangs a second after
+    `database_timeout_s`. An error that says that the server is not the primary any more drops all pooled connections:
+    the next ones are made to the one that is.
     """
     engine = create_engine(
         settings.database_url.get_secret_value(),
@@ -46,18 +49,25 @@ def make_engine(settings: Settings) -> Engine:
         event.listen(engine, name, listener)
     several = "," in str(engine.url.query.get("host", ""))
     newest = NewestPrimary(engine) if several else None
-    connect = functools.partial(_connect, commit_max_s=settings.database_timeout_s, newest=newest)
+    connect = functools.partial(_connect, timeout_s=settings.database_timeout_s, newest=newest)
     event.listen(engine, "do_connect", connect)
     return engine
 
 
+def lift_time_limit(session: Session) -> None:
+    """Let the statements of this transaction take as long as they need, as a copy must that is as long as its rows."""
+    defer(session, text("SET LOCAL statement_timeout = 0"))
+    _driver(session.connection().connection.driver_connection).lift_limit()
+
+
 def _connect(
-    _dialect: Any, _record: Any, _args: Any, parameters: Any, *, commit_max_s: float, newest: NewestPrimary | None
+    _dialect: Any, _record: Any, _args: Any, parameters: Any, *, timeout_s: float, newest: NewestPrimary | None
 ) -> Connection:
     parameters = {**parameters, "autocommit": True}  # `_begin` begins
     connect = Connection.connect
     connection = connect(**parameters) if newest is None else newest.connect(connect, parameters)
-    connection.commit_max_s = commit_max_s
+    connection.commit_max_s = timeout_s
+    connection.answer_max_s = timeout_s + _ANSWER_GRACE_S
     return connection
 
 

@@ -12,7 +12,7 @@ from controlplane.settings import Settings
 from controlplane.store.keys import make_key
 from controlplane.store.objectives import BUCKET_S
 from controlplane.store.redis.live import LiveStore
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database, lift_time_limit, make_engine
 from controlplane.store.tables import Role
 from dataplane.protocol.messages import Heartbeat, InstanceReport, PoolReport, RunReport
 from ops.bench.queue.run import fill as fill_queue
@@ -151,7 +151,7 @@ def fill_large(settings: Settings, size: FleetSize) -> Filled:
     """
     database = Database(make_engine(settings))
     with database.transaction() as session:
-        session.execute(text("SET LOCAL statement_timeout = 0"))
+        lift_time_limit(session)
         filled = _write(session, size)
         beats = _heartbeats(session)
     database.close()

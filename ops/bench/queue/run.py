@@ -46,7 +46,7 @@ from controlplane.store.batches import add_batch, counts_of, end_batch_requests
 from controlplane.store.blobs.folder import FolderBlobs
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.queue import Claim, Outcome
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database, lift_answer_limit, lift_time_limit, make_engine
 from controlplane.store.tables import Model
 from ops.bench.queue import peers
 from ops.bench.shared import cpu_s, work_folder
@@ -77,7 +77,7 @@ def fill(url: str, rows: int) -> None:
     """
     database = _open(url)
     with database.transaction() as session:
-        session.execute(text("SET LOCAL statement_timeout = 0"))
+        lift_time_limit(session)
         left = session.execute(text("SELECT count(*) FROM queued_requests")).scalar_one()
         if not _LEFT_ENOUGH * rows <= left <= rows:
             _fill_anew(session, rows)
@@ -284,7 +284,7 @@ def measure_counts_s(url: str) -> float:
     """Seconds to count the results of a batch of which every line has one."""
     database = _open(url)
     with database.transaction() as session:
-        session.execute(text("SET LOCAL statement_timeout = 0"))
+        lift_time_limit(session)
         batch = session.scalars(select(Batch).where(Batch.total > 0).limit(1)).one()
         ended = end_batch_requests(session, batch.number, state=BatchRequestState.FAILED)
     with database.transaction() as session:

@@ -23,7 +23,7 @@ from ops.local.ports import free_port
 from ops.local.supervisor import Supervisor
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until
-from tests.servers import Servers, Standby
+from tests.servers import Servers, Standby, suspended
 
 
 class Region:
@@ -173,6 +173,26 @@ def test_a_primary_that_hangs_holds_up_no_request(region: Region) -> None:
                 answers = list(pool.map(lambda key: asks(gateway, key).status_code, keys))
             assert answers == [200] * len(keys)
             assert ready(gateway) == (200, "degraded", ["postgres"])
+        until(lambda: ready(gateway) == (200, "ok", []))
+
+
+def test_a_standby_that_hangs_keeps_no_revoked_key_good_and_no_key_waiting(region: Region) -> None:
+    """It takes connections and answers none, and is noticed some seconds later: what was asked of it before is asked of
+    the primary then.
+    """
+    with running_gateway(region.world, FakeAgent(), replica_lag_max_s=2.0) as gateway:
+        until(lambda: ready(gateway) == (200, "ok", []))
+        with region.database.transaction() as session:
+            leaked, other = (make_key(session, name=f"{n}", role=Role.CLIENT, tenant="acme") for n in range(2))
+        until(region.is_in_step)
+        until(lambda: asks(gateway, leaked.secret).status_code == 200)
+        with suspended(region.standby):
+            with region.database.transaction() as session:
+                revoke_key(session, leaked.row.id)
+            asks(gateway, leaked.secret)  # is read from the standby still
+            until(lambda: asks(gateway, leaked.secret).status_code == 401)
+            until(lambda: asks(gateway, other.secret).status_code == 200)
+            assert ready(gateway) == (200, "degraded", ["replica"])
         until(lambda: ready(gateway) == (200, "ok", []))
 
 

@@ -15,17 +15,17 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from controlplane.settings import Settings
-from controlplane.store.connection import CommitTimeoutError
+from controlplane.store.connection import CommitTimeoutError, SilentServerError
 from controlplane.store.events import Event
 from controlplane.store.notifications import Wake, listen, notify
 from controlplane.store.rows import copy_rows
-from controlplane.store.session import Database, defer, make_engine
+from controlplane.store.session import Database, defer, lift_time_limit, make_engine
 from controlplane.store.tables import Base
 from controlplane.store.terms import current_term
 from ops.local.embedded import EmbeddedPostgres
 from ops.local.supervisor import Supervisor
 from tests.controlplane.world import PATIENCE_S, until
-from tests.servers import Servers, Standby
+from tests.servers import Servers, Standby, suspended
 
 
 class Pair:
@@ -253,6 +253,31 @@ def test_a_commit_that_waits_for_another_region_for_too_long_is_told_to_nobody(p
     with hasty.transaction() as session:
         written_at(session)
     hasty.close()
+
+
+def test_a_server_that_hangs_is_given_up(pair: Pair) -> None:
+    """It takes connections, its kernel acknowledges what it is sent, and it answers nothing; also within a copy, whose
+    statements may take as long as they need.
+    """
+    hasty = Database(make_engine(pair.settings.model_copy(update={"database_timeout_s": 1, "database_pool_size": 1})))
+    with hasty.transaction() as session:
+        lift_time_limit(session)
+        session.execute(text("SELECT pg_sleep(2.5)"))
+    with pytest.raises(DBAPIError) as silent, hasty.transaction() as session:
+        session.execute(text("SELECT 1"))
+        with suspended(pair.primary):
+            session.execute(text("SELECT 1"))
+    assert isinstance(silent.value.orig, SilentServerError)
+    assert silent.value.connection_invalidated
+    until(lambda: answers(hasty))
+    hasty.close()
+
+
+def answers(database: Database) -> bool:
+    with contextlib.suppress(SQLAlchemyError):
+        database.ping()
+        return True
+    return False
 
 
 def quorum(pair: Pair) -> str:
