@@ -263,14 +263,19 @@ def test_a_server_that_hangs_is_given_up(pair: Pair) -> None:
     with hasty.transaction() as session:
         lift_time_limit(session)
         session.execute(text("SELECT pg_sleep(2.5)"))
-    with pytest.raises(DBAPIError) as silent, hasty.transaction() as session:
-        session.execute(text("SELECT 1"))
-        with suspended(pair.primary):
-            session.execute(text("SELECT 1"))
+    with pytest.raises(DBAPIError) as silent:
+        asks_until_it_hangs(hasty, pair.primary)
     assert isinstance(silent.value.orig, SilentServerError)
     assert silent.value.connection_invalidated
     until(lambda: answers(hasty))
     hasty.close()
+
+
+def asks_until_it_hangs(database: Database, server: EmbeddedPostgres) -> None:
+    with database.transaction() as session:
+        session.execute(text("SELECT 1"))
+        with suspended(server):
+            session.execute(text("SELECT 1"))
 
 
 def answers(database: Database) -> bool:
