@@ -15,7 +15,6 @@ from ops.client.screen import AsJson, print_json
 
 if TYPE_CHECKING:
     from ops.faults.injector import Kind
-    from ops.local.replay_stack import Fleet
 
 IsUpgrade = Annotated[
     bool,
@@ -29,6 +28,23 @@ RegionLoss = Annotated[
         "alone (primary); fail over, and have it back. Three regions, each with its own Postgres.",
     ),
 ]
+OutOfStep = Annotated[
+    bool,
+    typer.Option(
+        "--out-of-step",
+        help="No other faults, nothing lost: three regions whose clocks are wrong, while the copy of the database lags "
+        "by 10 s in one and hangs in another.",
+    ),
+]
+SkewS = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=60,
+        help="With --region-loss (default 0) or --out-of-step (default 5): by so many seconds the clocks of the second "
+        "region are ahead and those of the third behind.",
+    ),
+]
 
 faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack under load, and check its guarantees.")
 
@@ -38,6 +54,7 @@ faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack unde
     "tidepool faults run",
     "tidepool faults run --upgrade --nodes 3 --regions 2 --models 4",
     "tidepool faults run --region-loss partition --minutes 2 --nodes 3 --models 2",
+    "tidepool faults run --out-of-step --minutes 10 --nodes 3 --models 2",
     "tidepool faults run --minutes 3 --nodes 3 --regions 2 --models 4 --only kill,black_hole --seed 7",
 )
 def run_faults(
@@ -51,28 +68,36 @@ def run_faults(
     seed: Annotated[int, typer.Option(help="Draws the same faults on the same victims again.")] = 1,
     upgrade: IsUpgrade = False,
     region_loss: RegionLoss = None,
+    out_of_step: OutOfStep = False,
+    skew_s: SkewS = None,
     only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
     home: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep, logs too; default: temporary.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes, upgrade them, or lose
-    a region.
+    """Run a stack on the replay engine under load, and kill, pause and disconnect its processes, upgrade them, lose a
+    region, or have regions out of step.
 
     \b
     Kinds: kill, kill_worker, terminate, pause, latency, reset, black_hole, restart (of Postgres or Valkey).
     Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
     repeated token, a leak.
     """
+    from ops.cli.regional_drills import chosen_drill
+    from ops.faults.regional.clients import ClientPlan
     from ops.faults.run import Plan, print_progress
     from ops.faults.run import run_faults as run
     from ops.local.replay_stack import Fleet
 
     kinds = _kinds(only)
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
-    if region_loss is not None:
-        _lose_region(fleet, region_loss, minutes, streams, seed, home, as_json=as_json)
+    if region_loss is not None or out_of_step:
+        clients = ClientPlan(streams=streams, seed=seed)
+        drill = chosen_drill(fleet, clients, minutes, skew_s, region_loss=region_loss, out_of_step=out_of_step)
+        with _folder(home) as folder:
+            report = asyncio.run(drill(folder, print_progress))
+        _tell(report, as_json=as_json)
         return
     plan = Plan(
         fleet=fleet,
@@ -86,31 +111,6 @@ def run_faults(
     )
     with _folder(home) as folder:
         report = asyncio.run(run(plan, folder, print_progress))
-    _tell(report, as_json=as_json)
-
-
-def _lose_region(
-    fleet: "Fleet", what: str, minutes: float, streams: int, seed: int, home: Path | None, *, as_json: bool
-) -> None:
-    from ops.faults.regional.drill import Loss, RegionalPlan, run_drill
-    from ops.faults.run import print_progress
-
-    if what not in tuple(Loss):
-        raise CommandError(f"--region-loss: {what!r} is none of {', '.join(Loss)}")
-    if fleet.regions != 3 or fleet.nodes < 3:
-        raise CommandError("--region-loss: needs --regions 3, and a node in each")
-    third_s = minutes * 60 / 3
-    plan = RegionalPlan(
-        fleet=fleet,
-        loss=Loss(what),
-        before_s=third_s,
-        lost_s=third_s,
-        after_s=third_s,
-        streams=streams,
-        seed=seed,
-    )
-    with _folder(home) as folder:
-        report = asyncio.run(run_drill(plan, folder, print_progress))
     _tell(report, as_json=as_json)
 
 

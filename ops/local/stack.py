@@ -57,13 +57,14 @@ class Wiring:
     Replicas are named `name`, `name-2` and so on. `between(caller, called, port)` is the port by which a child reaches
     another that listens on `port`; `*` is the caller where several share a port.
     `programs`: what Python runs for some children instead of the command line's module. `schema`: the revision that the
-    database is migrated to.
+    database is migrated to. `command(argv)` is what a child is run by in place of its own command.
     """
 
     replicas: Mapping[str, int] = field(default_factory=dict)
     between: Callable[[str, str, int], int] = lambda _caller, _called, port: port
     programs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     schema: str = "head"
+    command: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda argv: argv
 
     def names(self, command: str) -> tuple[str, ...]:
         """The names of a command's children."""
@@ -114,7 +115,9 @@ class LocalStack:
         if not any(server.name == "postgres" for server in servers):
             self._prepare_database()
         agents = [self._agent(node, gateways[index % len(gateways)]) for index, node in enumerate(nodes)]
-        self.supervisor = Supervisor([*servers, *self._control_plane(servers), *agents], report=report)
+        children = [*servers, *self._control_plane(servers), *agents]
+        run_by = self._wiring.command
+        self.supervisor = Supervisor([replace(child, argv=run_by(child.argv)) for child in children], report=report)
 
     def __enter__(self) -> "LocalStack":
         self.supervisor.start()

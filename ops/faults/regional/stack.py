@@ -6,11 +6,13 @@ The address of an agent is the same for all callers, so its link finds out from 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ops.faults.proxy import Fault, Link
+from ops.faults.regional.clocks import shift_library, shifted, skews_s
 from ops.faults.stack import ENVIRONMENT
 from ops.local.ports import free_port
 from ops.local.regional_stack import RegionalStack
@@ -21,10 +23,16 @@ _ANYONE = "*"
 
 
 class BorderedStack:
-    """A regional stack of replayed nodes, of which a region can be killed, or cut off from the others (on Linux)."""
+    """A regional stack of replayed nodes, of which a region can be killed, or cut off from the others (on Linux).
+    `skew_s`: by how much the clocks of its second and third region are ahead and behind. `environment`: more settings.
+    """
 
-    def __init__(self, home: Path, fleet: Fleet) -> None:
+    def __init__(
+        self, home: Path, fleet: Fleet, *, skew_s: float = 0.0, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.fleet = fleet
+        self.skews_s = skews_s(fleet.region_names(), skew_s) if skew_s else dict.fromkeys(fleet.region_names(), 0.0)
+        self._library = shift_library()
         self.lines: list[str] = []
         self._links: dict[tuple[str, str], Link] = {}
         self._callers: dict[int, str | None] = {}
@@ -32,9 +40,9 @@ class BorderedStack:
             home,
             free_port(),
             fleet.local_nodes(),
-            environment=ENVIRONMENT,
+            environment={**ENVIRONMENT, **(environment or {})},
             report=self.lines.append,
-            wiring=lambda region: Wiring(replicas={"forecaster": 0}, between=self._between(region)),
+            wiring=self._wiring,
             reach=self._reach,
             fsync=False,
         )
@@ -51,6 +59,15 @@ class BorderedStack:
             await asyncio.to_thread(self.regional.stop)
             for link in self._links.values():
                 await link.stop()
+
+    def clocks(self) -> dict[str, Any]:
+        """By how much each region's clocks are wrong, for a report, and which of its processes have wrong ones."""
+        where = "all processes" if self._library else "Tidepool's processes; libfaketime is not installed"
+        return {"wrong_s": self.skews_s, "of": where}
+
+    def server_skew_s(self, region: str) -> float:
+        """By how much the clock of a region's Postgres is ahead."""
+        return self.skews_s[region] if self._library else 0.0
 
     def cut(self, region: str) -> None:
         """Let no byte cross the region's border until `heal`."""
@@ -79,6 +96,13 @@ class BorderedStack:
         for pid in list(self.regional.cluster.members[region].processes()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+    def _wiring(self, region: str) -> Wiring:
+        return Wiring(
+            replicas={"forecaster": 0},
+            between=self._between(region),
+            command=shifted(self.skews_s[region], self._library),
+        )
 
     def _reach(self, caller: str, called: str, port: int) -> int:
         return port if caller == called else self._link(caller, f"{called}/postgres", port)
