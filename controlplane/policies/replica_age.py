@@ -3,8 +3,8 @@
 The age of a copy is the time since the primary's state that it holds. It is bounded in two ways, and the lower bound
 counts. First, by positions in the write-ahead log: a standby that has replayed what the primary had written at some
 moment is as new as that moment, so that a primary at which nothing happens does not look like a lag, and no clock of
-another region is trusted. Second, by the time at which the last transaction it has replayed was committed, by the
-clocks of both servers: a process that has never reached the primary knows nothing better.
+another region is trusted. Second, by the time at which the last transaction it has replayed was committed, and by how
+much the clocks of the two servers may differ: a process that does not reach the primary knows nothing better.
 """
 
 import math
@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 
 _MARKS_MAX = 3600
+_CLOCKS_APART_S = 10.0
+"""By so much the clocks of two servers may differ: a standby whose clock is behind takes an old commit for a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class ReplicaAge:
         own timeline only.
         """
         if position.replayed_ago_s is not None:
-            self._replayed_s = asked_s - max(0.0, position.replayed_ago_s)
+            self._replayed_s = asked_s - max(0.0, position.replayed_ago_s + _CLOCKS_APART_S)
         while self._marks and self._marks[0][1].bytes <= position.bytes:
             at_s, mark = self._marks.popleft()
             if position.timeline in (None, mark.timeline):

@@ -35,7 +35,7 @@ class Marks:
 
     def __init__(self, url: str) -> None:
         self._address = libpq_url(url)
-        self._acknowledged: list[tuple[int, float]] = []
+        self.acknowledged: list[tuple[int, float]] = []
 
     async def run(self, until: asyncio.Event) -> None:
         """Write until the event. A primary that is away is asked again."""
@@ -47,13 +47,13 @@ class Marks:
                     while not until.is_set():
                         number += 1
                         await connection.execute("INSERT INTO drill_marks VALUES (%s)", [number])
-                        self._acknowledged.append((number, time.monotonic()))
+                        self.acknowledged.append((number, time.monotonic()))
                         await asyncio.sleep(EVERY_S / 2)
             await asyncio.sleep(EVERY_S)
 
     def age_s(self, newest: int, at_s: float) -> float:
         """How old a copy was at least, that had no mark after `newest` at some moment after `at_s`."""
-        lacked = next((acknowledged_s for number, acknowledged_s in self._acknowledged if number > newest), at_s)
+        lacked = next((acknowledged_s for number, acknowledged_s in self.acknowledged if number > newest), at_s)
         return max(0.0, at_s - lacked)
 
 

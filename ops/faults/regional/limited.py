@@ -108,4 +108,4 @@ def excess_of(admitted: Sequence[Admitted], per_minute: int) -> float:
         for count, last in enumerate(inside, start=1):
             allowed = per_minute * (1 + (last.ended_s - first.started_s) / _MINUTE_S)
             worst = max(worst, count - allowed)
-    return worst
+    return round(worst, 6)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from controlplane.policies.replica_age import LogPosition, ReplicaAge
 
+CLOCKS_APART_S = 10.0
+
 
 def test_nothing_is_known_of_a_copy_that_nobody_has_seen() -> None:
     age = ReplicaAge()
@@ -38,9 +40,18 @@ def test_a_copy_that_stopped_ages_though_it_answers() -> None:
 def test_without_a_primary_the_last_transaction_bounds_the_age() -> None:
     age = ReplicaAge()
     age.note_replica(LogPosition(bytes=7, replayed_ago_s=30.0), 100.0)
-    assert age.age_s(110.0) == 40.0
-    age.note_replica(LogPosition(bytes=8, replayed_ago_s=-5.0), 120.0)
-    assert age.age_s(120.0) == 0.0, "its clock is behind the primary's"
+    assert age.age_s(110.0) == 40.0 + CLOCKS_APART_S
+    age.note_replica(LogPosition(bytes=8, replayed_ago_s=-15.0), 120.0)
+    assert age.age_s(120.0) == 0.0, "its clock is behind the primary's by more than is expected"
+
+
+def test_a_standby_whose_clock_is_behind_is_not_as_new_as_it_believes() -> None:
+    """Its clock is 5 s behind the primary's, and so is what it has replayed: to itself it looks entirely new."""
+    age = ReplicaAge()
+    for second in range(100, 110):
+        age.note_primary(LogPosition(bytes=second, timeline="00000001"), float(second))
+        age.note_replica(LogPosition(bytes=second - 5, replayed_ago_s=0.0), float(second))
+    assert age.age_s(109.0) >= 5.0
 
 
 def test_a_former_primary_is_not_as_new_as_the_one_after_it() -> None:
