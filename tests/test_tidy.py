@@ -75,6 +75,20 @@ def test_pure_code_has_no_clock_and_no_chance(path: Path) -> None:
                 assert node.args, f"a generator without a seed: {ast.unparse(node)}"
 
 
+def test_the_control_plane_reads_the_time_of_day_in_one_way() -> None:
+    """`ops.cli.skewed` shifts `time.time` alone, so a drill with wrong clocks would not see another one."""
+    others = {"now", "utcnow", "today"}
+    for path in _sources():
+        if path.relative_to(ROOT).parts[0] == "controlplane":
+            calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+            names = {
+                (call.value.id, call.attr)
+                for call in calls
+                if isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name)
+            }
+            assert not {attr for value, attr in names if value in {"datetime", "date"}} & others, path
+
+
 def test_sql_has_one_home() -> None:
     """Nobody else builds statements; the benchmarks of the queue and of the console, and the faults' check, work on a
     database from outside.

@@ -34,7 +34,10 @@ class RequestRecords:
         began_s = time.monotonic()
         state = scope["state"]
         record = RequestRecord(
-            request_id=state["request_id"], ended_at=datetime.now(UTC), endpoint=scope["path"], trace_id=trace_id()
+            request_id=state["request_id"],
+            ended_at=datetime.fromtimestamp(time.time(), UTC),
+            endpoint=scope["path"],
+            trace_id=trace_id(),
         )
         state["record"] = record
         state["stages"] = StageClock(scope["app"].state.tidepool.metrics)
@@ -49,7 +52,7 @@ def log_record(request: Request, record: RequestRecord, began_s: float) -> None:
     """Log a request that has ended. `began_s`: when it began, by `time.monotonic`."""
     if not record.outcome:  # an error that no handler caught
         record.outcome, record.status = "internal_error", _DEFECT
-    record.ended_at = datetime.now(UTC)
+    record.ended_at = datetime.fromtimestamp(time.time(), UTC)
     record.duration_s = time.monotonic() - began_s
     if (caller := getattr(request.state, "caller", None)) is not None:
         record.tenant, record.key_id = caller.tenant, caller.key_id

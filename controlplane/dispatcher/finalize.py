@@ -1,5 +1,6 @@
 """Ending a batch: its results become an output file and an error file, and its state becomes terminal."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -70,7 +71,7 @@ def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Set
     batch.output_file_id = _keep(session, batch, blobs, settings, output_id, output_bytes, "output")
     batch.error_file_id = _keep(session, batch, blobs, settings, error_id, error_bytes, "error")
     forget_requests(session, batch)
-    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    hour = datetime.fromtimestamp(time.time(), UTC).replace(minute=0, second=0, microsecond=0)
     tier = Tier.NIW.value
     add_batch_usage(session, {UsageKey(hour, batch.tenant, name, tier): count for name, count in usage.items()})
     return expired

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _MARKS_MAX = 3600
 _CLOCKS_APART_S = 10.0
-"""By so much the clocks of two servers may differ: a standby whose clock is behind takes an old commit for a new one."""
+"""By so much the clocks of two servers may differ: to a standby whose clock is behind an old commit looks new."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Tenants and what they may use."""
 
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated
@@ -81,7 +82,7 @@ def get_tenant(name: TenantPath, session: SessionDep, state: StateDep, _: Viewer
         **asdict(limits),
         is_default=row is None,
         queued_batch_tokens=tenants.queued_batch_tokens(session, name),
-        tokens_reserved=reserved_now(session, name, datetime.now(UTC)),
+        tokens_reserved=reserved_now(session, name, datetime.fromtimestamp(time.time(), UTC)),
         shares=[LimitShare.model_validate(share) for share in shares_of(session, name)],
     )
 

@@ -1,6 +1,7 @@
 """Usage of models by tenant."""
 
 import csv
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from io import StringIO
@@ -63,7 +64,7 @@ class Asked:
         return read_usage(
             session,
             by=self.dimensions,
-            since=self.since or datetime.now(UTC) - timedelta(days=_DEFAULT_DAYS),
+            since=self.since or datetime.fromtimestamp(time.time(), UTC) - timedelta(days=_DEFAULT_DAYS),
             until=self.until,
             tenant=self.tenant,
             model=self.model,

@@ -6,6 +6,7 @@ Credentials, region and endpoint come from the usual AWS_* variables, or from th
 import io
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -72,7 +73,7 @@ class BucketBlobs(BlobStore):
 
     def older_than(self, age_s: float) -> set[str]:
         """By the server's time of the upload. Other objects in the bucket are ignored."""
-        before = datetime.now(UTC) - timedelta(seconds=age_s)
+        before = datetime.fromtimestamp(time.time(), UTC) - timedelta(seconds=age_s)
         with _translated():
             return {
                 entry["path"]

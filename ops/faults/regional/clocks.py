@@ -1,14 +1,14 @@
-"""A wrong time of day for all processes of a region.
+"""A wrong time of day for the processes of a region.
 
-libfaketime, where it is installed, shifts the clock of every process, Postgres and Valkey included; the monotonic clock
-and the times of files stay. Without it only `time.time` of Tidepool's own processes is shifted.
+Tidepool's own read the time of day by `time.time` alone, which `ops.cli.skewed` shifts. The clocks of Postgres and
+Valkey are shifted by libfaketime, where it is installed; it is not used for Python, whose `time.sleep` it breaks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 Command = Callable[[tuple[str, ...]], tuple[str, ...]]
-_PLACES = ("lib/*/faketime/libfaketimeMT.so.1", "lib*/faketime/libfaketimeMT.so.1")
+_PLACES = ("lib/*/faketime/libfaketime.so.1", "lib*/faketime/libfaketime.so.1")
 _PLAIN = ("-m", "ops.cli.main")
 
 
@@ -28,9 +28,10 @@ def shifted(by_s: float, library: Path | None) -> Command:
     def command(argv: tuple[str, ...]) -> tuple[str, ...]:
         if by_s == 0:
             return argv
+        if (at := next((n for n in range(len(argv)) if argv[n : n + 2] == _PLAIN), None)) is not None:
+            return (*argv[:at], "-m", "ops.cli.skewed", str(by_s), *argv[at + 2 :])
         if library is None:
-            at = next((n for n in range(len(argv)) if argv[n : n + 2] == _PLAIN), None)
-            return argv if at is None else (*argv[:at], "-m", "ops.cli.skewed", str(by_s), *argv[at + 2 :])
+            return argv
         # after a change of user, which takes the library's shared memory away from it
         program = len(argv) - argv[::-1].index("--") if "--" in argv else 0
         return (*argv[:program], "env", *_assigned(_variables(by_s, library)), *argv[program:])

@@ -62,7 +62,7 @@ class BorderedStack:
 
     def clocks(self) -> dict[str, Any]:
         """By how much each region's clocks are wrong, for a report, and which of its processes have wrong ones."""
-        where = "all processes" if self._library else "Tidepool's processes; libfaketime is not installed"
+        where = "Tidepool and its servers" if self._library else "Tidepool alone: libfaketime is not installed"
         return {"wrong_s": self.skews_s, "of": where}
 
     def server_skew_s(self, region: str) -> float:

@@ -18,9 +18,13 @@ def test_one_region_has_the_right_time() -> None:
     assert shifted(0.0, Path("/lib/x.so"))(PLAIN) == PLAIN
 
 
-def test_without_the_library_only_our_own_processes_are_shifted() -> None:
+@pytest.mark.parametrize("library", [None, Path("/lib/x.so")])
+def test_our_own_processes_shift_their_clock_themselves(library: Path | None) -> None:
+    assert shifted(-5.0, library)(PLAIN) == (sys.executable, "-m", "ops.cli.skewed", "-5.0", "api")
+
+
+def test_without_the_library_servers_have_the_right_time() -> None:
     command = shifted(-5.0, None)
-    assert command(PLAIN) == (sys.executable, "-m", "ops.cli.skewed", "-5.0", "api")
     assert command(("postgres", "-D", "data")) == ("postgres", "-D", "data")
 
 
