@@ -3,15 +3,17 @@
 Three regions on one machine, each with its own Postgres; every round trip that crosses a border takes `--delays-ms`
 longer. Measured at the gateway of the primary's region and at one of another region: how long it takes until a batch of
 ten lines is accepted (its file, then the batch) and a key is revoked, and how many lines of a batch end in a second,
-which its claims and results must keep up with. At the end the primary is killed and nobody fails over: short
-interactive requests at another region's gateway, before and after.
+which its claims and results must keep up with. Then the primary's region is killed and nobody fails over: short
+interactive requests at another region's gateway, before and while it is gone, as often as `--losses` says; in between
+the region is started again.
 """
 
 import asyncio
 import json
+import os
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import httpx2 as httpx
@@ -33,14 +35,14 @@ AT_ONCE = 4
 class DelayBench:
     """One stack, measured at one delay after the other."""
 
-    def __init__(self, stack: BorderedStack, rounds: int, lines: int, requests: int) -> None:
+    def __init__(self, stack: BorderedStack, rounds: int, lines: int, requests: int, losses: int) -> None:
         self._stack = stack
-        self._rounds, self._lines, self._requests = rounds, lines, requests
+        self._rounds, self._lines, self._requests, self._losses = rounds, lines, requests, losses
         self._near, self._far, _ = stack.regional.regions
         self._http: dict[str, httpx.AsyncClient] = {}
 
     async def run(self, delays_ms: list[float]) -> dict[str, Any]:
-        """The rows of all delays, and the requests before and after the loss of the primary."""
+        """The rows of all delays, and the requests before and during each loss of the primary."""
         keys, urls = self._stack.regional.keys, self._stack.regional.urls()
         await asyncio.to_thread(register_replayed, urls[self._near], keys["admin"], self._stack.fleet)
         await wait_replayed(urls[self._near], keys["admin"], self._stack.fleet)
@@ -53,13 +55,19 @@ class DelayBench:
             for region, where in ((self._near, "primary's region"), (self._far, "another region")):
                 rows.append({"round_trip_ms": delay_ms, "gateway": where, **await self._row(region)})
         self._stack.heal()
-        before = await self._first_tokens()
-        await asyncio.to_thread(self._stack.regional.kill, self._near)
-        await asyncio.sleep(NOTICED_S)
-        after = await self._first_tokens()
+        interactive = []
+        for number in range(self._losses):
+            if number:
+                await asyncio.to_thread(self._stack.regional.revive, self._near)
+                await wait_replayed(urls[self._near], keys["admin"], self._stack.fleet)
+                await asyncio.sleep(NOTICED_S)
+            interactive.append({"loss": number + 1, "primary": "there", **await self._answers()})
+            await asyncio.to_thread(self._stack.regional.kill, self._near)
+            await asyncio.sleep(NOTICED_S)
+            interactive.append({"loss": number + 1, "primary": "gone", **await self._answers()})
         for client in self._http.values():
             await client.aclose()
-        return {"delays": rows, "interactive": [{"primary": "there", **before}, {"primary": "gone", **after}]}
+        return {"delays": rows, "interactive": interactive, "gone_to_there": ratios(interactive)}
 
     async def _row(self, region: str) -> dict[str, Any]:
         accepted = await self._median_ms(lambda: self._submit(region, 10))
@@ -106,7 +114,7 @@ class DelayBench:
         made = await self._ask("POST", region, "/admin/keys", role="admin", json={"name": name, "role": "client"})
         await self._ask("DELETE", region, f"/admin/keys/{made['id']}", role="admin")
 
-    async def _first_tokens(self) -> dict[str, float]:
+    async def _answers(self) -> dict[str, float]:
         """Times to the whole answer of short requests at the other region's gateway."""
         times_s: list[float] = []
         left = iter(range(self._requests))
@@ -120,7 +128,8 @@ class DelayBench:
 
         await asyncio.gather(*(ask() for _ in range(AT_ONCE)))
         shares = (("p50_ms", 0.5), ("p99_ms", 0.99))
-        return {name: round(percentile(times_s, share) * 1e3, 1) for name, share in shares}
+        found = {name: round(percentile(times_s, share) * 1e3, 1) for name, share in shares}
+        return {"requests": len(times_s), **found, "load": round(os.getloadavg()[0], 1)}
 
     async def _ask(
         self, method: str, region: str, path: str, *, role: str = "client", **request: Any
@@ -130,11 +139,25 @@ class DelayBench:
         return answer.raise_for_status().json() if answer.content else {}
 
 
+def ratios(interactive: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of the times while the primary is gone to those while it is there: the median, the least and the greatest of all
+    losses.
+    """
+    there, gone = interactive[::2], interactive[1::2]
+    found = {}
+    for name in ("p50_ms", "p99_ms"):
+        each = [after[name] / before[name] for before, after in zip(there, gone, strict=True)]
+        values = {"median": statistics.median(each), "least": min(each), "greatest": max(each)}
+        found[name.removesuffix("_ms")] = {what: round(value, 3) for what, value in values.items()}
+    return found
+
+
 def main(
-    delays_ms: Annotated[str, typer.Option(help="Round trips between regions, by commas.")] = "0,30,80",
+    delays_ms: Annotated[str, typer.Option(help="Round trips between regions, by commas; may be empty.")] = "0,30,80",
     rounds: Annotated[int, typer.Option(min=1, help="Submissions and revocations at each delay.")] = 10,
     lines: Annotated[int, typer.Option(min=1, help="Lines of the long batch.")] = 1000,
-    requests: Annotated[int, typer.Option(min=10, help="Interactive requests before and after the loss.")] = 400,
+    requests: Annotated[int, typer.Option(min=10, help="Interactive requests before and during each loss.")] = 1000,
+    losses: Annotated[int, typer.Option(min=1, help="How often the primary is lost.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Measure what a distance between regions costs, and what the loss of the primary costs a gateway."""
@@ -143,8 +166,8 @@ def main(
 
         async def measured() -> dict[str, Any]:
             async with stack.running():
-                bench = DelayBench(stack, rounds, lines, requests)
-                return await bench.run([float(one) for one in delays_ms.split(",")])
+                bench = DelayBench(stack, rounds, lines, requests, losses)
+                return await bench.run([float(one) for one in delays_ms.split(",") if one])
 
         found = asyncio.run(measured())
     if as_json:
@@ -152,7 +175,10 @@ def main(
         return
     columns: Columns = same("round_trip_ms", "gateway", "batch_accepted_ms", "key_revoked_ms", "lines_per_s")
     print_table("Distance between regions", columns, found["delays"])
-    print_table("Interactive requests of another region", same("primary", "p50_ms", "p99_ms"), found["interactive"])
+    shown = same("loss", "primary", "requests", "p50_ms", "p99_ms", "load")
+    print_table("Interactive requests of another region", shown, found["interactive"])
+    compared = [{"of": name, **values} for name, values in found["gone_to_there"].items()]
+    print_table("Gone to there", same("of", "median", "least", "greatest"), compared)
 
 
 if __name__ == "__main__":
