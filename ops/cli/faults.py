@@ -45,6 +45,15 @@ SkewS = Annotated[
         "region are ahead and those of the third behind.",
     ),
 ]
+Patroni = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="With --region-loss region: the Python of an environment with patroni and pysyncobj; Patroni then decides "
+        "who is the primary, and no operator acts.",
+    ),
+]
 
 faults = typer.Typer(no_args_is_help=True, help="Inject faults into a stack under load, and check its guarantees.")
 
@@ -70,6 +79,7 @@ def run_faults(
     region_loss: RegionLoss = None,
     out_of_step: OutOfStep = False,
     skew_s: SkewS = None,
+    patroni: Patroni = None,
     only: Annotated[str | None, typer.Option(help="Kinds of faults, by commas; default: all.")] = None,
     home: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep, logs too; default: temporary.")
@@ -92,9 +102,11 @@ def run_faults(
 
     kinds = _kinds(only)
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
-    if region_loss is not None or out_of_step:
+    if out_of_step and region_loss is not None:
+        raise CommandError("--out-of-step: it is a drill of its own; leave --region-loss out")
+    if region_loss is not None or out_of_step or patroni is not None:
         clients = ClientPlan(streams=streams, seed=seed)
-        drill = chosen_drill(fleet, clients, minutes, skew_s, region_loss=region_loss, out_of_step=out_of_step)
+        drill = chosen_drill(fleet, clients, minutes, skew_s, region_loss=region_loss, patroni=patroni)
         with _folder(home) as folder:
             report = asyncio.run(drill(folder, print_progress))
         _tell(report, as_json=as_json)

@@ -22,39 +22,34 @@ def chosen_drill(
     skew_s: float | None,
     *,
     region_loss: str | None,
-    out_of_step: bool,
+    patroni: Path | None,
 ) -> Drill:
-    """The drill of these options.
+    """The drill of these options; without a loss that of regions out of step.
 
     Raises:
-        CommandError: both are asked for, or no such loss is known, or the fleet is not spread over three regions.
+        CommandError: no such loss is known, or Patroni cannot decide it, or the fleet is not in three regions.
     """
-    option = "--out-of-step" if out_of_step else "--region-loss"
-    if out_of_step and region_loss is not None:
-        raise CommandError("--out-of-step: it is a drill of its own; leave --region-loss out")
     if region_loss is not None and region_loss not in tuple(Loss):
         raise CommandError(f"--region-loss: {region_loss!r} is none of {', '.join(Loss)}")
+    if patroni is not None and region_loss != Loss.REGION:
+        raise CommandError("--patroni: needs --region-loss region; Patroni's own connections are not cut or hung here")
     if fleet.regions != 3 or fleet.nodes < 3:
+        option = "--out-of-step" if region_loss is None else "--region-loss"
         raise CommandError(f"{option}: needs --regions 3, and a node in each")
     third_s = minutes * 60 / 3
-    if region_loss is not None:
-        loss = RegionalPlan(
-            fleet=fleet,
-            clients=clients,
-            loss=Loss(region_loss),
-            before_s=third_s,
-            lost_s=third_s,
-            after_s=third_s,
-            skew_s=skew_s or 0.0,
-        )
-        return lambda folder, notify: run_drill(loss, folder, notify)
-    steps = OutOfStepPlan(
+    if region_loss is None:
+        skewed_s = _SKEW_S if skew_s is None else skew_s
+        times = {"steady_s": third_s, "lagging_s": third_s, "hanging_s": third_s, "after_s": third_s / 2}
+        steps = OutOfStepPlan(fleet=fleet, clients=clients, skew_s=skewed_s, **times)
+        return lambda folder, notify: run_out_of_step(steps, folder, notify)
+    loss = RegionalPlan(
         fleet=fleet,
         clients=clients,
-        skew_s=_SKEW_S if skew_s is None else skew_s,
-        steady_s=third_s,
-        lagging_s=third_s,
-        hanging_s=third_s,
-        after_s=third_s / 2,
+        loss=Loss(region_loss),
+        before_s=third_s,
+        lost_s=third_s,
+        after_s=third_s,
+        skew_s=skew_s or 0.0,
+        patroni=None if patroni is None else patroni.absolute(),
     )
-    return lambda folder, notify: run_out_of_step(steps, folder, notify)
+    return lambda folder, notify: run_drill(loss, folder, notify)

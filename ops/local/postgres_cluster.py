@@ -4,16 +4,20 @@ Each region's server keeps its port and its data in a folder of the region. Whic
 it is the one that is no standby, of the newest timeline where a lost primary has come back.
 """
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from psycopg.conninfo import make_conninfo
 
 from controlplane.database_address import psycopg_url
+from controlplane.policies.failover import MemberFacts
 from ops.client.home import password, remember, remembered_port, write_secret
 from ops.failover.members import ask_members, members_of
 from ops.local.embedded import INITDB_TIMEOUT_S, USER, EmbeddedError, EmbeddedPostgres, unprivileged
@@ -44,6 +48,12 @@ class ClusterMember(EmbeddedPostgres):
     def ready(self) -> bool:
         """Whether it answers; the database comes from the primary."""
         return self.ping()
+
+    def kill(self) -> None:
+        """Kill every process of it, as when its machine loses its power."""
+        for pid in list(self.processes()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def is_made(self) -> bool:
         """Whether it has data."""
@@ -158,6 +168,19 @@ class PostgresCluster:
         hosts = ",".join(f"{LOOPBACK}:{self._reach(region, member.region, member.port)}" for member in near)
         own = self.members[region]
         return psycopg_url(f"postgresql://{USER}:{password(own.home, own.name)}@{hosts}/{USER}?sslmode=disable")
+
+    def facts(self) -> dict[str, MemberFacts]:
+        """What each region's server says of itself, asked at its own port."""
+        own = [member.url() for member in self.members.values()]
+        return dict(zip(self.members, ask_members([members_of(url)[0] for url in own]), strict=True))
+
+    def primary(self) -> str | None:
+        """The region of the server that takes writes, while all others follow it; None at other times."""
+        facts = self.facts()
+        taking = [region for region, one in facts.items() if one.takes_writes]
+        followed = all(one.region is not None for one in facts.values())
+        whole = followed and len({one.timeline for one in facts.values()}) == 1
+        return taking[0] if len(taking) == 1 and whole else None
 
     def _primary_at_rest(self) -> ClusterMember:
         """The primary of servers that do not run: the first one before there is any."""

@@ -7,12 +7,21 @@ for a replicated bucket. A region can be killed and started again, which is what
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 from ops.client.home import EmbeddedError, make_home, write_secrets
 from ops.local.bootstrap import keep_secrets
 from ops.local.ports import free_port
 from ops.local.postgres_cluster import PostgresCluster, Reach, region_home
 from ops.local.stack import LocalNode, LocalStack, Wiring, prepare_database
+
+
+class ClusterMaker(Protocol):
+    """How the cluster of the regions' Postgres servers is made."""
+
+    def __call__(
+        self, home: Path, regions: Sequence[str], *, fsync: bool = True, reach: Reach | None = None
+    ) -> PostgresCluster: ...
 
 
 class RegionalStack:
@@ -35,6 +44,7 @@ class RegionalStack:
         wiring: Callable[[str], Wiring] | None = None,
         reach: Reach | None = None,
         fsync: bool = True,
+        make_cluster: ClusterMaker = PostgresCluster,
     ) -> None:
         self._nodes = tuple(nodes)
         self._environment = dict(environment or {})
@@ -48,7 +58,7 @@ class RegionalStack:
         first_keys = keep_secrets(self.home)
         self.keys = first_keys.secrets
         self._share_home()
-        self.cluster = PostgresCluster(self.home, self.regions, fsync=fsync, reach=reach)
+        self.cluster = make_cluster(self.home, self.regions, fsync=fsync, reach=reach)
         self.cluster.prepare(lambda url: [self._report(fault) for fault in prepare_database(url, first_keys)])
         self._ports = dict(zip(self.regions, (port, *(free_port() for _ in self.regions[1:])), strict=True))
         self.stacks = {region: self._make(region) for region in self.regions}
@@ -99,6 +109,7 @@ class RegionalStack:
     def kill(self, region: str) -> None:
         """Kill every process of a region at once, as when its power is lost."""
         self.stacks[region].kill()
+        self.cluster.members[region].kill()
 
     def revive(self, region: str) -> None:
         """Start a region that was killed: its Postgres follows whoever is the primary now.

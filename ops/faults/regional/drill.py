@@ -17,9 +17,11 @@ from ops.faults.regional.clients import ClientPlan, Clients, broken, unanswered
 from ops.faults.regional.returned import Returned
 from ops.faults.regional.stack import BorderedStack
 from ops.local.replay_stack import Fleet, register_replayed, wait_replayed
+from ops.local.waiting import wait_until
 
 NOTICED_AFTER_S = 2.0
 STALE_PRIMARY_S = 3.0
+DECIDED_WITHIN_S = 120.0
 
 
 class Loss(StrEnum):
@@ -36,7 +38,8 @@ class Loss(StrEnum):
 class RegionalPlan:
     """The parameters of a drill, for three regions. `before_s`, `lost_s` and `after_s`: how long there is load before
     the loss, while the region is lost, and after it is back. `skew_s`: by how much the clocks of the second and the
-    third region are ahead and behind.
+    third region are ahead and behind. `patroni`: the Python of Patroni's environment, which decides who is the primary;
+    None: an operator does.
     """
 
     fleet: Fleet
@@ -46,11 +49,12 @@ class RegionalPlan:
     lost_s: float = 30.0
     after_s: float = 20.0
     skew_s: float = 0.0
+    patroni: Path | None = None
 
 
 async def run_drill(plan: RegionalPlan, home: Path, notify: Callable[[str], None]) -> dict[str, Any]:
     """Run in an empty home and return the report; `broken` lists promises that do not hold."""
-    stack = BorderedStack(home, plan.fleet, skew_s=plan.skew_s)
+    stack = BorderedStack(home, plan.fleet, skew_s=plan.skew_s, patroni=plan.patroni)
     notify(f"starting {len(stack.regional.regions)} regions; the logs are in {home / 'regions'}")
     async with stack.running():
         return await _Drill(plan, stack, notify).run()
@@ -61,7 +65,7 @@ class _Drill:
         self._plan = plan
         self._stack = stack
         self._notify = notify
-        self._lost, *self._others = stack.regional.regions
+        self._lost, *self._others = stack.regional.regions  # until it is known who is the primary
         self._clients = Clients(stack.regional, plan.fleet.model_names(), plan.clients)
         self._stop = asyncio.Event()
         self._lost_at_s = self._back_at_s = 0.0
@@ -69,6 +73,9 @@ class _Drill:
     async def run(self) -> dict[str, Any]:
         """The report."""
         regional, fleet, clients = self._stack.regional, self._plan.fleet, self._clients
+        primary = await asyncio.to_thread(regional.cluster.primary)
+        self._lost = primary or self._lost
+        self._others = [region for region in regional.regions if region != self._lost]
         url = regional.urls()[self._others[0]]
         await asyncio.to_thread(register_replayed, url, regional.keys["admin"], fleet)
         await wait_replayed(url, regional.keys["admin"], fleet)
@@ -104,8 +111,11 @@ class _Drill:
             self._notify(f"losing {self._lost}: {plan.loss}")
             self._lost_at_s = time.monotonic()
             await asyncio.to_thread(self._lose)
-            await asyncio.sleep(NOTICED_AFTER_S)
-            failed_over = await asyncio.to_thread(self._fail_over)
+            if plan.patroni is None:
+                await asyncio.sleep(NOTICED_AFTER_S)
+                failed_over = await asyncio.to_thread(self._fail_over)
+            else:
+                failed_over = await self._wait_failed_over()
             await asyncio.sleep(plan.lost_s)
             self._notify(f"{self._lost} comes back")
             self._back_at_s = time.monotonic()
@@ -128,6 +138,19 @@ class _Drill:
         region = next((one for one in self._others if not decide(url, one).losses), self._others[0])
         done = fail_over(url, region, accept_loss=False, report=self._notify)
         return {"to": region, "promoted_after_s": round(done.promoted_after_s, 3), "left": done.left}
+
+    async def _wait_failed_over(self) -> dict[str, Any]:
+        """Until Patroni has made another region's server the primary."""
+        taking: list[str] = []
+
+        async def is_replaced() -> bool:
+            facts = await asyncio.to_thread(self._stack.regional.cluster.facts)
+            taking[:] = [region for region, one in facts.items() if one.takes_writes and region != self._lost]
+            return bool(taking)
+
+        if not await wait_until(is_replaced, DECIDED_WITHIN_S):
+            raise TimeoutError(f"Patroni has promoted nobody after {DECIDED_WITHIN_S:g} s")
+        return {"to": taking[0], "promoted_after_s": round(time.monotonic() - self._lost_at_s, 1), "by": "Patroni"}
 
     async def _give_back(self) -> None:
         """A former primary that still runs believes for a moment that it is one; its supervisor then starts it again,

@@ -15,7 +15,7 @@ from ops.local.regional_stack import RegionalStack
 
 LIMITED, BUDGETED = "limited", "budgeted"
 REQUESTS_PER_MINUTE = 60
-TOKENS_TOTAL = 4_000
+TOKENS_TOTAL = 600
 EVERY_S = 0.25
 ANSWERED_WITHIN_S = 20.0
 _MINUTE_S = 60.0

@@ -1,17 +1,16 @@
 """Whether a region that was lost is back: its server follows, its gateway serves, and its nodes obey the new term."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx2 as httpx
 
-from controlplane.policies.failover import MemberFacts
-from ops.failover.members import ask_members, members_of
+from ops.faults.load import body_of
 from ops.faults.regional.stack import BorderedStack
 from ops.local.waiting import wait_until
 
-BACK_WITHIN_S = 60.0
+BACK_WITHIN_S = 120.0
 _TERM = "tidepool_node_term"
 
 
@@ -19,15 +18,17 @@ class Returned:
     """A region that was lost with the primary, and the gateway of another."""
 
     def __init__(self, stack: BorderedStack, region: str, other: str) -> None:
+        self._stack = stack
         self._regional = stack.regional
         self._region = region
         self._other = other
 
     async def findings(self) -> list[str]:
-        """What is not as it was before the loss, after a minute at most for each."""
+        """What is not as it was before the loss, after two minutes at most for each."""
         checks: dict[str, Callable[[], Awaitable[str]]] = {
             "its server does not follow the primary": self._not_following,
             "its gateway is not well": self._unwell,
+            "its gateway does not answer": self._unanswered,
             "its nodes do not obey the newest term": self._disobedient,
         }
         found = await asyncio.gather(*(_lasting(check) for check in checks.values()))
@@ -38,9 +39,11 @@ class Returned:
         ]
 
     async def _not_following(self) -> str:
-        """Every server that is not part of one cluster, with one primary in another region; empty: none."""
-        facts = await asyncio.to_thread(ask_members, members_of(self._regional.cluster.url(self._other)))
-        return "" if follows(facts, self._region) else str(facts)
+        """Why its server is none that follows a primary elsewhere; empty: it is one."""
+        primary = await asyncio.to_thread(self._regional.cluster.primary)
+        if primary not in {None, self._region}:
+            return ""
+        return "it is the primary" if primary else "there is no primary with all others behind it"
 
     async def _unwell(self) -> str:
         """What the region's gateway says that it lacks; empty: nothing."""
@@ -48,6 +51,16 @@ class Returned:
             health = (await client.get("/readyz")).json()
         lacks = [*health["missing"], *health["away"], *health["behind"]]
         return ", ".join(lacks)
+
+    async def _unanswered(self) -> str:
+        """How the region's gateway refuses a request for one of the models; empty: it answers."""
+        headers = {"Authorization": f"Bearer {self._regional.keys['client']}"}
+        async with httpx.AsyncClient(
+            base_url=self._regional.urls()[self._region], headers=headers, timeout=30, trust_env=False
+        ) as client:
+            body = body_of(self._stack.fleet.model_names()[0], 0, 2)
+            answer = await client.post("/v1/chat/completions", json=body)
+        return "" if answer.is_success else f"{answer.status_code} {answer.text[:200]}"
 
     async def _disobedient(self) -> str:
         """The nodes of the region that have not seen the term of the primary; empty: none."""
@@ -60,13 +73,6 @@ class Returned:
         if not seen:
             return "there is none"
         return ", ".join(f"{name} is at term {of} of {term}" for name, of in seen.items() if of != term)
-
-
-def follows(facts: Sequence[MemberFacts], region: str) -> bool:
-    """Whether all servers are one cluster whose primary is in another region."""
-    primaries = [one.region for one in facts if one.takes_writes]
-    whole = all(one.region is not None for one in facts) and len({one.timeline for one in facts}) == 1
-    return whole and len(primaries) == 1 and primaries[0] != region
 
 
 async def _lasting(check: Callable[[], Awaitable[str]]) -> str:

@@ -8,13 +8,16 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ops.faults.proxy import Fault, Link
 from ops.faults.regional.clocks import shift_library, shifted, skews_s
 from ops.faults.stack import ENVIRONMENT
+from ops.local.patroni_cluster import PatroniCluster
 from ops.local.ports import free_port
+from ops.local.postgres_cluster import PostgresCluster
 from ops.local.regional_stack import RegionalStack
 from ops.local.replay_stack import Fleet
 from ops.local.stack import Wiring
@@ -25,10 +28,17 @@ _ANYONE = "*"
 class BorderedStack:
     """A regional stack of replayed nodes, of which a region can be killed, or cut off from the others (on Linux).
     `skew_s`: by how much the clocks of its second and third region are ahead and behind. `environment`: more settings.
+    `patroni`: the Python of Patroni's environment, which then decides who is the primary; None: an operator.
     """
 
     def __init__(
-        self, home: Path, fleet: Fleet, *, skew_s: float = 0.0, environment: Mapping[str, str] | None = None
+        self,
+        home: Path,
+        fleet: Fleet,
+        *,
+        skew_s: float = 0.0,
+        environment: Mapping[str, str] | None = None,
+        patroni: Path | None = None,
     ) -> None:
         self.fleet = fleet
         self.skews_s = skews_s(fleet.region_names(), skew_s) if skew_s else dict.fromkeys(fleet.region_names(), 0.0)
@@ -45,6 +55,7 @@ class BorderedStack:
             wiring=self._wiring,
             reach=self._reach,
             fsync=False,
+            make_cluster=PostgresCluster if patroni is None else partial(PatroniCluster, python=patroni),
         )
 
     @asynccontextmanager

@@ -59,6 +59,37 @@ def test_a_lost_region_breaks_no_promise(loss: str) -> None:
     assert report["batches"]["lines_by_code"] == {"200": report["batches"]["lines"]}
     assert report["batches"]["lines"] > 0
     assert all(changes["acknowledged"] > 10 for changes in report["changes"].values())
+    assert sum(plans["applied"] for plans in report["plans"].values()) > 0
+
+
+@pytest.mark.slow
+def test_regions_out_of_step_break_no_promise() -> None:
+    """Clocks are wrong by up to 5 s, one copy of the database lags by 10 s, and another hangs."""
+    small = ("--regions", "3", "--nodes", "3", "--models", "2", "--streams", "2")
+    ended = run_cli("--out-of-step", "--minutes", "0.75", *small, "--json")
+    assert ended.stdout, ended.stderr
+    report = json.loads(ended.stdout)
+    assert report["broken"] == [], ended.stderr
+    assert ended.returncode == 0
+    assert report["batches"]["lines_by_code"] == {"200": report["batches"]["lines"]}
+    assert report["limits"]["limited"]["refused"]["429"] > 0
+    assert report["limits"]["budgeted"]["refused"]["429"] > 0
+    assert all(found["keys"] > 0 for found in report["revoked_keys_worked_for_s"].values())
+    assert sum(plans["applied"] for plans in report["plans"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--out-of-step", "--region-loss", "region"), "--out-of-step: it is a drill of its own"),
+        (("--out-of-step", "--regions", "2"), "--out-of-step: needs --regions 3"),
+        (("--region-loss", "partition", "--patroni", sys.executable), "--patroni: needs --region-loss region"),
+    ],
+)
+def test_drills_that_do_not_go_together_are_refused(options: tuple[str, ...], why: str) -> None:
+    ended = run_cli(*options)
+    assert ended.returncode == 1
+    assert why in ended.stderr
 
 
 def test_an_unknown_loss_is_refused_by_name() -> None:

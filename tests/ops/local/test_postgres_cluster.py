@@ -75,12 +75,14 @@ def test_nothing_acknowledged_is_lost_with_its_primary_which_rejoins_by_itself(t
         with pytest.raises(RefusedError, match=r"us-east .* takes writes: stop it first"):
             trio.fail_over("us-west", accept_loss=True)
         trio.kill("us-east")
+        assert trio.cluster.primary() is None, "one that is silent follows nobody"
         best = decide(trio.cluster.url("us-west"), "us-west")
         chosen = "us-central" if best.losses else "us-west"
         trio.fail_over(chosen)
         trio.write(2)
         trio.revive("us-east")
         assert trio.primaries() == [chosen]
+        assert trio.cluster.primary() == chosen
         trio.kill("us-west" if chosen == "us-central" else "us-central")
         trio.write(3)  # waits for the one that came back
         assert trio.rows() == [1, 2, 3]

@@ -43,4 +43,4 @@ def test_regions_are_counted_together() -> None:
     assert limit_findings([caller(LIMITED, third)] * 3) == ["3.0 requests more than 60 a minute were admitted"]
     half = at([0.0], tokens=TOKENS_TOTAL // 2)
     assert limit_findings([caller(BUDGETED, half)] * 2) == []
-    assert limit_findings([caller(BUDGETED, half)] * 3) == ["6000 tokens were spent of a budget of 4000"]
+    assert limit_findings([caller(BUDGETED, half)] * 3) == ["900 tokens were spent of a budget of 600"]

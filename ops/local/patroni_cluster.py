@@ -1,0 +1,128 @@
+"""A Postgres for each region on one machine, where Patroni decides which one is the primary.
+
+Each region's Patroni is a member of Patroni's own raft, so that no etcd is needed here: three members, as etcd would
+have. Patroni runs from an environment of its own, which has `patroni` and `pysyncobj`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ops.client.home import EmbeddedError, make_home, password, remember
+from ops.local.embedded import USER, unprivileged
+from ops.local.ports import LOOPBACK, free_port
+from ops.local.postgres_cluster import PostgresCluster, Reach
+from ops.local.processes import Child
+from ops.local.supervisor import Supervisor
+from ops.local.wheels import postgres_binary
+
+FORMED_WITHIN_S = 180.0
+_LOOK_EVERY_S = 0.2
+DCS: dict[str, Any] = {
+    "ttl": 20,
+    "loop_wait": 2,
+    "retry_timeout": 7,
+    "synchronous_mode": "quorum",
+    "synchronous_mode_strict": True,
+    "postgresql": {
+        "use_pg_rewind": True,
+        "parameters": {"wal_log_hints": "on", "wal_retrieve_retry_interval": "500ms"},
+    },
+}
+"""As `ops/docs/postgres-over-regions.md` has them."""
+
+
+class PatroniCluster(PostgresCluster):
+    """The servers of the regions, each a child of its Patroni. `python`: that of Patroni's environment."""
+
+    def __init__(
+        self, home: Path, regions: Sequence[str], *, python: Path, fsync: bool = True, reach: Reach | None = None
+    ) -> None:
+        super().__init__(home, regions, fsync=fsync, reach=reach)
+        self._python = python
+        self._rest = {region: free_port() for region in regions}
+        self._raft = {region: free_port() for region in regions}
+
+    def prepare(self, first: Callable[[str], object]) -> None:
+        """Form the cluster, have `first` called with the address of its database, and stop it again.
+
+        Raises:
+            EmbeddedError: no primary takes writes, with all others behind it, within three minutes.
+            SupervisorError: a Patroni does not start.
+        """
+        members = list(self.members.values())
+        secret: str | None = None
+        for member in members:
+            make_home(member.home)
+            remember(member.home, member.name, member.port, secret)
+            secret = password(member.home, member.name)
+            configuration = json.dumps(self._configuration(member.region, secret))
+            (member.home / "patroni.yml").write_text(configuration)
+            member.own(member.home)
+        running = [Supervisor([self.child(region)], report=lambda _line: None) for region in self.members]
+        try:
+            for supervisor in running:
+                supervisor.start()
+            first(self._made_database(members[0].region))
+        finally:
+            for supervisor in running:
+                supervisor.stop()
+
+    def child(self, region: str) -> Child:
+        """The supervisor's record of a region's Patroni, which starts, stops and promotes its Postgres."""
+        member = self.members[region]
+        argv = [str(self._python), "-m", "patroni", str(member.home / "patroni.yml")]
+        return Child(
+            name=member.name,
+            argv=tuple(unprivileged(argv, self._python, member.home)),
+            log=member.home / "logs" / "patroni.log",
+            env={**os.environ, "PYTHONPATH": ""},
+            ready_timeout_s=120.0,
+            stop_timeout_s=30.0,
+        )
+
+    def _made_database(self, region: str) -> str:
+        """Wait until the cluster is formed, and make the database; its address."""
+        url = self.url(region)
+        deadline_s = time.monotonic() + FORMED_WITHIN_S
+        while (primary := self.primary()) is None:
+            if time.monotonic() > deadline_s:
+                raise EmbeddedError(f"Patroni has formed no cluster in {FORMED_WITHIN_S:g} s; see its logs")
+            time.sleep(_LOOK_EVERY_S)
+        self.members[primary].ensure_database()
+        return url
+
+    def _configuration(self, region: str, secret: str) -> dict[str, Any]:
+        member = self.members[region]
+        login = {"username": USER, "password": secret}
+        raft = {name: f"{LOOPBACK}:{port}" for name, port in self._raft.items()}
+        rest = f"{LOOPBACK}:{self._rest[region]}"
+        return {
+            "scope": "tidepool",
+            "name": region,
+            "raft": {
+                "data_dir": str(member.home / "raft"),
+                "self_addr": raft[region],
+                "partner_addrs": [address for name, address in raft.items() if name != region],
+            },
+            "restapi": {"listen": rest, "connect_address": rest},
+            "bootstrap": {"dcs": DCS, "initdb": [{"encoding": "UTF8"}, "data-checksums", "no-sync"]},
+            "postgresql": {
+                "listen": f"{LOOPBACK}:{member.port}",
+                "connect_address": f"{LOOPBACK}:{member.port}",
+                "data_dir": str(member.data),
+                "pgpass": str(member.home / "pgpass"),
+                "bin_dir": str(postgres_binary("postgres").parent),
+                "authentication": {"superuser": login, "replication": login, "rewind": login},
+                "parameters": {
+                    "cluster_name": region,
+                    "unix_socket_directories": "",
+                    "shared_buffers": "64MB",
+                    "fsync": "on" if self._fsync else "off",
+                },
+                "pg_hba": [f"host {what} all {LOOPBACK}/32 scram-sha-256" for what in ("all", "replication")],
+            },
+        }
