@@ -1,7 +1,7 @@
 """`tidepool faults`: fault injection into a stack under load, and a check of its guarantees."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,7 +94,7 @@ def run_faults(
     Exit status 1 if a guarantee was violated: a batch line without exactly one result, a stream with a missing or
     repeated token, a leak.
     """
-    from ops.cli.regional_drills import chosen_drill
+    from ops.cli.regional_drills import DrillAsked, chosen_drill
     from ops.faults.regional.clients import ClientPlan
     from ops.faults.run import Plan, print_progress
     from ops.faults.run import run_faults as run
@@ -102,14 +102,11 @@ def run_faults(
 
     kinds = _kinds(only)
     fleet = Fleet(regions=regions, nodes=nodes, models=models)
-    if out_of_step and region_loss is not None:
-        raise CommandError("--out-of-step: it is a drill of its own; leave --region-loss out")
-    if region_loss is not None or out_of_step or patroni is not None:
+    if region_loss is not None or out_of_step or patroni is not None or skew_s is not None:
         clients = ClientPlan(streams=streams, seed=seed)
-        drill = chosen_drill(fleet, clients, minutes, skew_s, region_loss=region_loss, patroni=patroni)
-        with _folder(home) as folder:
-            report = asyncio.run(drill(folder, print_progress))
-        _tell(report, as_json=as_json)
+        asked = DrillAsked(region_loss=region_loss, out_of_step=out_of_step, patroni=patroni, skew_s=skew_s)
+        drill = chosen_drill(asked, fleet, clients, minutes)
+        _run(lambda folder: drill(folder, print_progress), home, as_json=as_json)
         return
     plan = Plan(
         fleet=fleet,
@@ -121,8 +118,13 @@ def run_faults(
         gateways=gateways,
         upgrade=upgrade,
     )
+    _run(lambda folder: run(plan, folder, print_progress), home, as_json=as_json)
+
+
+def _run(start: Callable[[Path], Coroutine[Any, Any, dict[str, Any]]], home: Path | None, *, as_json: bool) -> None:
+    """Run in a folder, and tell what was found."""
     with _folder(home) as folder:
-        report = asyncio.run(run(plan, folder, print_progress))
+        report = asyncio.run(start(folder))
     _tell(report, as_json=as_json)
 
 

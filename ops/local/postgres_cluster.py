@@ -171,7 +171,7 @@ class PostgresCluster:
 
     def facts(self) -> dict[str, MemberFacts]:
         """What each region's server says of itself, asked at its own port."""
-        own = [member.url() for member in self.members.values()]
+        own = [member.url("postgres") for member in self.members.values()]
         return dict(zip(self.members, ask_members([members_of(url)[0] for url in own]), strict=True))
 
     def primary(self) -> str | None:

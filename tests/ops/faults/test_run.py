@@ -83,6 +83,7 @@ def test_regions_out_of_step_break_no_promise() -> None:
     [
         (("--out-of-step", "--region-loss", "region"), "--out-of-step: it is a drill of its own"),
         (("--out-of-step", "--regions", "2"), "--out-of-step: needs --regions 3"),
+        (("--skew-s", "5"), "--skew-s and --patroni: need --region-loss"),
         (("--region-loss", "partition", "--patroni", sys.executable), "--patroni: needs --region-loss region"),
     ],
 )
