@@ -85,6 +85,7 @@ def test_regions_out_of_step_break_no_promise() -> None:
         (("--out-of-step", "--regions", "2"), "--out-of-step: needs --regions 3"),
         (("--skew-s", "5"), "--skew-s and --patroni: need --region-loss"),
         (("--region-loss", "partition", "--patroni", sys.executable), "--patroni: needs --region-loss region"),
+        (("--region-loss", "region", "--skew-s", "5", "--patroni", sys.executable), "--patroni: leave --skew-s out"),
     ],
 )
 def test_drills_that_do_not_go_together_are_refused(options: tuple[str, ...], why: str) -> None:
