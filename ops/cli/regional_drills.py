@@ -62,9 +62,7 @@ def _check(asked: DrillAsked, fleet: Fleet) -> None:
     if asked.patroni is not None and asked.region_loss != Loss.REGION:
         raise CommandError("--patroni: needs --region-loss region; Patroni's own connections are not cut or hung here")
     if asked.patroni is not None and asked.skew_s:
-        raise CommandError(
-            "--patroni: leave --skew-s out; what shifts servers' clocks breaks Patroni's waits"
-        )
+        raise CommandError("--patroni: leave --skew-s out; what shifts servers' clocks breaks Patroni's waits")
     if fleet.regions != 3 or fleet.nodes < 3:
         option = "--out-of-step" if asked.out_of_step else "--region-loss"
         raise CommandError(f"{option}: needs --regions 3, and a node in each")

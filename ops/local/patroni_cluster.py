@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ class PatroniCluster(PostgresCluster):
         self._raft = {region: free_port() for region in regions}
 
     def prepare(self, first: Callable[[str], object]) -> None:
-        """Form the cluster, have `first` called with the address of its database, and stop it again.
+        """Form the cluster, have `first` called with the address of its database, and stop it again: the primary last,
+        so that no standby is promoted meanwhile.
 
         Raises:
             EmbeddedError: no primary takes writes, with all others behind it, within three minutes.
@@ -62,13 +64,17 @@ class PatroniCluster(PostgresCluster):
             configuration = json.dumps(self._configuration(member.region, secret))
             (member.home / "patroni.yml").write_text(configuration)
             member.own(member.home)
-        running = [Supervisor([self.child(region)], report=lambda _line: None) for region in self.members]
+        running = {region: Supervisor([self.child(region)], report=lambda _line: None) for region in self.members}
         try:
-            for supervisor in running:
+            for supervisor in running.values():
                 supervisor.start()
-            first(self._made_database(members[0].region))
+            primary = self._formed()
+            self.members[primary].ensure_database()
+            first(self.url(primary))
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(Supervisor.stop, (one for region, one in running.items() if region != primary)))
         finally:
-            for supervisor in running:
+            for supervisor in running.values():
                 supervisor.stop()
 
     def child(self, region: str) -> Child:
@@ -84,16 +90,14 @@ class PatroniCluster(PostgresCluster):
             stop_timeout_s=30.0,
         )
 
-    def _made_database(self, region: str) -> str:
-        """Wait until the cluster is formed, and make the database; its address."""
-        url = self.url(region)
+    def _formed(self) -> str:
+        """Wait until the cluster is formed; the region of its primary."""
         deadline_s = time.monotonic() + FORMED_WITHIN_S
         while (primary := self.primary()) is None:
             if time.monotonic() > deadline_s:
                 raise EmbeddedError(f"Patroni has formed no cluster in {FORMED_WITHIN_S:g} s; see its logs")
             time.sleep(_LOOK_EVERY_S)
-        self.members[primary].ensure_database()
-        return url
+        return primary
 
     def _configuration(self, region: str, secret: str) -> dict[str, Any]:
         member = self.members[region]

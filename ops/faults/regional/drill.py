@@ -92,7 +92,7 @@ class _Drill:
         found["back"] = await returned.findings()
         await clients.close()
         return {
-            "plan": asdict(self._plan),
+            "plan": asdict(self._plan) | {"patroni": self._plan.patroni is not None},
             "clocks": self._stack.clocks(),
             **broken(found),
             "failover": failed_over,
