@@ -28,8 +28,8 @@ class Connection(psycopg.Connection[Any]):
     """A connection in the driver's autocommit mode, whose transactions begin with `begin`. It waits for its server for
     a limited time.
 
-    A server that works ends a statement itself (`statement_timeout`). One that hangs does not, and its kernel goes on
-    to acknowledge what it is sent, so that TCP sees nothing wrong: after `answer_max_s` seconds it is given up. A commit
+    A server that works ends a statement itself (`statement_timeout`). One that hangs does not, and its kernel still
+    acknowledges what it is sent, so that TCP sees nothing wrong: after `answer_max_s` seconds it is given up. A commit
     waits for `commit_max_s`: the server would wait without end for a standby that it needs, and must not be asked to
     cancel: it would call the commit done. `timeline`: of its server, while that is the primary.
     """

@@ -46,7 +46,7 @@ from controlplane.store.batches import add_batch, counts_of, end_batch_requests
 from controlplane.store.blobs.folder import FolderBlobs
 from controlplane.store.files import add_file, new_file_id
 from controlplane.store.queue import Claim, Outcome
-from controlplane.store.session import Database, lift_answer_limit, lift_time_limit, make_engine
+from controlplane.store.session import Database, lift_time_limit, make_engine
 from controlplane.store.tables import Model
 from ops.bench.queue import peers
 from ops.bench.shared import cpu_s, work_folder
