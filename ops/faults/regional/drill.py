@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from ops.failover.run import decide, fail_over
+from ops.failover.run import RefusedError, decide, fail_over
 from ops.faults.check import outcomes
 from ops.faults.load import Streamed
 from ops.faults.percentiles import percentile
@@ -113,7 +113,7 @@ class _Drill:
             await asyncio.to_thread(self._lose)
             if plan.patroni is None:
                 await asyncio.sleep(NOTICED_AFTER_S)
-                failed_over = await asyncio.to_thread(self._fail_over)
+                failed_over = await self._fail_over_by_hand()
             else:
                 failed_over = await self._wait_failed_over()
             await asyncio.sleep(plan.lost_s)
@@ -131,6 +131,18 @@ class _Drill:
             self._stack.cut(self._lost)
         else:
             self._stack.signal_postgres(self._lost, signal.SIGSTOP)
+
+    async def _fail_over_by_hand(self) -> dict[str, Any]:
+        """As an operator would who tries again where a server did not answer in time."""
+        until_s = time.monotonic() + DECIDED_WITHIN_S
+        while True:
+            try:
+                return await asyncio.to_thread(self._fail_over)
+            except RefusedError as refused:
+                if time.monotonic() > until_s:
+                    raise
+                self._notify(f"the operator tries again: {refused}")
+                await asyncio.sleep(NOTICED_AFTER_S)
 
     def _fail_over(self) -> dict[str, Any]:
         """As an operator in another region would: to the region that loses nothing."""
