@@ -18,7 +18,7 @@ from scipy import sparse
 
 from controlplane.policies.placement.priced.columns import Columns, Rows
 from controlplane.policies.placement.priced.highs import make_program, run_program
-from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, served_by
+from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 LEAST_PART = 0.5
@@ -49,13 +49,6 @@ class Chooser:
         short = np.maximum(use[2 * rows.places :] - rows.limit[2 * rows.places :], 0.0) * rows.scale
         cost = self.columns.cost[choice].sum() + (short * tables.total_price).sum() + self._beyond(choice).sum()
         return float(cost + tables.constant)
-
-    def by_region(self, choice: Ints, token: Floats) -> Floats:
-        """Cost per hour of each region, less what it serves at prices of a token/s of each model [I]; [J]."""
-        tables, incumbent = self.tables, incumbent_of(self.columns, choice)
-        served = served_by(tables, np.arange(len(choice)), incumbent.counts, incumbent.pooled)
-        value = self.columns.cost[choice] - token[tables.model_of] * served
-        return np.asarray(np.bincount(tables.region_of, weights=value) + self._beyond(choice).sum(axis=1))
 
     def _beyond(self, choice: Ints) -> Floats:
         """Price of the GPUs that pools have beyond the shares taken of them, [J, K]."""

@@ -94,30 +94,29 @@ class Columns:
 
 def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, pooled: Ints) -> Columns:
     """Columns of these answers, doubles left out."""
-    distinct = np.unique(np.column_stack([endpoint, pooled, counts]), axis=0)
+    distinct = np.unique(np.column_stack([endpoint, pooled, counts]).astype(np.int32), axis=0).astype(np.int64)
     endpoint, pooled, counts = distinct[:, 0], distinct[:, 1], distinct[:, 2:]
+    size, types = len(endpoint), tables.capacity.shape[1]
     model, region = tables.model_of[endpoint], tables.region_of[endpoint]
-    served = (counts * tables.speed[model]).sum(axis=1)
-    cost = cost_of_counts(counts, tables.segment_max[endpoint], tables.price[endpoint]).sum(axis=1)
+    at, kind = np.nonzero(counts)
+    of, many = endpoint[at], counts[at, kind]
+    instances = cost_of_counts(many, tables.segment_max[of, kind], tables.price[of, kind])
+    served = np.bincount(at, weights=many * tables.speed[model[at], kind], minlength=size)
+    cost = np.bincount(at, weights=instances, minlength=size)
     alone = pooled < 0
     cost += alone * np.maximum(tables.home[endpoint] - served, 0.0) * tables.home_price[endpoint]
     cost += alone * np.maximum(tables.fewest[endpoint] - counts.sum(axis=1), 0) * tables.fewest_price[endpoint]
-    gpus = (counts * tables.gpus[model]).astype(float)
-    host = np.zeros(len(endpoint))
+    uses = [(region[at] * types + kind, at, many * tables.gpus[model[at], kind])]
     if tables.pools and len(at := np.flatnonzero(~alone)):
         kind, of = pooled[at], endpoint[at]
-        share = tables.pools.occupancy[of, kind] / tables.pools.fill
-        gpus[at, kind] = share
-        host[at] = tables.pools.weights[of, kind] - share
+        place, share = region[at] * types + kind, tables.pools.occupancy[of, kind] / tables.pools.fill
+        uses += [(place, at, share), (rows.places + place, at, tables.pools.weights[of, kind] - share)]
         cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[kind] * share
         served[at] = tables.pools.served[of]
-    types = tables.capacity.shape[1]
-    place = region[:, None] * types + np.arange(types)
-    at_row = np.column_stack([place, rows.places + region * types + np.maximum(pooled, 0), 2 * rows.places + model])
-    amount = np.column_stack([gpus, host, -served / rows.scale[model]])
-    number = np.broadcast_to(np.arange(len(endpoint))[:, None], amount.shape)
-    used = amount != 0
-    use = sparse.csr_matrix((amount[used], (at_row[used], number[used])), shape=(len(rows.limit), len(endpoint)))
+    uses.append((2 * rows.places + model, np.arange(size), -served / rows.scale[model]))
+    row, number, amount = (np.concatenate(each) for each in zip(*uses, strict=True))
+    use = sparse.csr_matrix((amount, (row, number)), shape=(len(rows.limit), size))
+    use.eliminate_zeros()
     return Columns(endpoint=endpoint, counts=counts, pooled=pooled, cost=cost, use=use)
 
 

@@ -6,8 +6,7 @@ For any prices y >= 0 of the shared rows (use <= limit), no placement costs less
 
 The first term is found exactly (`search.py`), so L(y) is proven however y came about. y climbs on the columns
 known so far: L is smoothed by a soft minimum of width tau, which falls, and L-BFGS climbs within a box around the best
-y; then the columns that are cheapest at the new y are added. Where columns are few, the linear program over them
-(`master.py`) gives y exactly.
+y; then the columns that are cheapest at the new y are added.
 """
 
 from collections.abc import Callable
@@ -45,11 +44,12 @@ class Configurations:
     """Configurations of N endpoints, as columns are made of.
 
     Attributes:
-        least: proven least cost of each endpoint, [N].
+        least: proven least cost of each endpoint, [N]. `known`: every configuration that costs less is listed, [N].
         endpoint: whose each way is, [M], with `counts` [M, K] and `pooled` [M].
     """
 
     least: Floats
+    known: Floats
     endpoint: Ints
     counts: Ints
     pooled: Ints
@@ -79,7 +79,7 @@ def configurations_at(
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
     among = np.arange(len(tables.home)) if among is None else among
-    least, found = np.zeros(len(among)), []
+    least, known, found = np.zeros(len(among)), np.zeros(len(among)), []
     size = CHUNK if spare is None else CHUNK_SPARE
     for start in range(0, len(among), size):
         part = slice(start, start + size)
@@ -97,16 +97,17 @@ def configurations_at(
             home_price=tables.home_price[at],
         )
         answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
-        least[part] = answer.bound
+        least[part], known[part] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     if tables.pools:
         cost = _pool_costs(tables, gpu, host, token)[among]
         least = np.minimum(least, cost.min(axis=1))
         limit = least + (0.0 if spare is None else spare)
+        known = np.minimum(known, limit)
         number, kind = np.nonzero(cost <= limit[:, None])
         found.append((among[number], np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Configurations(least=least, endpoint=endpoint, counts=counts, pooled=pooled)
+    return Configurations(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)
 
 
 def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:

@@ -26,13 +26,13 @@ class Neighbourhood:
         columns: M of them; those of the incumbent placement are among them.
         excess: of each column, per hour, [M].
         choice: the incumbent's column of each endpoint, [E].
-        least: what each endpoint costs at least at the prices, [E].
+        complete: every configuration with less excess is among the columns, [E].
     """
 
     columns: Columns
     excess: Floats
     choice: Ints
-    least: Floats
+    complete: Floats
 
     def nearest(self, number: int) -> Bools:
         """The columns of least excess, about so many beyond one for each endpoint, [M]."""
@@ -43,19 +43,22 @@ class Neighbourhood:
 
 
 def neighbourhood_columns(
-    tables: Tables, dual: Dual, known: Columns, incumbent: Incumbent, *, spare: float, each_max: int
+    tables: Tables, dual: Dual, incumbent: Incumbent, *, spare: float, each_max: int
 ) -> Neighbourhood:
     """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; the incumbent; and what
     would serve more where too little is served.
     """
     every = np.arange(len(tables.home))
     configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
-    columns = joined(tables, dual.rows, known, configurations.endpoint, configurations.counts, configurations.pooled)
-    return neighbourhood_of(tables, dual, columns, incumbent, configurations.least, spare=spare)
+    columns = joined(
+        tables, dual.rows, dual.columns, configurations.endpoint, configurations.counts, configurations.pooled
+    )
+    complete = np.minimum(np.maximum(configurations.known - configurations.least, 0.0), spare)
+    return neighbourhood_of(tables, dual, columns, incumbent, complete, spare=spare)
 
 
 def neighbourhood_of(
-    tables: Tables, dual: Dual, columns: Columns, incumbent: Incumbent, least: Floats, *, spare: float
+    tables: Tables, dual: Dual, columns: Columns, incumbent: Incumbent, complete: Floats, *, spare: float
 ) -> Neighbourhood:
     """Those of these columns that are near, the incumbent's, and what would serve more where too little is served."""
     every = np.arange(len(tables.home))
@@ -75,7 +78,7 @@ def neighbourhood_of(
     more = np.isin(columns.endpoint, endpoint) & (columns.counts >= now).all(axis=1)
     kept = stands | more | (excess <= spare)
     return Neighbourhood(
-        columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), least=least
+        columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete
     )
 
 

@@ -37,12 +37,14 @@ class Found:
     Attributes:
         bound: no answer of the endpoint costs less, [N].
         value: what the best found costs, [N]; above `bound` only where the search was cut off.
+        known: every answer that costs less than this is among those given back, [N].
         endpoint: row that each answer belongs to, [M].
         counts: instances, [M, K].
     """
 
     bound: Floats
     value: Floats
+    known: Floats
     endpoint: Ints
     counts: Ints
 
@@ -82,9 +84,11 @@ def search(
     near = value - relaxed.bound <= TOLERANCE * np.maximum(1.0, np.abs(value)) - spare
     others = bool(np.any(np.asarray(spare) > 0))
     if not exact:
+        bound = np.minimum(relaxed.bound, value)
         return Found(
-            bound=np.minimum(relaxed.bound, value),
+            bound=bound,
             value=value,
+            known=bound,
             endpoint=np.arange(len(value)),
             counts=counts,
         )
@@ -96,12 +100,15 @@ def search(
     order = np.lexsort((*listed.counts.T, listed.value, listed.endpoint))
     size = np.bincount(listed.endpoint, minlength=len(value))
     first = np.cumsum(size) - size
+    last = listed.value[order][first + np.minimum(size, keep) - 1]
+    known = np.where(size > keep, last, value + spare)
     value = listed.value[order][first]
     bound = value.copy()
     bound[listed.cut] = np.minimum(relaxed.bound, value)[listed.cut]
+    known[listed.cut] = bound[listed.cut]
     rank = np.arange(len(order)) - first[listed.endpoint[order]]
     kept = order[rank < keep]
-    return Found(bound=bound, value=value, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
+    return Found(bound=bound, value=value, known=known, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
 
 
 def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, others: bool) -> _Listed:

@@ -21,19 +21,20 @@ from controlplane.policies.placement.facts import (
 from controlplane.policies.placement.grid import Answer, grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
-from controlplane.policies.placement.priced.dual import climb, first_dual
+from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual
+from controlplane.policies.placement.priced.models import model_gains
 from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
 from controlplane.policies.placement.priced.search import search
-from controlplane.policies.placement.priced.tables import build_tables
+from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
 from tests.controlplane.policies.placement.problems import EXACT, small_facts, turned
 
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
 """All demand served at home: then nothing is shared between regions, and the bound is exact."""
-QUICK = PriceSettings(climb_rounds=4, exact_rounds=4, choices=((500, 1.0),))
+QUICK = PriceSettings(climb_rounds=4, choices=((500, 1.0),))
 SMALL = settings(max_examples=25)
 
 
@@ -68,7 +69,7 @@ def test_the_bound_is_below_the_best_and_the_best_below_the_answer(facts: Placem
 @given(facts=small_facts(pools=None, wide=True), seed=st.integers(0, 9))
 def test_whatever_limits_cut_it_off_the_answer_fits(facts: PlacementFacts, seed: int) -> None:
     stops = itertools.count()
-    limits = PriceSettings(climb_rounds=1 + seed % 3, exact_rounds=seed % 2, choices=((10, 1.0), (20, 0.5))[: seed % 3])
+    limits = PriceSettings(climb_rounds=1 + seed % 3, choices=((10, 1.0), (20, 0.5))[: seed % 3])
     _fits(facts, solve_grid(grid_of(facts, EXACT), EXACT.gap, limits, lambda: next(stops) >= seed))
 
 
@@ -91,6 +92,56 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
         assert bound >= dual.bound - 1e-6 * max(1.0, abs(dual.bound)), "whole instances cost no less than parts of them"
 
 
+def _gains_of_regions(tables: Tables, dual: Dual) -> Floats:
+    """What each region costs above its part of the bound, [J]."""
+    gpu, _host, token = dual.rows.of_places(dual.prices)
+    least = configurations_at(tables, dual.rows, dual.prices).least
+    low = np.bincount(tables.region_of, weights=least)
+    low -= (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
+    bounds = [
+        region_bound(tables, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+        for region in range(len(tables.regions))
+    ]
+    return np.maximum(np.array(bounds) - low, 0.0)
+
+
+@settings(max_examples=25)
+@given(
+    facts=small_facts(pools=None, wide=True),
+    share=st.sampled_from([0.0, 0.4, 1.0]),
+    spare=st.sampled_from([0.5, 5.0]),
+)
+def test_a_share_of_the_regions_gains_and_those_of_models_add_up_to_a_bound(
+    facts: PlacementFacts, share: float, spare: float
+) -> None:
+    grid = grid_of(facts, EXACT)
+    if not grid.cells:
+        return
+    tables = build_tables(grid)
+    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    nothing = incumbent_of(dual.columns, dual.columns.first)
+    near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=20)
+    regions, token = _gains_of_regions(tables, dual), dual.rows.of_places(dual.prices)[2]
+    models = model_gains(tables, near, token, (regions, np.full(len(regions), share)))
+    assert (models >= -1e-9).all()
+    exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
+    assert exact is not None
+    assert dual.bound + share * regions.sum() + models.sum() <= exact + 1e-6 * max(1.0, abs(exact))
+
+
+@pytest.mark.parametrize(("spare", "gain"), [(5.0, 1.0), (0.25, 0.25)])
+def test_a_model_that_needs_half_an_instance_pays_for_a_whole_one(spare: float, gain: float) -> None:
+    """The price of demand buys 1.5 instances at 2 an hour; an enumeration that ends early proves as much as it saw."""
+    facts = _one(demand={HERE: (1500.0,)}, present={KEY: 2}, capacity={RegionGpu(region="r", gpu_type="G"): 9})
+    tables = build_tables(grid_of(facts, PlacementSettings(epsilon=0.0)))
+    dual = climb(tables, first_dual(tables), 24, 0.0, lambda: False)
+    nothing = incumbent_of(dual.columns, dual.columns.first)
+    near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=50)
+    none = np.zeros(1)
+    models = model_gains(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
+    assert models == pytest.approx([gain], rel=1e-2)
+
+
 @settings(max_examples=15)
 @given(facts=small_facts(pools=None, wide=True))
 def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -> None:
@@ -100,7 +151,7 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     tables = build_tables(grid)
     dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
     nothing = incumbent_of(dual.columns, dual.columns.first)
-    near = neighbourhood_columns(tables, dual, dual.columns, nothing, spare=5.0, each_max=50)
+    near = neighbourhood_columns(tables, dual, nothing, spare=5.0, each_max=50)
     chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
     effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
@@ -227,6 +278,7 @@ def test_the_search_of_endpoints_is_exact_and_lists_the_best(seed: int, spare: f
         limit = min(best + spare, max(values[each] for each in listed) if len(listed) == 5 else np.inf)
         within = {counts for counts, value in values.items() if value < limit - 1e-7}
         assert found.bound[at] <= best + 1e-7
+        assert {counts for counts, value in values.items() if value < found.known[at] - 1e-7} <= set(listed)
         if labels_max > 2:
             assert found.value[at] == pytest.approx(best, abs=1e-7)
             assert found.bound[at] == pytest.approx(best, abs=1e-7)
