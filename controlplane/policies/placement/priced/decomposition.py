@@ -33,7 +33,7 @@ from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.repair import Incumbent, incumbent_of, moved, pool_gpus, relieved, rounded
 from controlplane.policies.placement.priced.tables import Tables, build_tables
 
-SAFETY = 0.95
+SAFETY = 0.98
 """The share of the gap that is aimed at: the fleet that it is a share of is not known yet."""
 TAU = 1e-3
 """Width of the soft minimum that the first choice is rounded from, in dearest prices of a GPU per hour."""
@@ -54,8 +54,7 @@ class PriceSettings:
     Attributes:
         climb_rounds: of raising the bound by better prices; fewer where it rises no more.
         choices: columns that each choice for the whole fleet may take in addition to the incumbent's, and the share of
-            the gap to which it is solved; one after the other, until the gap is reached. After each, regions choose
-            among all near columns, as many regions at a time as have about `regions_columns`.
+            the gap to which it is solved; one after the other, until the gap is reached.
         neighbourhood_max: near columns in all, about; `neighbourhood_each_most` and `neighbourhood_each_least` for each
             endpoint.
         part_cells_max: cells of a region or a model whose bound may be raised.
@@ -64,8 +63,7 @@ class PriceSettings:
     """
 
     climb_rounds: int = 24
-    choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (5_000, 0.6), (10_000, 0.4), (20_000, 0.4))
-    regions_columns: int = 2_500
+    choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (4_000, 0.6), (8_000, 0.4), (16_000, 0.4))
     neighbourhood_max: int = 40_000
     neighbourhood_each_most: int = 100
     neighbourhood_each_least: int = 4
@@ -130,7 +128,7 @@ class _Search:
         near = neighbourhood_columns(tables, dual, incumbent, spare=spare, each_max=each_max)
         bound = dual.bound + self._gain(dual, near, fleet)
         best = self._bounded(best, bound)
-        for turn, (number, share) in enumerate(limits.choices):
+        for number, share in limits.choices:
             if self._ends_with(best):
                 break
             effort = Effort(
@@ -139,7 +137,7 @@ class _Search:
                 nodes_max=limits.nodes_max,
                 should_stop=self._should_stop,
             )
-            incumbent = moved(tables, self._chosen(dual.rows, near, number, turn, effort), limits.moves_max)
+            incumbent = moved(tables, self._chosen(dual.rows, near, number, effort), limits.moves_max)
             found = self._solution(bound, incumbent, "chosen among configurations near the prices")
             best = min(best, found, key=lambda each: each.objective)
             near = neighbourhood_of(tables, dual, near.columns, incumbent, near.complete, spare=spare)
@@ -179,21 +177,18 @@ class _Search:
         models = model_gains(tables, near, token, (regions, share))
         return float(max(regions.sum(), share @ regions + models.sum()))
 
-    def _chosen(self, rows: Rows, near: Neighbourhood, number: int, turn: int, effort: Effort) -> Incumbent:
-        """Choose for the whole fleet, with so many more columns open, then for some regions at a time, other ones
-        together in each turn, with all their columns open.
+    def _chosen(self, rows: Rows, near: Neighbourhood, number: int, effort: Effort) -> Incumbent:
+        """Choose for the whole fleet, with so many more columns open, then for one region after the other, with all
+        its columns open.
         """
         tables = self._tables
         chooser = Chooser(tables=tables, rows=rows, columns=near.columns)
         choice = chooser.better(near.choice, near.nearest(number), effort)
-        regions = len(tables.regions)
-        parts = min(regions, -(-len(near.columns) // self._limits.regions_columns))
-        part = (np.arange(regions) * (2 * turn + 1)) % regions * parts // regions
-        effort, region = replace(effort, gap_abs=effort.gap_abs / (5 * parts)), tables.region_of[near.columns.endpoint]
-        for at in range(parts):
+        regions, region = len(tables.regions), tables.region_of[near.columns.endpoint]
+        for j in range(regions):
             if chooser.cost(choice) <= effort.target or self._should_stop():
                 break
-            choice = chooser.better(choice, part[region] == at, effort)
+            choice = chooser.better(choice, region == j, replace(effort, gap_abs=effort.gap_abs / (5 * regions)))
         return incumbent_of(near.columns, choice)
 
     def _solution(self, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
