@@ -100,13 +100,15 @@ def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, poole
     model, region = tables.model_of[endpoint], tables.region_of[endpoint]
     at, kind = np.nonzero(counts)
     of, many = endpoint[at], counts[at, kind]
-    instances = cost_of_counts(many, tables.segment_max[of, kind], tables.price[of, kind])
-    served = np.bincount(at, weights=many * tables.speed[model[at], kind], minlength=size)
-    cost = np.bincount(at, weights=instances, minlength=size)
+    served, cost = np.zeros(size), np.zeros(size)
+    np.add.at(served, at, many * tables.speed[model[at], kind])
+    np.add.at(cost, at, cost_of_counts(many, tables.segment_max[of, kind], tables.price[of, kind]))
     alone = pooled < 0
     cost += alone * np.maximum(tables.home[endpoint] - served, 0.0) * tables.home_price[endpoint]
     cost += alone * np.maximum(tables.fewest[endpoint] - counts.sum(axis=1), 0) * tables.fewest_price[endpoint]
-    uses = [(region[at] * types + kind, at, many * tables.gpus[model[at], kind])]
+    uses: list[tuple[Ints, Ints, Floats]] = [
+        (region[at] * types + kind, at, (many * tables.gpus[model[at], kind]).astype(float))
+    ]
     if tables.pools and len(at := np.flatnonzero(~alone)):
         kind, of = pooled[at], endpoint[at]
         place, share = region[at] * types + kind, tables.pools.occupancy[of, kind] / tables.pools.fill

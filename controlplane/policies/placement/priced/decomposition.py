@@ -39,7 +39,7 @@ TAU = 1e-3
 """Width of the soft minimum that the first choice is rounded from, in dearest prices of a GPU per hour."""
 NEARNESS = 1e-3
 """Share of the gap to which a region's integer program is solved: what is left open adds up over the regions."""
-MODELS_SHARE = 2e-5
+MODELS_SHARE, LEAST_GAIN = 2e-5, 1e-9
 """A region that is above its bound by this share of the fleet's cost leaves half of its excess to the models."""
 SPARE, FEW = 0.08, 20
 """Columns are near that cost at most this share of what an endpoint costs on average above its best; less where fewer
@@ -165,13 +165,13 @@ class _Search:
         low = np.bincount(tables.region_of, weights=least) - (gpu * tables.capacity).sum(axis=1)
         small = (np.bincount(tables.region_of, weights=here) <= limits.part_cells_max) & (gpu > 0).any(axis=1)
         regions = np.zeros(len(low))
-        for j in np.flatnonzero(small):
+        for j in np.flatnonzero(small).tolist():
             if self._should_stop():
                 break
             nodes, nearness = limits.region_nodes_max, NEARNESS * self._gap * fleet
             bound = region_bound(tables, j, token, gap_abs=nearness, nodes_max=nodes, should_stop=self._should_stop)
             regions[j] = max(0.0, bound - low[j])
-        share = regions / (regions + MODELS_SHARE * fleet)
+        share = regions / np.maximum(regions + MODELS_SHARE * fleet, LEAST_GAIN)
         if np.bincount(tables.model_of, weights=here).max() > limits.part_cells_max:
             return float(regions.sum())
         models = model_gains(tables, near, token, (regions, share))

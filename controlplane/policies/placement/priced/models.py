@@ -38,7 +38,7 @@ def model_gains(tables: Tables, neighbourhood: Neighbourhood, token: Floats, reg
     reached = _kept(tables, neighbourhood.complete, np.arange(len(tables.home)), regions)
     unknown = reached.reshape(len(tables.models), -1).min(axis=1)
     gains = np.zeros(len(tables.models))
-    for model in np.flatnonzero((tables.total > 0) & (unknown > 0)):
+    for model in np.flatnonzero((tables.total > 0) & (unknown > 0)).tolist():
         endpoints = np.flatnonzero(tables.model_of == model)
         known = [_undominated(served, excess, token[model], first[each], first[each + 1]) for each in endpoints]
         ways = [(served[at], excess[at]) for at in known]
@@ -67,7 +67,7 @@ def _least(ways: list[tuple[Floats, Floats]], total: float, prices: tuple[float,
     token, price = prices
     beyond = min(limit / token / unit, STEPS) if token * STEPS * unit > 0 else 0
     top = STEPS + len(ways) + int(beyond) + 1
-    least = np.full(top + 1, np.inf)
+    least: Floats = np.full(top + 1, np.inf)
     least[0] = 0.0
     for served, excess in ways:
         steps = np.minimum(np.ceil(served / unit - ROUNDING), top).astype(np.int64)
