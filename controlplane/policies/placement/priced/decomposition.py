@@ -34,7 +34,7 @@ from controlplane.policies.placement.priced.repair import Incumbent, incumbent_o
 from controlplane.policies.placement.priced.tables import Tables, build_tables
 
 SAFETY = 0.98
-"""The share of the gap that is aimed at: the fleet that it is a share of is not known yet."""
+"""The share of the gap that is aimed at: the fleet that it is a share of is not known before it is chosen."""
 TAU = 1e-3
 """Width of the soft minimum that the first choice is rounded from, in dearest prices of a GPU per hour."""
 NEARNESS = 1e-3
@@ -124,13 +124,14 @@ class _Search:
         each_max = min(
             max(limits.neighbourhood_max // size, limits.neighbourhood_each_least), limits.neighbourhood_each_most
         )
-        spare, slack = SPARE * fleet / size * min(1.0, each_max / FEW), SAFETY * self._gap * fleet
+        spare = SPARE * fleet / size * min(1.0, each_max / FEW)
         near = neighbourhood_columns(tables, dual, incumbent, spare=spare, each_max=each_max)
         bound = dual.bound + self._gain(dual, near, fleet)
         best = self._bounded(best, bound)
         for number, share in limits.choices:
             if self._ends_with(best):
                 break
+            slack = SAFETY * self._gap * fleet_cost(self._grid, best)
             effort = Effort(
                 target=bound + slack,
                 gap_abs=share * slack,
