@@ -71,12 +71,12 @@ def _least(ways: list[tuple[Floats, Floats]], total: float, prices: tuple[float,
     least[0] = 0.0
     for served, excess in ways:
         steps = np.minimum(np.ceil(served / unit - ROUNDING), top).astype(np.int64)
-        after = np.full(top + 1, np.inf)
+        after: Floats = np.full(top + 1, np.inf)
         for step, cost in zip(steps.tolist(), excess.tolist(), strict=True):
             np.minimum(after[step:], least[: top + 1 - step] + cost, out=after[step:])
             after[top] = min(after[top], least[top - step :].min() + cost)
         least = after
-    served = np.arange(top + 1) * unit
-    over = np.maximum(served - len(ways) * unit - total, 0.0)
-    short = np.maximum(total - served, 0.0)
+    steps = np.arange(top + 1)
+    over = np.maximum((steps - len(ways)) * unit - total, 0.0)
+    short = np.maximum(total - steps * unit, 0.0)
     return float((least + token * over + (price - token) * short).min())
