@@ -1,7 +1,7 @@
 """Backtests of every series of a file: the forecasts at past hours, each from the demand known then.
 
 Origins are at whole hours of UTC. The forecasters update hour by hour from the series' beginning (in long files, from
-two weeks before the first requested hour), as in a live fleet, so that a forecast does not depend on the end of the
+a week before the first requested hour), as in a live fleet, so that a forecast does not depend on the end of the
 file.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forecasts.importers.series_file import EndpointSeries
+from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.models.forecaster import ForecastError
 from forecasts.models.forecasters import FORECASTERS
 from forecasts.selection.rolling import rolling_origins
@@ -31,8 +32,8 @@ WINDOW_S_MIN = 300.0
 ROUNDING = 1e-9
 """A peak equal to its forecast counts as covered despite rounding."""
 
-LEARNING_HOURS_MAX = 14 * 24
-"""Before the first requested hour: twice the hours whose errors are kept."""
+LEARNING_HOURS_MAX = 7 * 24
+"""Before the first requested hour: the hours whose errors are kept."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the series, its hours done, and its hours in total."""
@@ -92,7 +93,8 @@ class SeriesBacktest:
 
     Attributes:
         endpoint: the series.
-        predictions: of the requested hours, in order.
+        predictions: of the requested hours, in order. Where a forecaster declined, what it gives is the last hour's
+            maximum, which would have been used; one that always declined has none.
         costs: by forecaster.
         seconds: total time, including the hours before the requested ones.
         chosen: by forecaster, in how many hours it was the champion.
@@ -149,7 +151,7 @@ def _backtest(
         reason, interrupted = "interrupted", True
     backtest = SeriesBacktest(
         endpoint=endpoint,
-        predictions=tuple(predictions),
+        predictions=tuple(_with_fallback(predictions)),
         costs=costs,
         seconds=time.perf_counter() - began_s,
         chosen=Counter(one.chosen for one in predictions if one.forecaster == CHAMPION),
@@ -228,6 +230,17 @@ def _predicted(
         progress(endpoint.name, done, len(hours))
         if forecast.known and forecast.origin_s >= wanted_from_s:
             yield from _predictions(forecast, actual)
+
+
+def _with_fallback(predictions: Sequence[Prediction]) -> Iterator[Prediction]:
+    """With the last hour's maximum for forecasters that declined, so that all are judged on the same hours."""
+    answered = {(one.origin_s, one.forecaster) for one in predictions}
+    names = dict.fromkeys(one.forecaster for one in predictions)
+    for one in predictions:
+        yield one
+        if one.forecaster == LAST_HOUR_MAX:
+            missing = (name for name in names if (one.origin_s, name) not in answered)
+            yield from (one._replace(forecaster=name) for name in missing)
 
 
 def _costs(history: DemandSeries, settings: ForecastSettings, answered: Collection[str]) -> dict[str, Cost]:

@@ -4,15 +4,12 @@ from dataclasses import dataclass, field
 
 DEFAULT_FORECASTERS = (
     "last hour's maximum",
-    "same hour yesterday",
-    "yesterday's shape",
     "typical day's shape",
     "regression on recent hours",
     "regression on past days",
     "ARIMA",
-    "Fourier + ARIMA",
-    "seasonal ARIMA",
     "Theta",
+    "two parts",
 )
 
 
@@ -40,11 +37,10 @@ class ForecastSettings:
         forecasters: names of those to run, see `forecasts.models.forecasters.FORECASTERS`.
         origins_max: past origins to replay without a stored state.
         memory: number of past origins to keep.
-        half_life: origins after which an error has half its weight.
+        half_life: origins after which an error has half its weight in the long memory.
         refit_s: age at which parameters are estimated again, starting from the old ones.
         reselect_s: age at which orders are chosen again.
-        margin: a single forecaster is used instead of the combination if its error is smaller by this share.
-        ratios_min: past errors needed to choose and to calibrate; with fewer, `headroom` is the upper ratio.
+        ratios_min: past errors needed to combine and to calibrate; with fewer, `headroom` is the upper ratio.
         clip_ratio: no forecast above this times the maximum of the last `clip_history_s`.
     """
 
@@ -56,13 +52,12 @@ class ForecastSettings:
     origins_max: int = 48
     memory: int = 168
     half_life: float = 48.0
-    refit_s: float = 86_400.0
+    refit_s: float = 3 * 86_400.0
     reselect_s: float = 7 * 86_400.0
-    margin: float = 0.1
     ratios_min: int = 5
     headroom: float = 1.5
     clip_ratio: float = 3.0
-    clip_history_s: float = 86_400.0
+    clip_history_s: float = 2 * 86_400.0
     arima: ArimaSettings = field(default_factory=ArimaSettings)
 
     def __post_init__(self) -> None:
@@ -77,8 +72,8 @@ class ForecastSettings:
             raise ValueError(f"origins_max {self.origins_max} must be 0 to memory {self.memory}")
         if self.headroom < 1 or self.clip_ratio < 1:
             raise ValueError(f"headroom {self.headroom} and clip_ratio {self.clip_ratio} must be at least 1")
-        if not self.half_life > 0 or self.margin < 0:
-            raise ValueError(f"half_life {self.half_life} must be positive and margin {self.margin} not negative")
+        if not self.half_life > 0:
+            raise ValueError(f"half_life must be positive, got {self.half_life}")
 
     @property
     def windows(self) -> int:

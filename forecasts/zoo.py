@@ -1,8 +1,8 @@
 """A zoo of hard series: generated demand on which forecasts fail, by kind and seed.
 
-Every series is a daily rhythm with noise of a size, scale and phase of its own, to which its kind does something once or
-again and again. What happens once happens between 45 and 85 % of the way through, so that the second half of a series,
-which a backtest judges, holds the change and the time after it. The same arguments give the same series.
+Every series is a daily rhythm with noise of a size, scale and phase of its own, to which its kind does something once
+or again and again. What happens once happens between 45 and 85 % of the way through, so that the second half of a
+series, which a backtest judges, holds the change and the time after it. The same arguments give the same series.
 """
 
 from collections.abc import Callable, Mapping

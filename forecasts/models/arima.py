@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from forecasts.models.forecaster import ForecastError
-from forecasts.series import FloatArray
-from forecasts.settings import ArimaSettings
+from forecasts.models.forecaster import Forecaster, ForecastError, Params
+from forecasts.series import DemandSeries, FloatArray
+from forecasts.settings import ArimaSettings, ForecastSettings
 
 LONG_AUTOREGRESSION = 12
+RUN_MIN = 144
+"""Values after the newest gap that make what was before it unimportant."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -52,14 +54,12 @@ class ArimaFit:
         Raises:
             ForecastError: the filter cannot run on these values.
         """
-        model = _statespace(values / self.scale, self.order, self.order.d)
-        with _without_warnings():
-            try:
-                model.update(self.params)
-                state = model.ssm.filter().predicted_state[:, -1]
-            except (ValueError, np.linalg.LinAlgError) as error:
-                raise ForecastError(f"{self.order}: {error}") from error
-        return _ahead(model.ssm, state, windows) * self.scale
+        scaled = values / self.scale
+        gaps = np.flatnonzero(np.isnan(scaled))
+        run = scaled[gaps[-1] + 1 :] if gaps.size else scaled
+        if len(run) < min(RUN_MIN, len(scaled)):
+            return _filtered_ahead(scaled, self, windows) * self.scale
+        return _ahead(run, self, windows) * self.scale
 
 
 def fit_arima(values: FloatArray, settings: ArimaSettings) -> ArimaFit:
@@ -110,8 +110,41 @@ def _differenced(values: FloatArray, d: int) -> FloatArray:
     return np.diff(values) if d else values[1:]
 
 
-def _ahead(space: Any, state: FloatArray, windows: int) -> FloatArray:
-    """The forecast means from a predicted state; the library's forecast filters again and takes three times as long."""
+def _ahead(run: FloatArray, fit: ArimaFit, windows: int) -> FloatArray:
+    """The forecast means after values without a gap.
+
+    One linear recursion gives the innovations, which costs a hundredth of a state-space filter; the first ones, whose
+    predecessors are not known, are zero, and what that changes decays with the moving-average terms.
+    """
+    from scipy.signal import lfilter  # noqa: PLC0415 - a gateway imports this module and needs no filter
+
+    p, d, q = fit.order.p, fit.order.d, fit.order.q
+    constant = 0.0 if d else float(fit.params[0])
+    ar, ma = fit.params[len(fit.params) - p - q :][:p], fit.params[len(fit.params) - q :]
+    steps = np.diff(run) if d else run
+    unexplained = steps[p:] - constant
+    for lag in range(1, p + 1):
+        unexplained = unexplained - ar[lag - 1] * steps[p - lag : len(steps) - lag]
+    innovations = np.append(np.zeros(q), lfilter([1.0], np.append(1.0, ma), unexplained))
+    known, path = list(steps[len(steps) - p :]), np.empty(windows)
+    shocks = list(innovations[len(innovations) - q :]) if q else []
+    for window in range(windows):
+        step = constant + float(ar @ known[::-1][:p]) + float(ma @ shocks[::-1][:q])
+        path[window] = step
+        known.append(step)
+        shocks.append(0.0)
+    return run[-1] + np.cumsum(path) if d else path
+
+
+def _filtered_ahead(values: FloatArray, fit: ArimaFit, windows: int) -> FloatArray:
+    """The forecast means by the state-space filter, which passes over gaps."""
+    model = _statespace(values, fit.order, fit.order.d)
+    with _without_warnings():
+        try:
+            model.update(fit.params)
+            space, state = model.ssm, model.ssm.filter().predicted_state[:, -1]
+        except (ValueError, np.linalg.LinAlgError) as error:
+            raise ForecastError(f"{fit.order}: {error}") from error
     design, transition = np.asarray(space["design"]).ravel(), np.asarray(space["transition"])
     intercept = np.asarray(space["state_intercept"]).reshape(len(state), -1)[:, -1]
     path = np.empty(windows)
@@ -217,3 +250,33 @@ def _regression_error(terms: FloatArray, target: FloatArray) -> FloatArray:
         return target
     solution = np.linalg.lstsq(terms, target, rcond=None)[0]
     return np.asarray(target - terms @ solution, dtype=np.float64)
+
+
+def _fit(history: DemandSeries, settings: ForecastSettings, known: Params | None) -> Params:
+    values = history.last(settings.arima.history_s).values
+    if known is None:
+        return _as_params(fit_arima(values, settings.arima))
+    before = _as_fit(known)
+    return _as_params(fit_order(before.order, values, settings.arima, start=before.params))
+
+
+def _path(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
+    return _as_fit(params).path(history.last(settings.arima.history_s).values, settings.windows)
+
+
+def _as_params(fit: ArimaFit) -> dict[str, Any]:
+    order = [fit.order.p, fit.order.d, fit.order.q]
+    return {"order": order, "params": fit.params.tolist(), "scale": fit.scale, "aic": fit.aic}
+
+
+def _as_fit(params: Params) -> ArimaFit:
+    p, d, q = params["order"]
+    return ArimaFit(
+        order=ArimaOrder(p=p, d=d, q=q),
+        params=np.array(params["params"], dtype=np.float64),
+        scale=params["scale"],
+        aic=params["aic"],
+    )
+
+
+ARIMA = Forecaster(name="ARIMA", path=_path, fit=_fit, mean_path=True, history_min_s=4 * 3600.0)

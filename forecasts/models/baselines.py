@@ -40,14 +40,6 @@ def _last_hour_max(history: DemandSeries, params: Params, settings: ForecastSett
     return np.full(settings.windows, last_known_hour(history).maximum())
 
 
-def _same_hour_yesterday(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    return _filled(_hour_after(history, 1, settings))
-
-
-def _yesterdays_shape(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    return level(history) * _filled(_relative_hour(history, 1, settings))
-
-
 def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
     """The geometric mean over the past days of "next hour's peak over the level before it", at today's level.
 
@@ -99,6 +91,4 @@ def _filled(hour: FloatArray) -> FloatArray:
 
 
 LAST_HOUR = Forecaster(name=LAST_HOUR_MAX, path=_last_hour_max)
-YESTERDAY = Forecaster(name="same hour yesterday", path=_same_hour_yesterday)
-YESTERDAYS_SHAPE = Forecaster(name="yesterday's shape", path=_yesterdays_shape)
 TYPICAL_SHAPE = Forecaster(name="typical day's shape", path=_typical_shape)

@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping
 
-from forecasts.models.baselines import LAST_HOUR, TYPICAL_SHAPE, YESTERDAY, YESTERDAYS_SHAPE
-from forecasts.models.day_arima import ARIMA, FOURIER_ARIMA, SEASONAL_ARIMA
+from forecasts.models.arima import ARIMA
+from forecasts.models.baselines import LAST_HOUR, TYPICAL_SHAPE
 from forecasts.models.forecaster import Forecaster
 from forecasts.models.peak_regression import DAILY_PEAKS, RECENT_PEAKS
 from forecasts.models.theta import THETA
+from forecasts.models.two_parts import TWO_PARTS
 
 FORECASTERS: Mapping[str, Forecaster] = {
     forecaster.name: forecaster
     for forecaster in (
         LAST_HOUR,
-        YESTERDAY,
-        YESTERDAYS_SHAPE,
         TYPICAL_SHAPE,
         RECENT_PEAKS,
         DAILY_PEAKS,
         ARIMA,
-        FOURIER_ARIMA,
-        SEASONAL_ARIMA,
         THETA,
+        TWO_PARTS,
     )
 }

@@ -11,7 +11,7 @@ from forecasts.models.forecaster import Forecaster, ForecastError
 from forecasts.models.forecasters import FORECASTERS
 from forecasts.selection.calibration import upper_log_ratio
 from forecasts.selection.combination import COMBINATION, combination_weights, combined_path
-from forecasts.selection.past import Fitted, PastPeaks, SeriesState, weighted_quantile
+from forecasts.selection.past import FLOOR_MIN, Fitted, PastPeaks, SeriesState, weighted_quantile
 from forecasts.series import DemandSeries, FloatArray
 from forecasts.settings import ForecastSettings
 
@@ -116,8 +116,8 @@ def _why_no_model(history: DemandSeries, covered_s: float, settings: ForecastSet
 
 
 def _fit_due(forecaster: Forecaster, history: DemandSeries, kept: Fitted | None, settings: ForecastSettings) -> Fitted:
-    """The kept parameters, or refitted ones if they are old; with new orders if those are old, or if there is twice the
-    history that they were chosen from.
+    """The kept parameters, or refitted ones if they are old; with new orders if those are old, or if there is four
+    times the history that they were chosen from.
     """
     now_s = history.end_s
     if kept is not None and now_s - kept.fitted_s < settings.refit_s and not _orders_are_due(kept, now_s, settings):
@@ -134,7 +134,7 @@ def _fit_due(forecaster: Forecaster, history: DemandSeries, kept: Fitted | None,
 
 
 def _orders_are_due(kept: Fitted, now_s: float, settings: ForecastSettings) -> bool:
-    return now_s - kept.selected_s >= min(settings.reselect_s, kept.selected_from_s)
+    return now_s - kept.selected_s >= min(settings.reselect_s, 3 * kept.selected_from_s)
 
 
 def _raw_path(forecaster: Forecaster, history: DemandSeries, kept: Fitted, settings: ForecastSettings) -> FloatArray:
@@ -156,7 +156,8 @@ def _corrected(
     usable = ~np.isnan(ratios)
     if usable.sum() < settings.ratios_min:
         return raw
-    median = weighted_quantile(ratios[usable], (past.weights(settings.half_life) * past.actual)[usable], 0.5)
+    weights = past.weights(settings.half_life) * past.actual / np.maximum(past.scales, FLOOR_MIN)
+    median = weighted_quantile(ratios[usable], weights[usable], 0.5)
     return np.clip(raw * math.exp(median), 0.0, _ceiling(history, settings))
 
 
@@ -174,17 +175,16 @@ def _answer(
     history: DemandSeries,
     settings: ForecastSettings,
 ) -> Answer:
-    ratios = past.log_ratios(past.median, name)
+    ratios, floor = past.floored_log_ratios(name), past.floor
     usable = ~np.isnan(ratios)
     origins, peak = int(usable.sum()), float(path.max())
     if origins < settings.ratios_min:
         upper = peak * settings.headroom
     else:
         level = state.level.get(name, settings.quantile)
-        log_ratio = upper_log_ratio(
-            ratios[usable], np.log(past.median[name][usable]), math.log(max(peak, 1e-300)), level
-        )
-        upper = peak * math.exp(max(0.0, log_ratio))
+        forecasts = np.log(past.median[name] + past.floors)[usable]
+        log_ratio = upper_log_ratio(ratios[usable], forecasts, math.log(peak + floor), level)
+        upper = (peak + floor) * math.exp(max(0.0, log_ratio)) - floor
     uppers = past.upper.get(name, np.empty(0))
     judged = past.actual[~np.isnan(uppers)] <= uppers[~np.isnan(uppers)]
     return Answer(
@@ -210,5 +210,5 @@ def _combined(
     tried = {name: error for name, error in errors.items() if error is not None and math.isfinite(error)}
     if len(tried) < 2:
         return None
-    path = combined_path({name: answers[name].path for name in tried}, combination_weights(tried))
+    path = combined_path({name: answers[name].path for name in tried}, combination_weights(tried), past.floor)
     return _answer(COMBINATION, path, float(path.max()), past, state, history, settings)

@@ -1,9 +1,11 @@
 """From a forecast peak to its upper quantile, by the ratios of past peaks to past forecasts.
 
 The confidence bands of models are not used: they are too narrow. The upper ratio is a weighted quantile of past ratios
-"actual peak / forecast peak". Ratios scatter more at low demand, so that forecasts of a similar size have the most
-weight, and recent ones more than old. The level of the quantile is adapted online so that the covered share becomes the
-requested one (adaptive conformal inference, Gibbs and Candes 2021): up after a miss, down a little after a hit.
+"actual peak / forecast peak", both with a floor added, since demand may be zero. Ratios scatter more at low demand, and
+behind a forecast of silence stands demand that may begin; so forecasts of a similar size have the most weight, and
+recent ones more than old. The level of the quantile is adapted online so that the covered share becomes the requested
+one (adaptive conformal inference, Gibbs and Candes 2021): up after a miss, down a little after a hit. The step is
+large, because three days of hours are to show the requested share.
 """
 
 import numpy as np
@@ -11,16 +13,16 @@ import numpy as np
 from forecasts.selection.past import weighted_quantile
 from forecasts.series import FloatArray
 
-STEP = 0.02
+STEP = 0.1
 LEVEL_MIN = 0.5
-MISS_SHARE_MIN = 0.3
+MISS_SHARE_MIN = 0.05
 """Least share of misses, over the requested share: above that level the quantile is the largest ratio only."""
 HALF_LIFE = 100.0
 SIMILAR_LOG_SIZE = 0.7
 
 
 def upper_log_ratio(log_ratios: FloatArray, log_forecasts: FloatArray, log_now: float, level: float) -> float:
-    """The weighted quantile `level` of past log ratios, with the next ratio counted as the largest.
+    """The weighted quantile `level` of past log ratios.
 
     Args:
         log_ratios: shape (origins,), oldest first: log(actual peak / forecast peak).
@@ -35,8 +37,7 @@ def upper_log_ratio(log_ratios: FloatArray, log_forecasts: FloatArray, log_now: 
     distance = (log_forecasts - log_now) / SIMILAR_LOG_SIZE
     nearest = float(np.min(np.abs(distance), initial=np.inf))
     weights = 0.5 ** (ages / HALF_LIFE) * np.exp(-0.5 * (distance**2 - nearest**2))
-    count = float(weights.sum() / weights.max(initial=1e-300))
-    return weighted_quantile(log_ratios, weights, min(1.0, level * (count + 1.0) / max(count, 1.0)))
+    return weighted_quantile(log_ratios, weights, level)
 
 
 def adapted_level(level: float, quantile: float, *, covered: bool) -> float:

@@ -7,6 +7,7 @@ NaN here and null in JSON.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -15,6 +16,17 @@ import numpy.typing as npt
 from forecasts.series import DemandSeries, FloatArray
 
 STATE_VERSION = 1
+SCALE_HALF_LIFE = 24.0
+"""Origins after which an actual peak has half its weight in the scale of the hours after it."""
+LOSS_MAX = 5.0
+"""A loss counts as at most this many times the scale, so that one hour is not all that is remembered."""
+RECENT_HALF_LIFE = 6.0
+RECENT_SHARE = 0.2
+"""Part of an error that the short memory has: a forecaster that fails now loses its weight within two hours."""
+FLOOR_ORIGINS = 24
+FLOOR_SHARE = 1e-3
+"""Of the largest peak of the last day: what is below it is as good as zero."""
+FLOOR_MIN = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,23 +83,46 @@ class PastPeaks:
         """The weight of each origin: 1 for the newest, and half as much `half_life` origins before."""
         return np.asarray(0.5 ** (np.arange(len(self.actual))[::-1] / half_life))
 
-    def error(self, name: str, fallback: str, half_life: float) -> float | None:
-        """Weighted error: sum |actual - median| / sum actual, with more weight on recent origins; None without any.
+    @cached_property
+    def scales(self) -> FloatArray:
+        """The scale of each hour: the mean of its own actual peak and those before it, which weigh less with age."""
+        ages = np.subtract.outer(np.arange(len(self.actual)), np.arange(len(self.actual)))
+        weights = np.where(ages >= 0, 0.5 ** (np.maximum(ages, 0) / SCALE_HALF_LIFE), 0.0)
+        return np.asarray(weights @ self.actual / np.maximum(weights.sum(axis=1), 1e-300))
 
-        Where the forecaster declined, the forecast of `fallback` counts, which would have been used.
+    @cached_property
+    def floors(self) -> FloatArray:
+        """A thousandth of the largest actual peak of the day up to each hour, so that zero has a logarithm."""
+        padded = np.concatenate([np.zeros(FLOOR_ORIGINS), self.actual])
+        days = np.lib.stride_tricks.sliding_window_view(padded, FLOOR_ORIGINS)[1:]
+        return np.maximum(FLOOR_SHARE * days.max(axis=1), FLOOR_MIN)
+
+    @property
+    def floor(self) -> float:
+        """The floor of the coming hour."""
+        return float(self.floors[-1]) if len(self.actual) else FLOOR_MIN
+
+    def floored_log_ratios(self, name: str) -> FloatArray:
+        """log((actual + floor) / (median + floor)) at each origin; NaN where the forecaster declined."""
+        median = self.median.get(name, np.full(len(self.actual), np.nan))
+        return np.log((self.actual + self.floors) / (median + self.floors))
+
+    def error(self, name: str, fallback: str, half_life: float) -> float | None:
+        """The mean of |actual - median| over the scale of its own hour; None without any.
+
+        An hour counts the same before and after a change of scale, and within a day by its size. It is the mean of
+        two memories: `half_life`, and a short one with `RECENT_SHARE`. Where the forecaster declined, the forecast of
+        `fallback` counts, which would have been used.
         """
         median = self.median.get(name)
         if median is None or np.isnan(median).all() or not len(self.actual):
             return None
-        instead = self.median.get(fallback, median)
-        filled = np.where(np.isnan(median), instead, median)
+        filled = np.where(np.isnan(median), self.median.get(fallback, median), median)
         usable = ~np.isnan(filled)
-        weights = self.weights(half_life)[usable]
-        missed = float(weights @ np.abs(self.actual - filled)[usable])
-        total = float(weights @ self.actual[usable])
-        if total == 0:
-            return 0.0 if missed == 0 else math.inf
-        return missed / total
+        missed = np.abs(self.actual - filled)[usable]
+        losses = np.minimum(missed / np.maximum(self.scales[usable], FLOOR_MIN), LOSS_MAX)
+        long, short = (self.weights(life)[usable] for life in (half_life, RECENT_HALF_LIFE))
+        return float((1 - RECENT_SHARE) * (long @ losses) / long.sum() + RECENT_SHARE * (short @ losses) / short.sum())
 
     def kept(self, chosen: npt.NDArray[np.bool_]) -> Self:
         """Only the chosen origins; `chosen` has shape (origins,)."""

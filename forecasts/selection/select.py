@@ -1,10 +1,10 @@
-"""The peak of the coming hour, by the forecaster with the least recent error, with the reason for the choice.
+"""The peak of the coming hour, by a combination of forecasters with little recent error, with the reason for it.
 
 Inputs are one endpoint's demand up to the origin (the end of the series) and the state of the last forecast. One step
 runs for each hour since then, or for the last two days without a state, so that a live forecast and a replayed one are
 the same computation:
 
-    score past forecasts   ->   refit those due   ->   run all   ->   correct, combine, calibrate   ->   choose
+    score past forecasts   ->   refit those due   ->   run all   ->   correct, combine, calibrate
 """
 
 import math
@@ -150,25 +150,22 @@ def _remembered(state: SeriesState, answers: Answers, champion: str, settings: F
 
 
 def _choose(answers: Mapping[str, Answer], champion: str | None, settings: ForecastSettings) -> tuple[str, str]:
-    """The chosen forecaster and the reason: the combination, unless it has too few errors or a single one is better by
-    the margin.
+    """The chosen forecaster and the reason: the combination, or the baseline while there are too few past errors.
+
+    A single forecaster with the least past error is not chosen in its stead: on hard series that loses more often than
+    it wins, and its weight in the combination is large anyway.
     """
-    tried = {name: each.error for name, each in answers.items() if each.error is not None}
-    tried = {name: error for name, error in tried.items() if answers[name].origins >= settings.ratios_min}
-    if not tried:
-        return LAST_HOUR_MAX, f"too few past hours to compare on; {LAST_HOUR_MAX} needs no fit"
-    ranked = sorted(tried, key=lambda name: (tried[name], name))
-    best = ranked[0]
-    if COMBINATION in tried and tried[COMBINATION] * (1 - settings.margin) <= tried[best]:
-        best = COMBINATION
-    reason = f"{best} missed the last {answers[best].origins} peaks by {_percent(tried[best])}"
-    others = [name for name in ranked if name != best]
-    if others:
-        reason += f", {others[0]} by {_percent(tried[others[0]])}"
-    if champion is not None and champion != best:
-        fate = f"now at {_percent(tried[champion])}" if champion in tried else "without an answer now"
-        reason += f"; before, it was {champion}, {fate}"
-    return best, reason
+    if COMBINATION not in answers:
+        return LAST_HOUR_MAX, f"too few past hours to combine on; {LAST_HOUR_MAX} needs no fit"
+    errors = {name: each.error for name, each in answers.items() if name != COMBINATION and each.error is not None}
+    best = min(errors, key=lambda name: (errors[name], name))
+    reason = (
+        f"{COMBINATION}, near {best}, which missed the last {answers[best].origins} peaks by {_percent(errors[best])}"
+    )
+    own = answers[COMBINATION].error
+    if own is not None:
+        reason += f"; it missed its own by {_percent(own)}"
+    return COMBINATION, reason + (f"; before, it was {champion}" if champion not in {None, COMBINATION} else "")
 
 
 def _percent(share: float) -> str:

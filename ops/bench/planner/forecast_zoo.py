@@ -236,7 +236,9 @@ def _print(found: Sequence[HardResult]) -> None:
         "missed": lambda row: ", ".join(row["missed"]) or "-",
     }
     print_table("Series", series, [_record(row) for row in found])
-    print_table("Kinds: series, how many meet all targets, and miss each", columns, [_of_kind(k, found) for k in _kinds(found)])
+    print_table(
+        "Kinds: series, how many meet all targets, and miss each", columns, [_of_kind(k, found) for k in _kinds(found)]
+    )
 
 
 if __name__ == "__main__":
