@@ -68,7 +68,7 @@ def test_who_gave_no_answer_is_stored_with_the_reason(demand: World, settings: S
     forecast(demand, NOW_S, settings)
     with demand.database.transaction() as session:
         candidates = session.scalars(select(Forecast.candidates)).one()
-    assert candidates["same hour yesterday"]["declined"] == "history does not reach back 1 day"
+    assert candidates["typical day's shape"]["declined"] == "no past day has this hour"
     assert candidates["last hour's maximum"]["error"] > 0
 
 

@@ -33,7 +33,7 @@ def test_the_level_settles_where_the_asked_share_is_covered() -> None:
     level = 0.9
     for index in range(100):
         level = adapted_level(level, 0.9, covered=index % 2 == 0)
-    assert level == pytest.approx(0.97)
-    assert adapted_level(0.996, 0.99, covered=False) == pytest.approx(0.997)
-    assert adapted_level(0.9, 0.9, covered=True) == pytest.approx(0.898)
-    assert adapted_level(0.9, 0.9, covered=False) == pytest.approx(0.918)
+    assert level == pytest.approx(0.995)
+    assert adapted_level(0.996, 0.99, covered=False) == pytest.approx(0.9995)
+    assert adapted_level(0.9, 0.9, covered=True) == pytest.approx(0.89)
+    assert adapted_level(0.9, 0.9, covered=False) == pytest.approx(0.99)

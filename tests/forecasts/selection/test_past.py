@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from forecasts.selection.past import Fitted, PastPeaks, SeriesState
+from forecasts.selection.past import LOSS_MAX, Fitted, PastPeaks, SeriesState
 from tests.forecasts.demand import hourly
 
 
@@ -13,7 +13,7 @@ def past_of(*peaks: tuple[float, float | None]) -> PastPeaks:
     past = PastPeaks()
     for hour, (_, peak) in enumerate(peaks):
         each = {"y": 10.0} if peak is None else {"y": 10.0, "x": peak}
-        past = past.with_origin(3600.0 * hour, raw=each, median=each, upper=each, memory=100)
+        past = past.with_origin(3600.0 * hour, raw=each, median=each, upper=each, memory=200)
     return past.scored(hourly(*(actual for actual, _ in peaks)), 3600.0, 300.0)
 
 
@@ -31,12 +31,33 @@ def test_the_actual_peak_is_filled_in_when_the_hour_is_over() -> None:
 
 
 def test_the_error_is_weighted_and_uses_the_fallback_for_declined_forecasts() -> None:
-    past = past_of((10, 20), (20, 15), (40, None))
-    assert past.error("x", "y", 1e9) == pytest.approx((10 + 5 + 30) / 70)
-    assert past.error("x", "y", 1.0) == pytest.approx((10 / 4 + 5 / 2 + 30) / (10 / 4 + 20 / 2 + 40))
+    past = past_of((10, 20), (10, 15), (10, None))
+    weights = 0.5 ** (np.array([2, 1, 0]) / 6)
+    short = weights @ [1.0, 0.5, 0.0] / weights.sum()
+    assert past.error("x", "y", 1e9) == pytest.approx(0.8 * 0.5 + 0.2 * short)
+    assert past.error("x", "y", 6.0) == pytest.approx(short)
     assert past.error("z", "y", 1.0) is None
     assert past_of((0, 0)).error("x", "y", 1.0) == 0
-    assert past_of((0, 3)).error("x", "y", 1.0) == math.inf
+    assert past_of((0, 3)).error("x", "y", 1.0) == LOSS_MAX
+
+
+def test_an_error_is_relative_to_the_scale_of_its_own_hour() -> None:
+    """Misses by half count the same at 1,000 and, three days after a collapse, at 1."""
+    before, after = [(1000.0, 500.0)] * 24, [(1.0, 0.5)] * 144
+    assert past_of(*before).error("x", "y", 48.0) == pytest.approx(0.5)
+    past = past_of(*before, *after)
+    assert past.scales[[0, 23]] == pytest.approx([1000, 1000])
+    assert past.scales[-1] < 12
+    assert past_of(*after).error("x", "y", 48.0) == pytest.approx(0.5)
+    assert past_of(*before, *[(1.0, 1000.0)] * 2).error("x", "y", 48.0) > 0.6  # who does not follow is known in 2 hours
+
+
+def test_floors_are_a_thousandth_of_the_day_before_so_that_zero_has_a_logarithm() -> None:
+    past = past_of((100, 100), *[(0, 0)] * 24, (0.1, 0))
+    assert past.floors[[0, 23, 24, 25]] == pytest.approx([0.1, 0.1, 1e-9, 1e-4])
+    assert past.floored_log_ratios("x")[[0, 1]].tolist() == [0, 0]
+    assert past.floored_log_ratios("x")[25] == pytest.approx(math.log(1001))
+    assert PastPeaks().floor == 1e-9
 
 
 def test_ratios_are_of_what_is_above_zero() -> None:

@@ -18,7 +18,7 @@ from tests.ops.cli.running import Run
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).parents[4] / "shared" / "data"))
 START_S = 1_731_283_200
-QUICK = ("--forecaster", "yesterday's shape")
+QUICK = ("--forecaster", "typical day's shape")
 
 
 @pytest.fixture

@@ -11,19 +11,19 @@ from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from ops.bench.planner.forecasts import Accuracy, measure_accuracy, measure_speed, missed_targets
 
-BARE = ForecastSettings(forecasters=("same hour yesterday",), origins_max=2)
+BARE = ForecastSettings(forecasters=(), origins_max=2)
 
 
-def test_a_day_that_repeats_itself_is_yesterdays() -> None:
-    """Hours take turns at 100 and 300: yesterday misses none, the last hour misses all by 200."""
-    series = DemandSeries(start_s=0, bucket_s=300, values=np.repeat([100.0, 300.0] * 36, 12))
+def test_a_level_that_stays_is_the_last_hours() -> None:
+    """A day at 100 and then a day at 300: the last hour misses the change only, and so do all."""
+    series = DemandSeries(start_s=0, bucket_s=300, values=np.repeat([100.0] * 30 + [300.0] * 18, 12))
     found = measure_accuracy(EndpointSeries(region="r", model="m", series=series), BARE)
-    assert found.hours == 36
-    assert found.alone["same hour yesterday"] == 0
-    assert found.alone[LAST_HOUR_MAX] == pytest.approx(1.0)
-    assert (found.error, found.coverage, found.over_provision) == (0, 1, pytest.approx(0))
-    # the last hour's maximum covers all only at three times itself: then 900 stand above 100, and 300 above 300
-    assert found.last_hour_over_provision == pytest.approx(800 / 400)
+    assert found.hours == 24
+    missed = 200 / (6 * 100 + 18 * 300)
+    assert found.alone[LAST_HOUR_MAX] == pytest.approx(missed)
+    assert (found.error, found.to_best, found.coverage) == (pytest.approx(missed), 1, pytest.approx(23 / 24))
+    # the last hour's maximum covers as many hours without a factor
+    assert found.last_hour_over_provision == pytest.approx(0)
 
 
 def test_what_is_missed_is_named() -> None:
