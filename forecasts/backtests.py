@@ -19,6 +19,7 @@ from forecasts.importers.series_file import EndpointSeries
 from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.models.forecaster import ForecastError
 from forecasts.models.forecasters import FORECASTERS
+from forecasts.selection.calibration import SPREAD
 from forecasts.selection.rolling import rolling_origins
 from forecasts.selection.select import PeakForecast
 from forecasts.series import DemandSeries, FloatArray
@@ -42,7 +43,8 @@ Progress = Callable[[str, int, int], None]
 class Prediction(NamedTuple):
     """One forecaster at one hour: median and upper quantile of its peak, and the actual peak, in input tokens/s.
 
-    `chosen` names the champion of that hour; `actual` is None if the whole hour is a gap.
+    `chosen` names the champion of that hour; `actual` is None if the whole hour is a gap; `spread`: the champion's
+    quantiles at the levels `calibration.SPREAD`, empty for others and while there are too few past errors.
     """
 
     origin_s: float
@@ -51,6 +53,7 @@ class Prediction(NamedTuple):
     peak_q50: float
     peak_upper: float
     actual: float | None
+    spread: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class ForecasterScore:
         hours: the number of those hours.
         error: sum |peak - median| / sum of peaks, a share of 1; None without hours or without demand.
         coverage: share of hours whose peak was at most the upper quantile.
+        pinball: mean pinball loss of the upper quantile over the mean peak, a share of 1: the lower, the better is the
+            quantile, sharp and covering at once.
         over_provision: sum of (upper quantile - peak) where positive / sum of peaks.
         equal_cover: the same with all upper quantiles scaled by the factor, computed in hindsight, at which exactly the
             requested share of hours is covered; it compares forecasters of different coverage.
@@ -74,6 +79,7 @@ class ForecasterScore:
     hours: int
     error: float | None
     coverage: float | None
+    pinball: float | None
     over_provision: float | None
     equal_cover: float | None
     fit_s: float | None
@@ -125,7 +131,7 @@ def run_backtests(
     """
     done: list[SeriesBacktest] = []
     for endpoint in found:
-        one, interrupted = _backtest(endpoint, settings, hours_max, progress)
+        one, interrupted = _backtest(endpoint, elsewhere(found, endpoint), settings, hours_max, progress)
         done.append(one)
         if interrupted:
             return done, True
@@ -133,14 +139,18 @@ def run_backtests(
 
 
 def _backtest(
-    endpoint: EndpointSeries, settings: ForecastSettings, hours_max: int | None, progress: Progress
+    endpoint: EndpointSeries,
+    like: DemandSeries | None,
+    settings: ForecastSettings,
+    hours_max: int | None,
+    progress: Progress,
 ) -> tuple[SeriesBacktest, bool]:
     predictions: list[Prediction] = []
     costs: dict[str, Cost] = {}
     reason, interrupted, began_s = None, False, time.perf_counter()
     try:
         hours, wanted_from_s, settings = _hours(endpoint.series, settings, hours_max)
-        predictions.extend(_predicted(endpoint, settings, hours, wanted_from_s, progress))  # kept after Ctrl-C
+        predictions.extend(_predicted(endpoint, like, settings, hours, wanted_from_s, progress))  # kept after Ctrl-C
         costs[CHAMPION] = Cost(None, (time.perf_counter() - began_s) / len(hours))
         answered = {one.forecaster for one in predictions if one.origin_s == hours[-1]}
         costs |= _costs(endpoint.series.before(hours[-1]).rebin(settings.bucket_s), settings, answered)
@@ -160,6 +170,22 @@ def _backtest(
     return backtest, interrupted
 
 
+def elsewhere(found: Sequence[EndpointSeries], endpoint: EndpointSeries) -> DemandSeries | None:
+    """The summed demand for its model in other regions, in the buckets of its series; None without any."""
+    series, total = endpoint.series, np.full(len(endpoint.series.values), np.nan)
+    for other in found:
+        shift = (other.series.start_s - series.start_s) / series.bucket_s
+        if other.model != endpoint.model or other.region == endpoint.region:
+            continue
+        if other.series.bucket_s != series.bucket_s or abs(shift - round(shift)) > 1e-6:
+            continue
+        first = round(shift)
+        values = other.series.values[max(0, -first) : len(total) - first]
+        place = slice(max(0, first), max(0, first) + len(values))
+        total[place] = np.where(np.isnan(values), total[place], np.nan_to_num(total[place]) + values)
+    return None if np.isnan(total).all() else replace(series, values=total)
+
+
 def scores_of(predictions: Sequence[Prediction], quantile: float, costs: Mapping[str, Cost]) -> list[ForecasterScore]:
     """The score of each forecaster, the champion's first, then by error.
 
@@ -173,6 +199,31 @@ def scores_of(predictions: Sequence[Prediction], quantile: float, costs: Mapping
         by_forecaster.setdefault(one.forecaster, []).append(one)
     scores = [_score(name, rows, quantile, costs.get(name)) for name, rows in by_forecaster.items()]
     return sorted(scores, key=lambda s: (s.forecaster != CHAMPION, math.inf if s.error is None else s.error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """How often peaks stayed at or under the champion's quantiles.
+
+    Attributes:
+        hours: the number of hours with a distribution and an outcome.
+        levels: the quantiles, ascending.
+        covered: the share of hours at or under each; equal to `levels` if the distribution is right.
+    """
+
+    hours: int
+    levels: tuple[float, ...]
+    covered: tuple[float, ...]
+
+
+def reliability_of(predictions: Sequence[Prediction]) -> Reliability | None:
+    """The champion's reliability over one or several series; None without an hour that has a distribution."""
+    known = [(one.actual, one.spread) for one in predictions if one.spread and one.actual is not None]
+    if not known:
+        return None
+    actual, spread = np.array([peak for peak, _ in known]), np.array([quantiles for _, quantiles in known])
+    covered = (actual[:, None] <= spread * (1 + ROUNDING)).mean(axis=0)
+    return Reliability(hours=len(known), levels=SPREAD, covered=tuple(covered.tolist()))
 
 
 def window_s(bucket_s: float) -> float:
@@ -219,13 +270,14 @@ def _hours(
 
 def _predicted(
     endpoint: EndpointSeries,
+    like: DemandSeries | None,
     settings: ForecastSettings,
     hours: Sequence[float],
     wanted_from_s: float,
     progress: Progress,
 ) -> Iterator[Prediction]:
     progress(endpoint.name, 0, len(hours))
-    rolled = rolling_origins(endpoint.series, settings, hours)
+    rolled = rolling_origins(endpoint.series, settings, hours, like)
     for done, (forecast, actual) in enumerate(rolled, start=1):
         progress(endpoint.name, done, len(hours))
         if forecast.known and forecast.origin_s >= wanted_from_s:
@@ -258,8 +310,10 @@ def _costs(history: DemandSeries, settings: ForecastSettings, answered: Collecti
 
 def _predictions(forecast: PeakForecast, actual: float | None) -> Iterator[Prediction]:
     answers = [(each.forecaster, each.peak_q50, each.peak_upper) for each in forecast.candidates]
-    for name, median, upper in [(CHAMPION, forecast.peak_q50, forecast.peak_upper), *answers]:
-        yield Prediction(forecast.origin_s, name, forecast.forecaster, median, upper, actual)
+    origin_s, chosen = forecast.origin_s, forecast.forecaster
+    yield Prediction(origin_s, CHAMPION, chosen, forecast.peak_q50, forecast.peak_upper, actual, forecast.spread)
+    for name, median, upper in answers:
+        yield Prediction(origin_s, name, chosen, median, upper, actual)
 
 
 def _score(name: str, rows: Sequence[Prediction], quantile: float, cost: Cost | None) -> ForecasterScore:
@@ -271,11 +325,17 @@ def _score(name: str, rows: Sequence[Prediction], quantile: float, cost: Cost | 
         hours=len(known),
         error=float(np.abs(actual - median).sum()) / total if total else None,
         coverage=float((actual <= upper * (1 + ROUNDING)).mean()) if known else None,
+        pinball=_pinball(upper, actual, quantile) / total if total else None,
         over_provision=_above(upper, actual) / total if total else None,
         equal_cover=_above(upper * _factor(upper, actual, quantile), actual) / total if total else None,
         fit_s=None if cost is None else cost.fit_s,
         forecast_s=None if cost is None else cost.forecast_s,
     )
+
+
+def _pinball(upper: FloatArray, actual: FloatArray, quantile: float) -> float:
+    missed = actual - upper
+    return float(np.maximum(quantile * missed, (quantile - 1) * missed).sum())
 
 
 def _above(upper: FloatArray, actual: FloatArray) -> float:

@@ -13,8 +13,10 @@ from controlplane.store.demand import (
     endpoints_with_demand,
     put_forecasts,
     read_demand,
+    read_demand_elsewhere,
     read_forecast_state,
 )
+from forecasts.models.elsewhere import NEW_S
 from forecasts.selection.select import forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
@@ -49,7 +51,7 @@ def make_forecast(session: Session, endpoint: Endpoint, *, origin_s: int, settin
     state = read_forecast_state(session, endpoint, before_s=origin_s)
 
     how = ForecastSettings(quantile=settings.forecast_quantile, origins_max=settings.forecast_origins_max)
-    peak = forecast_peak(series, how, state)
+    peak = forecast_peak(series, how, state, _elsewhere(session, endpoint, series))
     return Forecast(
         model=endpoint.model,
         region=endpoint.region,
@@ -64,3 +66,12 @@ def make_forecast(session: Session, endpoint: Endpoint, *, origin_s: int, settin
         state=dict(peak.state),
         reason=peak.reason,
     )
+
+
+def _elsewhere(session: Session, endpoint: Endpoint, series: DemandSeries) -> DemandSeries | None:
+    """The demand for the model in other regions in the last two days, for a series that is new; else None."""
+    if series.duration_s >= NEW_S:
+        return None
+    since_s, until_s = int(series.end_s - 2 * NEW_S), int(series.end_s)
+    rows = read_demand_elsewhere(session, endpoint, since_s=since_s, until_s=until_s)
+    return DemandSeries.from_rows(rows, bucket_s=_MINUTE_S, end_s=series.end_s) if rows else None

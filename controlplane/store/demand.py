@@ -228,6 +228,22 @@ def read_demand(
     return series
 
 
+def read_demand_elsewhere(
+    session: Session, endpoint: Endpoint, *, since_s: int, until_s: int
+) -> list[tuple[float, float | None]]:
+    """(start_s, tokens_per_s) of the interactive demand for its model in all other regions in [since_s, until_s), by
+    time.
+    """
+    known = _known(IW, since_s=since_s, until_s=until_s).c
+    query = (
+        select(known.start_s, func.sum(known.tokens_per_s))
+        .where(known.model == endpoint.model, known.region != endpoint.region)
+        .group_by(known.start_s)
+        .order_by(known.start_s)
+    )
+    return [(start_s, tokens_per_s) for start_s, tokens_per_s in session.execute(query)]
+
+
 def endpoints_with_demand(session: Session, *, kind: str, since_s: int, until_s: int) -> list[Endpoint]:
     """Endpoints of which demand is known in [since_s, until_s), be it none. One look into the primary key for each,
     however long the history is.

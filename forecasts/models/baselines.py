@@ -41,15 +41,21 @@ def _last_hour_max(history: DemandSeries, params: Params, settings: ForecastSett
 
 
 def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    """The geometric mean over the past days of "next hour's peak over the level before it", at today's level.
+    return level(history) * typical_hour(history, settings)
+
+
+def typical_hour(history: DemandSeries, settings: ForecastSettings) -> FloatArray:
+    """What usually follows, over the level of the last half hour; shape (windows,).
+
+    It is the geometric mean over the past days of "next hour's peak over the level before it", at today's level.
 
     A mean of paths would flatten peaks that are some minutes earlier or later each day; so peaks are averaged, and the
     mean path gives the shape only.
     """
-    now, peaks, shapes = level(history), [], []
+    peaks, shapes = [], []
     for day in range(1, DAYS_MAX + 1):
         try:
-            relative = _filled(_relative_hour(history, day, settings))
+            relative = filled(relative_hour(history, day, settings))
         except ForecastError:
             continue
         peak = float(relative.max())
@@ -57,7 +63,7 @@ def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSett
         shapes.append(relative / peak if peak > 0 else np.ones_like(relative))
     if not peaks:
         raise ForecastError("no past day has this hour")
-    return scaled_to_peak(np.mean(shapes, axis=0), now * math.exp(sum(peaks) / len(peaks)))
+    return scaled_to_peak(np.mean(shapes, axis=0), math.exp(sum(peaks) / len(peaks)))
 
 
 def scaled_to_peak(path: FloatArray, peak: float) -> FloatArray:
@@ -74,8 +80,12 @@ def _hour_after(history: DemandSeries, days: int, settings: ForecastSettings) ->
     return history.values[first : first + settings.windows]
 
 
-def _relative_hour(history: DemandSeries, days: int, settings: ForecastSettings) -> FloatArray:
-    """`_hour_after` over the level before it."""
+def relative_hour(history: DemandSeries, days: int, settings: ForecastSettings) -> FloatArray:
+    """`_hour_after` over the level before it; shape (windows,).
+
+    Raises:
+        ForecastError: either is unknown, or that level was zero.
+    """
     actual = _hour_after(history, days, settings)
     before = level(history.before(history.end_s - days * DAY_S))
     if before <= 0:
@@ -83,7 +93,12 @@ def _relative_hour(history: DemandSeries, days: int, settings: ForecastSettings)
     return actual / before
 
 
-def _filled(hour: FloatArray) -> FloatArray:
+def filled(hour: FloatArray) -> FloatArray:
+    """The hour with its mean in its gaps.
+
+    Raises:
+        ForecastError: it has nothing but gaps.
+    """
     known = ~np.isnan(hour)
     if not known.any():
         raise ForecastError("this hour is a gap on the day before")

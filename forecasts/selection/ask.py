@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from forecasts.models.baselines import LAST_HOUR_MAX, last_known_hour
+from forecasts.models.elsewhere import ELSEWHERE, NEW_S, borrowed_headroom, elsewhere_path
 from forecasts.models.forecaster import Forecaster, ForecastError
 from forecasts.models.forecasters import FORECASTERS
-from forecasts.selection.calibration import upper_log_ratio
+from forecasts.selection.calibration import SPREAD, log_ratio_quantiles
 from forecasts.selection.combination import COMBINATION, combination_weights, combined_path
 from forecasts.selection.past import FLOOR_MIN, Fitted, PastPeaks, SeriesState, weighted_quantile
 from forecasts.series import DemandSeries, FloatArray
@@ -25,7 +26,8 @@ class Answer:
         path: shape (windows,), clipped and corrected.
         raw: the clipped peak of the forecaster, without correction.
         upper: upper quantile of the peak.
-        error: weighted error over past origins, None before the first.
+        spread: quantiles of the peak at the levels `SPREAD`; empty while there are too few past errors.
+        error: mean error over past origins, each relative to its scale; None before the first.
         coverage: share of past peaks under their forecast upper quantile.
         origins: number of its past forecasts with a known actual peak.
     """
@@ -34,6 +36,7 @@ class Answer:
     path: FloatArray
     raw: float
     upper: float
+    spread: tuple[float, ...]
     error: float | None
     coverage: float | None
     origins: int
@@ -55,13 +58,17 @@ class Answers:
     fitted: Mapping[str, Fitted]
 
 
-def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSettings) -> Answers:
+def ask_all(
+    history: DemandSeries, state: SeriesState, settings: ForecastSettings, like: DemandSeries | None = None
+) -> Answers:
     """The answers of all forecasters; the last hour's maximum always gives one.
 
     Args:
         history: in buckets of `settings.bucket_s`, with at least one known value.
         state: with all known peaks scored.
         settings: see ForecastSettings.
+        like: demand for the same model elsewhere, in the same buckets up to the same moment; used while the series is
+            new.
     """
     past, covered_s = state.past.known(), _known_s(history)
     refusal = _why_no_model(history, covered_s, settings)
@@ -85,6 +92,13 @@ def ask_all(history: DemandSeries, state: SeriesState, settings: ForecastSetting
             continue
         path = _corrected(forecaster, raw, past, history, settings)
         answers[forecaster.name] = _answer(forecaster.name, path, float(raw.max()), past, state, history, settings)
+    if like is not None and covered_s < NEW_S:
+        settings = replace(settings, headroom=borrowed_headroom(like, settings) or settings.headroom)
+        try:
+            path = np.clip(elsewhere_path(history, like, settings), 0.0, _ceiling(history, settings))
+            answers[ELSEWHERE] = _answer(ELSEWHERE, path, float(path.max()), past, state, history, settings)
+        except ForecastError as error:
+            declined[ELSEWHERE] = str(error)
     combined = _combined(answers, past, state, history, settings)
     return Answers(
         by_name=answers if combined is None else {COMBINATION: combined, **answers},
@@ -178,13 +192,12 @@ def _answer(
     ratios, floor = past.floored_log_ratios(name), past.floor
     usable = ~np.isnan(ratios)
     origins, peak = int(usable.sum()), float(path.max())
-    if origins < settings.ratios_min:
-        upper = peak * settings.headroom
-    else:
+    upper, spread = peak * settings.headroom, ()
+    if origins >= settings.ratios_min:
         level = state.level.get(name, settings.quantile)
         forecasts = np.log(past.median[name] + past.floors)[usable]
-        log_ratio = upper_log_ratio(ratios[usable], forecasts, math.log(peak + floor), level)
-        upper = (peak + floor) * math.exp(max(0.0, log_ratio)) - floor
+        quantiles = log_ratio_quantiles(ratios[usable], forecasts, math.log(peak + floor), (level, *SPREAD))
+        upper, *spread = np.maximum(0.0, (peak + floor) * np.exp(quantiles) - floor).tolist()
     uppers = past.upper.get(name, np.empty(0))
     judged = past.actual[~np.isnan(uppers)] <= uppers[~np.isnan(uppers)]
     return Answer(
@@ -192,6 +205,7 @@ def _answer(
         path=path,
         raw=raw,
         upper=max(peak, min(upper, _ceiling(history, settings))),
+        spread=tuple(spread),
         error=past.error(name, LAST_HOUR_MAX, settings.half_life),
         coverage=float(judged.mean()) if judged.size else None,
         origins=origins,

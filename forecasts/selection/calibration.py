@@ -8,9 +8,11 @@ one (adaptive conformal inference, Gibbs and Candes 2021): up after a miss, down
 large, because three days of hours are to show the requested share.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from forecasts.selection.past import weighted_quantile
+from forecasts.selection.past import weighted_quantiles
 from forecasts.series import FloatArray
 
 STEP = 0.1
@@ -19,16 +21,20 @@ MISS_SHARE_MIN = 0.05
 """Least share of misses, over the requested share: above that level the quantile is the largest ratio only."""
 HALF_LIFE = 100.0
 SIMILAR_LOG_SIZE = 0.7
+SPREAD = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+"""Levels at which a forecast gives its distribution, as past ratios have it, without the adapted level."""
 
 
-def upper_log_ratio(log_ratios: FloatArray, log_forecasts: FloatArray, log_now: float, level: float) -> float:
-    """The weighted quantile `level` of past log ratios.
+def log_ratio_quantiles(
+    log_ratios: FloatArray, log_forecasts: FloatArray, log_now: float, levels: Sequence[float]
+) -> FloatArray:
+    """The weighted quantiles of past log ratios at `levels`; shape (levels,).
 
     Args:
         log_ratios: shape (origins,), oldest first: log(actual peak / forecast peak).
         log_forecasts: shape (origins,): logarithms of those forecasts.
-        log_now: logarithm of the forecast whose upper quantile is needed.
-        level: the quantile, below 1.
+        log_now: logarithm of the forecast whose quantiles are needed.
+        levels: the quantiles, below 1.
 
     Raises:
         ValueError: no past ratios.
@@ -37,7 +43,7 @@ def upper_log_ratio(log_ratios: FloatArray, log_forecasts: FloatArray, log_now: 
     distance = (log_forecasts - log_now) / SIMILAR_LOG_SIZE
     nearest = float(np.min(np.abs(distance), initial=np.inf))
     weights = 0.5 ** (ages / HALF_LIFE) * np.exp(-0.5 * (distance**2 - nearest**2))
-    return weighted_quantile(log_ratios, weights, level)
+    return weighted_quantiles(log_ratios, weights, np.array(levels))
 
 
 def adapted_level(level: float, quantile: float, *, covered: bool) -> float:

@@ -215,12 +215,21 @@ def weighted_quantile(values: FloatArray, weights: FloatArray, quantile: float) 
     Raises:
         ValueError: no values.
     """
+    return float(weighted_quantiles(values, weights, np.array([quantile]))[0])
+
+
+def weighted_quantiles(values: FloatArray, weights: FloatArray, quantiles: FloatArray) -> FloatArray:
+    """`weighted_quantile` for each of `quantiles`, in the shape of these.
+
+    Raises:
+        ValueError: no values.
+    """
     if not len(values):
         raise ValueError("values must not be empty")
     order = np.argsort(values, kind="stable")
     cumulative = np.cumsum(weights[order])
-    index = int(np.searchsorted(cumulative, quantile * cumulative[-1] - 1e-12))
-    return float(values[order][min(index, len(values) - 1)])
+    indices = np.searchsorted(cumulative, quantiles * cumulative[-1] - 1e-12)
+    return np.asarray(values[order][np.minimum(indices, len(values) - 1)])
 
 
 def _extended(table: Mapping[str, FloatArray], row: Mapping[str, float], length: int) -> dict[str, FloatArray]:

@@ -19,7 +19,9 @@ class Rolled(NamedTuple):
     actual: float | None
 
 
-def rolling_origins(series: DemandSeries, settings: ForecastSettings, origins: Sequence[float]) -> Iterator[Rolled]:
+def rolling_origins(
+    series: DemandSeries, settings: ForecastSettings, origins: Sequence[float], like: DemandSeries | None = None
+) -> Iterator[Rolled]:
     """The forecast at each origin, with all candidates, and the actual peak.
 
     The first origin starts without a state, as a live series does; each forecast passes its state to the next.
@@ -28,10 +30,11 @@ def rolling_origins(series: DemandSeries, settings: ForecastSettings, origins: S
         series: the whole record, in buckets that divide `settings.bucket_s`.
         settings: `settings.forecasters` names the forecasters.
         origins: Unix times, ascending.
+        like: demand for the same model elsewhere, in the same buckets.
     """
     state: Mapping[str, Any] | None = None
     for origin_s in origins:
-        forecast = forecast_peak(series.before(origin_s), settings, state)
+        forecast = forecast_peak(series.before(origin_s), settings, state, like)
         state = forecast.state
         yield Rolled(forecast, _peak_after(series, origin_s, settings))
 

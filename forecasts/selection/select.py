@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from forecasts.models.baselines import LAST_HOUR_MAX, scaled_to_peak
+from forecasts.models.elsewhere import ELSEWHERE
 from forecasts.selection.ask import Answer, Answers, ask_all
 from forecasts.selection.calibration import adapted_level
 from forecasts.selection.combination import COMBINATION
@@ -52,6 +53,7 @@ class PeakForecast:
         peak_q50: the median peak. peak_upper: its upper quantile.
         windows: the forecast path, one value per window; its maximum is `peak_q50`.
         windows_upper: the same path scaled to `peak_upper`, which plans use.
+        spread: quantiles of the peak at the levels `calibration.SPREAD`; empty while there are too few past errors.
         candidates: all forecasts, the chosen one first, then by error.
         declined: by forecaster, why it gave none.
         reason: why this one was chosen.
@@ -64,6 +66,7 @@ class PeakForecast:
     peak_upper: float
     windows: tuple[float, ...]
     windows_upper: tuple[float, ...]
+    spread: tuple[float, ...]
     candidates: tuple[Candidate, ...]
     declined: Mapping[str, str]
     reason: str
@@ -75,7 +78,10 @@ class PeakForecast:
 
 
 def forecast_peak(
-    series: DemandSeries, settings: ForecastSettings, state: Mapping[str, Any] | None = None
+    series: DemandSeries,
+    settings: ForecastSettings,
+    state: Mapping[str, Any] | None = None,
+    like: DemandSeries | None = None,
 ) -> PeakForecast:
     """Forecast the peak of the hour after the end of the series.
 
@@ -84,6 +90,8 @@ def forecast_peak(
         settings: see ForecastSettings.
         state: of the last forecast of the series. Without one, or if it has a later origin or cannot be read, all is
             chosen again; the reason then has the error.
+        like: demand for the same model elsewhere, in the same buckets and to the same end, from which a series borrows
+            while it has less than a day of data.
 
     Raises:
         ValueError: the series' buckets do not divide `settings.bucket_s`, or a forecaster's name is not known.
@@ -96,7 +104,7 @@ def forecast_peak(
     if kept.origin_s is not None and kept.origin_s > series.end_s:
         kept = SeriesState()
     for origin_s in _origins_since(kept.origin_s, series, settings):
-        forecast, kept = _step(series.before(origin_s), kept, settings)
+        forecast, kept = _step(series.before(origin_s), kept, settings, like)
     return replace(forecast, reason=forecast.reason + complaint)
 
 
@@ -110,12 +118,16 @@ def _origins_since(last_s: float | None, series: DemandSeries, settings: Forecas
     return [series.end_s - back * settings.horizon_s for back in reversed(range(count + 1))]
 
 
-def _step(known: DemandSeries, before: SeriesState, settings: ForecastSettings) -> tuple[PeakForecast, SeriesState]:
+def _step(
+    known: DemandSeries, before: SeriesState, settings: ForecastSettings, like: DemandSeries | None
+) -> tuple[PeakForecast, SeriesState]:
     history = known.rebin(settings.bucket_s)
+    if like is not None:
+        like = like.before(known.end_s).rebin(settings.bucket_s)
     state = replace(_scored(known, before, settings), origin_s=history.end_s)
     if math.isnan(history.maximum()):
         return _nothing_known(history, state, settings), state
-    answers = ask_all(history, state, settings)
+    answers = ask_all(history, state, settings, like)
     champion, reason = _choose(answers.by_name, state.champion, settings)
     state = _remembered(state, answers, champion, settings)
     return _forecast(history, answers, champion, reason, state, settings), state
@@ -155,6 +167,8 @@ def _choose(answers: Mapping[str, Answer], champion: str | None, settings: Forec
     A single forecaster with the least past error is not chosen in its stead: on hard series that loses more often than
     it wins, and its weight in the combination is large anyway.
     """
+    if COMBINATION not in answers and ELSEWHERE in answers:
+        return ELSEWHERE, f"too few past hours to combine on; the {ELSEWHERE} has the shape of this hour"
     if COMBINATION not in answers:
         return LAST_HOUR_MAX, f"too few past hours to combine on; {LAST_HOUR_MAX} needs no fit"
     errors = {name: each.error for name, each in answers.items() if name != COMBINATION and each.error is not None}
@@ -185,6 +199,7 @@ def _forecast(
         peak_upper=chosen.upper,
         windows=tuple(chosen.path.tolist()),
         windows_upper=tuple(scaled_to_peak(chosen.path, chosen.upper).tolist()),
+        spread=chosen.spread,
         candidates=tuple(_candidate(answer) for answer in (chosen, *others)),
         declined=answers.declined,
         reason=_full_reason(history, answers, chosen, reason, settings),
@@ -227,6 +242,7 @@ def _nothing_known(history: DemandSeries, state: SeriesState, settings: Forecast
         peak_upper=0.0,
         windows=zeros,
         windows_upper=zeros,
+        spread=(),
         candidates=(),
         declined={},
         reason="no data: every bucket is a gap",

@@ -19,7 +19,7 @@ from ops.client.screen import Columns, notes, print_json, print_table, progress_
 if TYPE_CHECKING:
     from forecasts.backtests import Cost, SeriesBacktest
     from forecasts.settings import ForecastSettings
-    from ops.plots.forecast_plot import ForecastPanel
+    from ops.plots.forecast_plot import ForecastPanel, ReliabilityPanel
 
 INTERRUPTED = 130
 
@@ -55,6 +55,7 @@ def backtest_file(
     \b
     error           sum |peak - median forecast| / sum of peaks
     coverage        share of hours whose peak stayed within the upper quantile
+    pinball         pinball loss of the upper quantile / mean peak: low where it covers and wastes little
     over-provision  sum of what the upper quantile was above the peak / sum of peaks
     at equal cover  the same, with all upper quantiles times the factor that gives exactly the coverage asked for
     champion        the forecaster that the system would have chosen for each hour
@@ -154,14 +155,16 @@ def _write(path: Path, done: "Sequence[SeriesBacktest]", quantile: float) -> Non
 
 
 def _answer(file: Path, quantile: float, done: "Sequence[SeriesBacktest]", *, interrupted: bool) -> dict[str, Any]:
-    from forecasts.backtests import scores_of
+    from forecasts.backtests import reliability_of, scores_of
 
     everything = [one for each in done for one in each.predictions]
+    reliability = reliability_of(everything)
     return {
         "file": str(file),
         "quantile": quantile,
         "interrupted": interrupted,
         "seconds": sum(each.seconds for each in done),
+        "reliability": None if reliability is None else asdict(reliability),
         "overall": [asdict(score) for score in scores_of(everything, quantile, _mean_costs(done))],
         "series": [
             {
@@ -204,6 +207,7 @@ def _show(answer: dict[str, Any], *, as_json: bool) -> None:
         **same("forecaster", "hours"),
         "error": lambda row: _percent(row["error"]),
         "coverage": lambda row: _percent(row["coverage"]),
+        "pinball": lambda row: _percent(row["pinball"]),
         "over-provision": lambda row: _percent(row["over_provision"]),
         "at equal cover": lambda row: _percent(row["equal_cover"]),
         "fit, s": lambda row: _seconds(row["fit_s"]),
@@ -254,6 +258,21 @@ def _panel(each: "SeriesBacktest", quantile: float) -> "ForecastPanel":
         actual_peak=np.array([one.actual for one in rows], dtype=np.float64),
         error=score.error,
         coverage=score.coverage,
+        pinball=score.pinball,
+    )
+
+
+def _reliability(done: "Sequence[SeriesBacktest]", quantile: float) -> "ReliabilityPanel | None":
+    """The champion's reliability over all series."""
+    from forecasts.backtests import CHAMPION, reliability_of, scores_of
+    from ops.plots.forecast_plot import ReliabilityPanel
+
+    rows = [one for each in done for one in each.predictions if one.forecaster == CHAMPION]
+    found, (score,) = reliability_of(rows), scores_of(rows, quantile, {})
+    if found is None or score.coverage is None:
+        return None
+    return ReliabilityPanel(
+        hours=found.hours, levels=found.levels, covered=found.covered, upper=(quantile, score.coverage)
     )
 
 
@@ -263,7 +282,13 @@ def _draw(path: Path, done: "Sequence[SeriesBacktest]", file: Path, quantile: fl
 
     panels = [_panel(each, quantile) for each in done if each.predictions]
     try:
-        left_out = draw_forecasts(panels, path, title=f"Backtest of {file.name}: the hourly peak", quantile=quantile)
+        left_out = draw_forecasts(
+            panels,
+            path,
+            title=f"Backtest of {file.name}: the hourly peak",
+            quantile=quantile,
+            reliability=_reliability(done, quantile),
+        )
     except PlotError as error:
         raise CommandError(str(error)) from error
     if left_out:

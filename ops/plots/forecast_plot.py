@@ -17,6 +17,7 @@ from ops.plots.panels import (
     FloatArray,
     draw_curve,
     finish_panel,
+    frame_panel,
     new_figure,
     save,
 )
@@ -39,6 +40,7 @@ class ForecastPanel:
         actual_peak: the same for the actual peak; NaN = a gap.
         error: weighted error of the median, a share of 1; None = no origin with an outcome.
         coverage: share of origins whose peak stayed under the upper quantile.
+        pinball: loss of the upper quantile over the mean peak, a share of 1.
     """
 
     title: str
@@ -50,9 +52,30 @@ class ForecastPanel:
     actual_peak: FloatArray
     error: float | None
     coverage: float | None
+    pinball: float | None
 
 
-def draw_forecasts(panels: Sequence[ForecastPanel], path: Path, *, title: str, quantile: float) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityPanel:
+    """The reliability diagram of all series: of `hours` peaks, the share `covered` was at or under each of `levels`.
+
+    `upper`: the level of the upper quantile and its coverage, which is adapted online.
+    """
+
+    hours: int
+    levels: tuple[float, ...]
+    covered: tuple[float, ...]
+    upper: tuple[float, float]
+
+
+def draw_forecasts(
+    panels: Sequence[ForecastPanel],
+    path: Path,
+    *,
+    title: str,
+    quantile: float,
+    reliability: ReliabilityPanel | None = None,
+) -> int:
     """Draw series under each other, those with the most demand first, and write PNG, SVG or PDF by the path's ending.
 
     Args:
@@ -60,6 +83,7 @@ def draw_forecasts(panels: Sequence[ForecastPanel], path: Path, *, title: str, q
         path: the file to write.
         title: of the picture.
         quantile: which one `peak_upper` is.
+        reliability: drawn below the series.
 
     Returns:
         How many are left out.
@@ -70,9 +94,11 @@ def draw_forecasts(panels: Sequence[ForecastPanel], path: Path, *, title: str, q
     ranked = sorted(panels, key=lambda panel: -np.nanmax(panel.demand.tokens_per_s, initial=0.0))
     drawn, left_out = ranked[:PANELS_MAX], len(ranked[PANELS_MAX:])
     note = f" (the {len(drawn)} largest of {len(ranked)} series)" if left_out else ""
-    figure, rows = new_figure(len(drawn), title + note)
-    for axes, panel in zip(rows, drawn, strict=True):
+    figure, rows = new_figure(len(drawn) + (reliability is not None), title + note)
+    for axes, panel in zip(rows, drawn, strict=False):
         _draw(axes, panel, quantile)
+    if reliability is not None:
+        _draw_reliability(rows[-1], reliability)
     save(figure, path)
     return left_out
 
@@ -100,10 +126,27 @@ def _draw(axes: "Axes", panel: ForecastPanel, quantile: float) -> None:
     finish_panel(axes, f"{panel.title}   {_scores(panel, upper)}", first_s=first_s, end_s=end_s)
 
 
+def _draw_reliability(axes: "Axes", panel: ReliabilityPanel) -> None:
+    """Covered against requested shares, with the band in which nine of ten samples of so many hours would be."""
+    levels = np.linspace(0, 1, 101)
+    width = 1.645 * np.sqrt(levels * (1 - levels) / panel.hours)
+    axes.fill_between(levels, levels - width, levels + width, color=HISTORY, alpha=0.25, linewidth=0, label="chance")
+    axes.plot([0, 1], [0, 1], color=HISTORY, linewidth=1, label="as requested")
+    axes.plot(panel.levels, panel.covered, "o-", color=FORECAST, markersize=4, label="distribution of the peak")
+    axes.plot(*panel.upper, "D", color=ACTUAL, markersize=6, label="upper quantile")
+    axes.set_xlim(0, 1)
+    axes.set_ylim(0, 1)
+    axes.set_aspect("equal")
+    axes.set_xlabel("requested share of hours")
+    axes.set_ylabel("covered share")
+    frame_panel(axes, f"Reliability, {panel.hours} hours")
+
+
 def _part(curve: Curve, where: "np.typing.NDArray[np.bool_]") -> Curve:
     return Curve(start_s=curve.start_s[where], tokens_per_s=curve.tokens_per_s[where], bucket_s=curve.bucket_s)
 
 
 def _scores(panel: ForecastPanel, upper: str) -> str:
     error = "error unknown" if panel.error is None else f"error {panel.error:.1%}"
-    return error if panel.coverage is None else f"{error}, {upper} covers {panel.coverage:.1%}"
+    covers = "" if panel.coverage is None else f", {upper} covers {panel.coverage:.1%}"
+    return error + covers + ("" if panel.pinball is None else f", pinball loss {panel.pinball:.1%}")

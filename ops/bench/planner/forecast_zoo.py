@@ -17,7 +17,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from forecasts.backtests import CHAMPION, Prediction, run_backtests, scores_of
+from forecasts.backtests import CHAMPION, run_backtests, scores_of
 from forecasts.importers.rates import read_servegen
 from forecasts.importers.series_file import EndpointSeries
 from forecasts.importers.settings import ImportSettings
@@ -131,26 +131,19 @@ def measure(work: tuple[str, EndpointSeries], settings: ForecastSettings, hours:
     known = [one for one in done.predictions if one.forecaster == CHAMPION and one.actual is not None]
     if len(known) < HOURS_MIN:
         return None
-    errors = {score.forecaster: score.error for score in scores_of(done.predictions, settings.quantile, {})}
+    scores = {score.forecaster: score for score in scores_of(done.predictions, settings.quantile, {})}
     return HardResult(
         kind=kind,
         name=endpoint.name,
         hours=len(known),
-        error=errors[CHAMPION],
-        alone={n: error for n, error in errors.items() if n not in {CHAMPION, COMBINATION} and error is not None},
+        error=scores[CHAMPION].error,
+        alone={n: s.error for n, s in scores.items() if n not in {CHAMPION, COMBINATION} and s.error is not None},
         below=float(np.mean([one.actual < one.peak_upper for one in known])),
         coverage=float(np.mean([one.actual <= one.peak_upper * (1 + 1e-9) for one in known])),
-        pinball=_pinball(known, settings.quantile),
+        pinball=scores[CHAMPION].pinball,
         forecast_cpu_s=statistics.median(np.diff(marks[1:]).tolist()),
         cpu_s=marks[-1] - marks[0],
     )
-
-
-def _pinball(known: Sequence[Prediction], quantile: float) -> float | None:
-    upper, actual = np.array([(one.peak_upper, one.actual) for one in known]).T
-    above = actual - upper
-    loss = np.maximum(quantile * above, (quantile - 1) * above).mean()
-    return float(loss / actual.mean()) if actual.any() else None
 
 
 def main(

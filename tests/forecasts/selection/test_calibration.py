@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from forecasts.selection.calibration import adapted_level, upper_log_ratio
+from forecasts.selection.calibration import adapted_level, log_ratio_quantiles
 from forecasts.selection.past import weighted_quantile
 
 
@@ -14,18 +14,18 @@ def test_a_weighted_quantile_is_where_the_weight_lies(quantile: float, expected:
 def test_ratios_of_forecasts_of_like_size_count() -> None:
     """Forecasts of 10 were missed by half, those of 1,000 by nothing."""
     ratios, forecasts = np.tile([0.5, 0.0], 50), np.tile(np.log([10.0, 1000.0]), 50)
-    assert upper_log_ratio(ratios, forecasts, np.log(10.0), 0.9) == 0.5
-    assert upper_log_ratio(ratios, forecasts, np.log(1000.0), 0.9) == 0.0
-    assert upper_log_ratio(ratios, forecasts, np.log(1e9), 0.9) == 0.0  # nothing is near: the nearest counts
+    assert log_ratio_quantiles(ratios, forecasts, np.log(10.0), [0.9]) == 0.5
+    assert log_ratio_quantiles(ratios, forecasts, np.log(1000.0), [0.9]) == 0.0
+    assert log_ratio_quantiles(ratios, forecasts, np.log(1e9), [0.9]) == 0.0  # nothing is near: the nearest counts
 
 
 def test_recent_ratios_count_more() -> None:
     ratios = np.r_[np.full(400, 1.0), np.zeros(400)]
-    assert upper_log_ratio(ratios, np.zeros(800), 0.0, 0.7) == 0.0  # by number half were 1
+    assert log_ratio_quantiles(ratios, np.zeros(800), 0.0, [0.7]) == 0.0  # by number half were 1
 
 
 def test_a_few_ratios_give_their_largest() -> None:
-    assert upper_log_ratio(np.array([0.1, 0.4, 0.2]), np.zeros(3), 0.0, 0.9) == 0.4
+    assert log_ratio_quantiles(np.array([0.1, 0.4, 0.2]), np.zeros(3), 0.0, [0.5, 0.9]).tolist() == [0.2, 0.4]
 
 
 def test_the_level_settles_where_the_asked_share_is_covered() -> None:
