@@ -47,10 +47,12 @@ def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSett
 def typical_hour(history: DemandSeries, settings: ForecastSettings) -> FloatArray:
     """What usually follows, over the level of the last half hour; shape (windows,).
 
-    It is the geometric mean over the past days of "next hour's peak over the level before it", at today's level.
+    It is the geometric mean over the past days of "next hour's peak over the level before it". A mean of paths would
+    flatten peaks that are some minutes earlier or later each day; so peaks are averaged, and the mean path gives the
+    shape only.
 
-    A mean of paths would flatten peaks that are some minutes earlier or later each day; so peaks are averaged, and the
-    mean path gives the shape only.
+    Raises:
+        ForecastError: this hour is unknown on all days before.
     """
     peaks, shapes = [], []
     for day in range(1, DAYS_MAX + 1):

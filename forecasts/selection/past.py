@@ -95,7 +95,7 @@ class PastPeaks:
         """A thousandth of the largest actual peak of the day up to each hour, so that zero has a logarithm."""
         padded = np.concatenate([np.zeros(FLOOR_ORIGINS), self.actual])
         days = np.lib.stride_tricks.sliding_window_view(padded, FLOOR_ORIGINS)[1:]
-        return np.maximum(FLOOR_SHARE * days.max(axis=1), FLOOR_MIN)
+        return np.asarray(np.maximum(FLOOR_SHARE * days.max(axis=1), FLOOR_MIN))
 
     @property
     def floor(self) -> float:

@@ -7,7 +7,8 @@ from sqlalchemy import select
 from controlplane.planner.forecast import forecast_one
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, DemandRow, Forecast, put_demand, read_forecast_state
+from controlplane.store.demand import IW, DemandRow, Forecast, put_demand, read_demand_elsewhere, read_forecast_state
+from forecasts.models.elsewhere import ELSEWHERE
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")
@@ -70,6 +71,21 @@ def test_who_gave_no_answer_is_stored_with_the_reason(demand: World, settings: S
         candidates = session.scalars(select(Forecast.candidates)).one()
     assert candidates["typical day's shape"]["declined"] == "no past day has this hour"
     assert candidates["last hour's maximum"]["error"] > 0
+
+
+def test_a_new_series_borrows_from_its_model_in_other_regions(demand: World, settings: Settings) -> None:
+    """Two hours in us-west, where the model is new; us-east has eight."""
+    with demand.database.transaction() as session:
+        rows = [
+            DemandRow(endpoint=WEST, kind=IW, start_s=NOW_S - 60 * minute, tokens_per_s=50.0 + minute % 7)
+            for minute in range(1, 121)
+        ]
+        put_demand(session, rows)
+        found = read_demand_elsewhere(session, WEST, since_s=NOW_S - 7200, until_s=NOW_S)
+        made = forecast_one(session, WEST, origin_s=NOW_S, settings=settings)
+        assert len(found) == 120
+        assert 900 < np.mean([value for _, value in found]) < 1100
+        assert made.candidates[ELSEWHERE]["declined"] == "no past day has this hour"
 
 
 def test_only_the_newest_states_stay(demand: World, settings: Settings) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import forecasts.backtests
-from forecasts.backtests import CHAMPION, Cost, Prediction, hours_of, scores_of, window_s
-from forecasts.importers.series_file import read_series
+from forecasts.backtests import CHAMPION, Cost, Prediction, elsewhere, hours_of, reliability_of, scores_of, window_s
+from forecasts.importers.series_file import EndpointSeries, read_series
+from forecasts.selection.calibration import SPREAD
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from tests.ops.cli.running import Run
@@ -76,6 +77,7 @@ def test_scores() -> None:
     assert champion.error == pytest.approx(60 / 400)
     assert champion.coverage == 0.5
     assert champion.over_provision == pytest.approx(20 / 400)
+    assert champion.pinball == pytest.approx((0.1 * 20 + 0.9 * 20) / 400)
     assert champion.equal_cover == pytest.approx((120 * 300 / 280 - 100) / 400)  # times 300 / 280, both are covered
     assert (other.error, other.coverage, other.over_provision, other.forecast_s) == (0, 1, 0, None)
 
@@ -85,6 +87,34 @@ def test_scores_of_nothing_and_of_silence_are_unknown() -> None:
     assert (nothing.hours, nothing.error, nothing.coverage, nothing.over_provision) == (0, None, None, None)
     (silence,) = scores_of([Prediction(0.0, CHAMPION, "a", 0.0, 0.0, 0.0)], 0.9, {})
     assert (silence.hours, silence.error, silence.coverage) == (1, None, 1.0)
+
+
+def test_reliability_is_the_share_at_or_under_each_quantile() -> None:
+    low, high = (1.0,) * len(SPREAD), (5.0,) * len(SPREAD)
+    rows = [Prediction(0.0, CHAMPION, "a", 3.0, 4.0, 2.0, spread) for spread in (low, low, low, high)]
+    found = reliability_of(
+        [*rows, Prediction(0.0, CHAMPION, "a", 3.0, 4.0, None, low), Prediction(0.0, "a", "a", 3, 4, 2)]
+    )
+    assert found is not None
+    assert (found.hours, found.levels, found.covered) == (4, SPREAD, (0.25,) * len(SPREAD))
+    assert reliability_of(rows[:0]) is None
+
+
+def test_regions_of_one_model_are_each_others_like() -> None:
+    """On the grid of the series, and only of its model; where none is known there is a gap."""
+
+    def one(region: str, model: str, start_s: float, values: list[float]) -> EndpointSeries:
+        series = DemandSeries(start_s=start_s, bucket_s=600.0, values=np.array(values))
+        return EndpointSeries(region=region, model=model, series=series)
+
+    mine = one("a", "m", 1200.0, [1.0, 1.0, 1.0, 1.0])
+    early, late = one("b", "m", 0.0, [5.0, 5.0, 2.0, np.nan]), one("c", "m", 1800.0, [7.0, 7.0])
+    other = one("b", "n", 0.0, [100.0] * 9)
+    found = elsewhere([mine, early, late, other], mine)
+    assert found is not None
+    assert found.start_s == 1200
+    np.testing.assert_array_equal(found.values, [2, 7, 7, np.nan])
+    assert elsewhere([mine, other], mine) is None
 
 
 def test_what_is_printed_and_written(backtest: Run, tmp_path: Path) -> None:
@@ -157,8 +187,10 @@ def test_no_prediction_changes_when_what_comes_after_it_does(backtest: Run, tmp_
 def test_ctrl_c_shows_what_is_done(backtest: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rolled = forecasts.backtests.rolling_origins
 
-    def interrupted(series: DemandSeries, settings: ForecastSettings, hours: list[float]) -> Iterator[object]:
-        for place, one in enumerate(rolled(series, settings, hours)):
+    def interrupted(
+        series: DemandSeries, settings: ForecastSettings, hours: list[float], like: DemandSeries | None
+    ) -> Iterator[object]:
+        for place, one in enumerate(rolled(series, settings, hours, like)):
             if place == 8:
                 raise KeyboardInterrupt
             yield one
