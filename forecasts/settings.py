@@ -20,9 +20,9 @@ class ArimaSettings:
     p_max: int = 3
     d_max: int = 1
     q_max: int = 2
-    history_s: float = 3 * 86_400.0
-    exact_fits_max: int = 3
-    iterations_max: int = 25
+    history_s: float = 1.5 * 86_400.0
+    exact_fits_max: int = 2
+    iterations_max: int = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class ForecastSettings:
     horizon_s: float = 3600.0
     history_min_s: float = 4 * 3600.0
     forecasters: tuple[str, ...] = DEFAULT_FORECASTERS
-    origins_max: int = 48
+    origins_max: int = 24
     memory: int = 168
     half_life: float = 48.0
     refit_s: float = 3 * 86_400.0

@@ -14,7 +14,12 @@ from forecasts.series import FloatArray
 
 def trailing_mean(values: FloatArray, count: int) -> FloatArray:
     """Mean of the known values of the `count` buckets before each origin, NaN without any; shape (buckets + 1,)."""
-    return _means(_before(values, count))
+    known = ~np.isnan(values)
+    sums = np.append(0.0, np.cumsum(np.where(known, values, 0.0)))
+    counts = np.append(0, np.cumsum(known))
+    first = np.maximum(np.arange(len(values) + 1) - count, 0)
+    found = counts - counts[first]
+    return np.asarray(np.where(found > 0, (sums - sums[first]) / np.maximum(found, 1), np.nan))
 
 
 def trailing_max(values: FloatArray, count: int) -> FloatArray:

@@ -221,14 +221,15 @@ def _candidate(answer: Answer) -> Candidate:
 def _full_reason(
     history: DemandSeries, answers: Answers, chosen: Answer, reason: str, settings: ForecastSettings
 ) -> str:
-    parts = [answers.refusal or reason]
+    parts = [reason if chosen.name == ELSEWHERE or answers.refusal is None else answers.refusal]
     if math.isnan(history.last_hour_max()):
         newest = np.flatnonzero(~np.isnan(history.values))[-1]
         silent_s = history.end_s - (history.start_s + (newest + 1) * history.bucket_s)
         parts.append(f"no data for the last {silent_s / 60:.0f} minutes")
     if chosen.origins < settings.ratios_min:
         few = f"{chosen.origins} past peaks are too few to calibrate on"
-        parts.append(f"{few}: upper = peak x {settings.headroom:g}")
+        factor = chosen.upper / chosen.peak if chosen.peak > 0 else settings.headroom
+        parts.append(f"{few}: upper = peak x {factor:.3g}")
     parts += [f"{name}: {why}" for name, why in answers.declined.items() if name in answers.failed]
     return "; ".join(parts)
 
