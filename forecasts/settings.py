@@ -8,6 +8,7 @@ DEFAULT_FORECASTERS = (
     "regression on recent hours",
     "regression on past days",
     "ARIMA",
+    "Fourier + ARIMA",
     "Theta",
     "two parts",
 )
@@ -20,9 +21,9 @@ class ArimaSettings:
     p_max: int = 3
     d_max: int = 1
     q_max: int = 2
-    history_s: float = 1.5 * 86_400.0
+    history_s: float = 3 * 86_400.0
     exact_fits_max: int = 2
-    iterations_max: int = 12
+    iterations_max: int = 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class ForecastSettings:
     origins_max: int = 24
     memory: int = 168
     half_life: float = 48.0
-    refit_s: float = 3 * 86_400.0
+    refit_s: float = 86_400.0
     reselect_s: float = 7 * 86_400.0
     ratios_min: int = 5
     headroom: float = 1.5

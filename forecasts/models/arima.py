@@ -255,21 +255,32 @@ def _regression_error(terms: FloatArray, target: FloatArray) -> FloatArray:
 def _fit(history: DemandSeries, settings: ForecastSettings, known: Params | None) -> Params:
     values = history.last(settings.arima.history_s).values
     if known is None:
-        return _as_params(fit_arima(values, settings.arima))
-    before = _as_fit(known)
-    return _as_params(fit_order(before.order, values, settings.arima, start=before.params))
+        return as_params(fit_arima(values, settings.arima))
+    return refitted(values, settings, known)
 
 
 def _path(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
-    return _as_fit(params).path(history.last(settings.arima.history_s).values, settings.windows)
+    return as_fit(params).path(history.last(settings.arima.history_s).values, settings.windows)
 
 
-def _as_params(fit: ArimaFit) -> dict[str, Any]:
+def refitted(values: FloatArray, settings: ForecastSettings, known: Params) -> Params:
+    """The parameters of a known order, from its old ones.
+
+    Raises:
+        ForecastError: the fit fails on these values.
+    """
+    before = as_fit(known)
+    return as_params(fit_order(before.order, values, settings.arima, start=before.params))
+
+
+def as_params(fit: ArimaFit) -> dict[str, Any]:
+    """The fit as a JSON object."""
     order = [fit.order.p, fit.order.d, fit.order.q]
     return {"order": order, "params": fit.params.tolist(), "scale": fit.scale, "aic": fit.aic}
 
 
-def _as_fit(params: Params) -> ArimaFit:
+def as_fit(params: Params) -> ArimaFit:
+    """What `as_params` gave."""
     p, d, q = params["order"]
     return ArimaFit(
         order=ArimaOrder(p=p, d=d, q=q),

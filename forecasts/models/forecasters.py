@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from forecasts.models.arima import ARIMA
 from forecasts.models.baselines import LAST_HOUR, TYPICAL_SHAPE
 from forecasts.models.forecaster import Forecaster
+from forecasts.models.fourier_arima import FOURIER_ARIMA
 from forecasts.models.peak_regression import DAILY_PEAKS, RECENT_PEAKS
 from forecasts.models.theta import THETA
 from forecasts.models.two_parts import TWO_PARTS
@@ -17,6 +18,7 @@ FORECASTERS: Mapping[str, Forecaster] = {
         RECENT_PEAKS,
         DAILY_PEAKS,
         ARIMA,
+        FOURIER_ARIMA,
         THETA,
         TWO_PARTS,
     )

@@ -11,13 +11,13 @@ from forecasts.series import FloatArray
 
 COMBINATION = "combination"
 NEAR_BEST = 2.0
-ERROR_POWER = 6.0
+ERROR_POWER = 8.0
 FAR_LOG = 0.4
 """A peak further than this from the weighted median, in logarithms, counts as if it were this far."""
 
 
 def combination_weights(errors: Mapping[str, float]) -> dict[str, float]:
-    """Weights that sum to 1, as error ** -6, for those whose error is at most twice the smallest."""
+    """Weights that sum to 1, as error ** -8, for those whose error is at most twice the smallest."""
     best = max(min(errors.values()), 1e-9)
     near = {name: max(error, 1e-9) for name, error in errors.items() if error <= NEAR_BEST * best}
     powers = {name: (best / error) ** ERROR_POWER for name, error in near.items()}

@@ -30,6 +30,7 @@ from ops.client.screen import AsJson, notes, print_json, print_table
 TABLE_METHODS = (
     LAST_HOUR_MAX,
     "ARIMA",
+    "Fourier + ARIMA",
     "Theta",
 )
 """Of the table in `algorithms.md`, section 1, those that are here."""
