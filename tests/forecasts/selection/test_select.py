@@ -109,7 +109,7 @@ def test_the_upper_quantile_is_what_past_peaks_were_to_past_forecasts() -> None:
     """Hours take turns at 100 and 200: ratios are 2 and 1/2, so above a 100 stands 200, and above a 200 at first 400;
     the level falls while all is covered, until nothing more than needed stands above a 200.
     """
-    turns, how = [100.0, 200.0] * 36, ForecastSettings(forecasters=())
+    turns, how = [100.0, 200.0] * 36, ForecastSettings(forecasters=(), origins_max=60)
     forecast = forecast_peak(hourly(*turns), how)
     assert forecast.forecaster == LAST_HOUR_MAX
     assert forecast_peak(hourly(*turns[:18]), how).peak_upper == pytest.approx(400, rel=0.01)
