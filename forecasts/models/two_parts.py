@@ -7,6 +7,7 @@ those on that side says how high.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from forecasts.models.baselines import DAY_S
 from forecasts.models.forecaster import Forecaster, ForecastError, Params
@@ -65,7 +66,7 @@ def _threshold(logs: FloatArray) -> float:
     return float(sides[widest] + sides[widest + 1]) / 2
 
 
-def _likeness(is_on: FloatArray, moments: FloatArray, per_hour: int, spacing: int) -> FloatArray:
+def _likeness(is_on: npt.NDArray[np.bool_], moments: npt.NDArray[np.int64], per_hour: int, spacing: int) -> FloatArray:
     """How much each past moment is like the newest; in days of evidence."""
     now, per_day = len(is_on) - 1, 24 * per_hour
     changed = np.append(0, np.flatnonzero(np.diff(is_on.astype(np.int64))) + 1)

@@ -58,7 +58,7 @@ def backtest_file(
     pinball         pinball loss of the upper quantile / mean peak: low where it covers and wastes little
     over-provision  sum of what the upper quantile was above the peak / sum of peaks
     at equal cover  the same, with all upper quantiles times the factor that gives exactly the coverage asked for
-    champion        the forecaster that the system would have chosen for each hour
+    champion        the forecast that the system would have used for each hour
     fit, forecast   seconds to choose and fit from nothing, and to forecast once; of the champion, of all in an hour
 
     \b

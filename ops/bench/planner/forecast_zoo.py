@@ -17,7 +17,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from forecasts.backtests import CHAMPION, run_backtests, scores_of
+from forecasts.backtests import CHAMPION, ROUNDING, run_backtests, scores_of
 from forecasts.importers.rates import read_servegen
 from forecasts.importers.series_file import EndpointSeries
 from forecasts.importers.settings import ImportSettings
@@ -36,8 +36,6 @@ HOURS_MIN = 72
 CLIENTS_MAX = 200
 TOKENS_PER_REQUEST = 1000.0
 SERVEGEN_BUCKET_S = 600.0
-SMALL_SHARE = 0.01
-"""Hours below this share of the series' mean peak are idle: they add nothing to an error weighted by size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +126,8 @@ def measure(work: tuple[str, EndpointSeries], settings: ForecastSettings, hours:
     (done,), _ = run_backtests(
         [endpoint], settings, hours_max=hours, progress=lambda *_: marks.append(time.process_time())
     )
-    known = [one for one in done.predictions if one.forecaster == CHAMPION and one.actual is not None]
+    champion = [one for one in done.predictions if one.forecaster == CHAMPION]
+    known = [(one.actual, one.peak_upper) for one in champion if one.actual is not None]
     if len(known) < HOURS_MIN:
         return None
     scores = {score.forecaster: score for score in scores_of(done.predictions, settings.quantile, {})}
@@ -138,8 +137,8 @@ def measure(work: tuple[str, EndpointSeries], settings: ForecastSettings, hours:
         hours=len(known),
         error=scores[CHAMPION].error,
         alone={n: s.error for n, s in scores.items() if n not in {CHAMPION, COMBINATION} and s.error is not None},
-        below=float(np.mean([one.actual < one.peak_upper for one in known])),
-        coverage=float(np.mean([one.actual <= one.peak_upper * (1 + 1e-9) for one in known])),
+        below=float(np.mean([actual < upper for actual, upper in known])),
+        coverage=float(np.mean([actual <= upper * (1 + ROUNDING) for actual, upper in known])),
         pinball=scores[CHAMPION].pinball,
         forecast_cpu_s=statistics.median(np.diff(marks[1:]).tolist()),
         cpu_s=marks[-1] - marks[0],
