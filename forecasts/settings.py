@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 DEFAULT_FORECASTERS = (
     "last hour's maximum",
+    "same hour yesterday",
     "typical day's shape",
     "regression on recent hours",
     "regression on past days",

@@ -40,6 +40,10 @@ def _last_hour_max(history: DemandSeries, params: Params, settings: ForecastSett
     return np.full(settings.windows, last_known_hour(history).maximum())
 
 
+def _same_hour_yesterday(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
+    return filled(_hour_after(history, 1, settings))
+
+
 def _typical_shape(history: DemandSeries, params: Params, settings: ForecastSettings) -> FloatArray:
     return level(history) * typical_hour(history, settings)
 
@@ -108,4 +112,5 @@ def filled(hour: FloatArray) -> FloatArray:
 
 
 LAST_HOUR = Forecaster(name=LAST_HOUR_MAX, path=_last_hour_max)
+YESTERDAY = Forecaster(name="same hour yesterday", path=_same_hour_yesterday)
 TYPICAL_SHAPE = Forecaster(name="typical day's shape", path=_typical_shape)

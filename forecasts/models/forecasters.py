@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from forecasts.models.arima import ARIMA
-from forecasts.models.baselines import LAST_HOUR, TYPICAL_SHAPE
+from forecasts.models.baselines import LAST_HOUR, TYPICAL_SHAPE, YESTERDAY
 from forecasts.models.forecaster import Forecaster
 from forecasts.models.fourier_arima import FOURIER_ARIMA
 from forecasts.models.peak_regression import DAILY_PEAKS, RECENT_PEAKS
@@ -14,6 +14,7 @@ FORECASTERS: Mapping[str, Forecaster] = {
     forecaster.name: forecaster
     for forecaster in (
         LAST_HOUR,
+        YESTERDAY,
         TYPICAL_SHAPE,
         RECENT_PEAKS,
         DAILY_PEAKS,

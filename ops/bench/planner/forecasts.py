@@ -29,6 +29,7 @@ from ops.client.screen import AsJson, notes, print_json, print_table
 
 TABLE_METHODS = (
     LAST_HOUR_MAX,
+    "same hour yesterday",
     "ARIMA",
     "Fourier + ARIMA",
     "Theta",

@@ -27,6 +27,7 @@ def path(name: str, history: DemandSeries) -> FloatArray:
     ("name", "hours", "peak"),
     [
         ("last hour's maximum", [*DAY, *2 * DAY], 660),
+        ("same hour yesterday", [*DAY, *2 * DAY[:5]], 150),
         # after 140: 150 a day ago, 70 two days ago, so their geometric mean
         ("typical day's shape", [*DAY[:5], 70, *DAY[6:], *DAY, *2 * DAY[:5]], 280 * np.sqrt(150 * 70) / 140),
         ("Theta", [*DAY, *DAY, *DAY, *DAY[:5]], 150),
@@ -64,6 +65,8 @@ def test_nothing_but_the_history_matters_and_its_size_only_scales(name: str) -> 
 @pytest.mark.parametrize(
     ("name", "hours", "reason"),
     [
+        ("same hour yesterday", [1.0] * 20, "does not reach back 1 day"),
+        ("same hour yesterday", [*DAY[:3], np.nan, *DAY[4:], *DAY[:3]], "a gap on the day before"),
         ("typical day's shape", [*DAY, *DAY[:4], np.nan], "no data in the last hour"),
         ("typical day's shape", [0.0, 5.0, *DAY[2:], 7.0], "no past day has this hour"),
         ("typical day's shape", [*DAY[:3], np.nan, *DAY[4:], *DAY[:3]], "no past day has this hour"),
