@@ -1,5 +1,7 @@
 """Roll-outs: another model replaces those of an alias in steps, and goes back by itself where it is worse."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Annotated
 
@@ -93,17 +95,17 @@ def get_rollout(rollout_id: RolloutPath, session: SessionDep, _: Viewer) -> Roll
 @router.post("/{rollout_id}/pause", summary="Pause a roll-out")
 def pause_rollout(rollout_id: RolloutPath, session: SessionDep, caller: Operator) -> Rollout:
     """It stays at its step, but still goes back by itself where the candidate is worse."""
-    rollout = rollouts.lock_rollout(session, rollout_id)
-    rollouts.move(session, rollout, RolloutState.PAUSED)
-    return _changed(session, rollout, caller.name, "pause")
+    with _change(session, rollout_id, caller.name, "pause") as rollout:
+        rollouts.move(session, rollout, RolloutState.PAUSED)
+    return _shown(session, rollout)
 
 
 @router.post("/{rollout_id}/resume", summary="Let a paused roll-out go on")
 def resume_rollout(rollout_id: RolloutPath, session: SessionDep, caller: Operator) -> Rollout:
     """From the step at which it was paused."""
-    rollout = rollouts.lock_rollout(session, rollout_id)
-    rollouts.move(session, rollout, RolloutState.IN_PROGRESS)
-    return _changed(session, rollout, caller.name, "resume")
+    with _change(session, rollout_id, caller.name, "resume") as rollout:
+        rollouts.move(session, rollout, RolloutState.IN_PROGRESS)
+    return _shown(session, rollout)
 
 
 @router.post("/{rollout_id}/promote", summary="End the waiting of a step")
@@ -111,23 +113,28 @@ def promote_rollout(
     rollout_id: RolloutPath, session: SessionDep, caller: Operator, after_commit: BackgroundTasks
 ) -> Rollout:
     """The next step begins as soon as it has its instances; after the last one the roll-out is done."""
-    rollout = rollouts.lock_rollout(session, rollout_id)
-    rollouts.skip(rollout)
+    with _change(session, rollout_id, caller.name, "promote") as rollout:
+        rollouts.skip(rollout)
     after_commit.add_task(enqueue, "roll_out")
-    return _changed(session, rollout, caller.name, "promote")
+    return _shown(session, rollout)
 
 
 @router.post("/{rollout_id}/rollback", summary="Go back to the models before")
 def roll_back(rollout_id: RolloutPath, session: SessionDep, caller: Operator) -> Rollout:
     """At once, and for good: gateways follow within seconds."""
-    rollout = rollouts.lock_rollout(session, rollout_id)
-    rollouts.go_back(session, rollout, f"rolled back by {caller.name}")
-    return _changed(session, rollout, caller.name, "rollback")
-
-
-def _changed(session: Session, rollout: RolloutRow, actor: str, what: str) -> Rollout:
-    record(session, actor=actor, action=f"rollout.{what}", subject=rollout.id, after=snapshot(rollout))
+    with _change(session, rollout_id, caller.name, "rollback") as rollout:
+        rollouts.go_back(session, rollout, f"rolled back by {caller.name}")
     return _shown(session, rollout)
+
+
+@contextmanager
+def _change(session: Session, rollout_id: str, actor: str, what: str) -> Iterator[RolloutRow]:
+    """A roll-out that the block changes, under its lock, with an audit event."""
+    rollout = rollouts.lock_rollout(session, rollout_id)
+    before = snapshot(rollout)
+    yield rollout
+    after = snapshot(rollout)
+    record(session, actor=actor, action=f"rollout.{what}", subject=rollout.id, before=before, after=after)
 
 
 def _shown(session: Session, row: RolloutRow) -> Rollout:

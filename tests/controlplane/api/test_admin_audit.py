@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from controlplane.api.admin import pins, plans, spot, what_if
+from controlplane.api.admin import pins, plans, rollouts, spot, what_if
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.plans import get_plan
@@ -28,7 +28,7 @@ GONE = {"before": True, "after": False}
 
 @pytest.fixture(autouse=True)
 def _no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (plans, pins, spot, what_if):
+    for module in (plans, pins, rollouts, spot, what_if):
         monkeypatch.setattr(module, "enqueue", lambda *_, **__: True)
 
 
@@ -81,6 +81,9 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         return lambda: ask("GET", f"/admin/{kind}", role="admin", params={"limit": 100})["data"][-1]["id"]
 
     spot, aside = _spot(world), put_aside("extra")
+    candidate = put_aside("candidate")
+    ask("PUT", "/admin/endpoints", role="admin", json=candidate | {"instances_min": 0, "instances_max": 1})
+    rollout = {"alias": "llama", "model": "candidate"}
     applied = draft()
     with database.transaction() as session:
         index = get_plan(session, applied).fleet_index
@@ -107,6 +110,13 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/plans/{plan_id}/rollback", CHANGED, approved, {"json": {"note": "back"}}),
         ("POST /admin/pins", FIRST, "", {"json": PIN, "status": 201}),
         ("DELETE /admin/pins/{pin_id}", CHANGED, newest("pins"), {}),
+        ("PUT /admin/aliases/{name}", FIRST, "chat", {"json": {"targets": {"llama": 1}}}),
+        ("DELETE /admin/aliases/{name}", GONE, "chat", {}),
+        ("POST /admin/rollouts", FIRST, "", {"json": rollout, "status": 201}),
+        ("POST /admin/rollouts/{rollout_id}/pause", CHANGED, newest("rollouts"), {}),
+        ("POST /admin/rollouts/{rollout_id}/resume", CHANGED, newest("rollouts"), {}),
+        ("POST /admin/rollouts/{rollout_id}/promote", CHANGED, newest("rollouts"), {}),
+        ("POST /admin/rollouts/{rollout_id}/rollback", CHANGED, newest("rollouts"), {}),
         ("POST /admin/what-if", FIRST, "", {"json": {"name": "half"}, "status": 201}),
         ("POST /admin/what-if/{run_id}/cancel", CHANGED, newest("what-if"), {}),
         ("DELETE /admin/what-if/{run_id}", GONE, newest("what-if"), {}),

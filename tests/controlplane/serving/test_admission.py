@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from controlplane.errors import NoSpareCapacityError
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.expected_lengths import ExpectedLengths
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.in_flight_tokens import Sending, SentTokens
 from controlplane.serving.node_streams import PassOn
@@ -77,6 +78,13 @@ class Holding(AgentClient):
         yield [Finished(finish_reason="stop", prompt_tokens=1, completion_tokens=1)]
 
 
+class ToTheLimit(ExpectedLengths):
+    """Answers are expected to be as long as they may."""
+
+    def to_come(self, request: InFlightRequest) -> int:
+        return request.message.sampling.max_tokens or 0
+
+
 class Clients:
     """Flex clients of one gateway. `asked`: the requests that a node has got, in order."""
 
@@ -87,6 +95,7 @@ class Clients:
         set_to = settings(flex_wait_s=wait_s, release_below_one=BELOW)
         self.admission = AdmissionController(sender, fleet, set_to)  # type: ignore[arg-type]
         self._sender = sender
+        sender._lengths = ToTheLimit()
         self.tasks: list[asyncio.Task[None]] = []
 
     async def ask(self, sizes: Sequence[int], tier: Tier = Tier.NIW) -> None:
