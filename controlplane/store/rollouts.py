@@ -125,6 +125,7 @@ def rollout_facts(session: Session, rollout: Rollout, *, alive_s: float, patienc
     ready = {endpoint.region: counts[InstanceState.READY] for endpoint, counts in states.items()}
     failing = _failing(session, rollout.model, patience_s=patience_s)
     held_s = session.scalar(select(func.extract("epoch", func.clock_timestamp() - rollout.step_at)))
+    candidate, baseline = answers_so_far(session, rollout)
     return RolloutFacts(
         steps=tuple(rollout.steps),
         step=rollout.step,
@@ -137,8 +138,8 @@ def rollout_facts(session: Session, rollout: Rollout, *, alive_s: float, patienc
         skips=rollout.skips,
         ready=ready,
         failing={region: error for region, error in failing.items() if not ready.get(region)},
-        candidate=answers_so_far(session, rollout)[0],
-        baseline=answers_so_far(session, rollout)[1],
+        candidate=candidate,
+        baseline=baseline,
     )
 
 
@@ -167,8 +168,7 @@ def answers_so_far(session: Session, rollout: Rollout) -> tuple[AnswerCounts, An
 
 def hold(rollout: Rollout, reason: str) -> None:
     """Keep what a roll-out waits for."""
-    if rollout.reason != reason:
-        rollout.reason = reason
+    rollout.reason = reason
 
 
 def shift(session: Session, rollout: Rollout, step: int) -> None:
