@@ -34,11 +34,13 @@ class Promises:
 
 
 class Administrator:
-    """Makes keys, revokes every other one, and makes and deletes pins at one region's gateway. Only deletions are made
-    again.
+    """Makes keys, revokes every other one, and makes and deletes pins at one region's gateway. Only deletions of pins
+    are made again: a key whose revocation had no answer is promised neither to work nor to be refused.
     """
 
-    def __init__(self, region: str, url: str, key: str, model: str) -> None:
+    def __init__(
+        self, region: str, url: str, key: str, model: str, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         self.promises = Promises(region=region)
         self._model = model
         self._pin: tuple[str, str] | None = None
@@ -47,6 +49,7 @@ class Administrator:
             headers={"Authorization": f"Bearer {key}"},
             timeout=ANSWERS_WITHIN_S,
             limits=httpx.Limits(max_keepalive_connections=0),
+            transport=transport,
             trust_env=False,
         )
 
@@ -64,9 +67,10 @@ class Administrator:
         kept = self.promises
         if (made := await self._call("POST", "/admin/keys", json={"name": name, "role": "client"})) is None:
             return
-        kept.keys[name] = made["secret"]
-        if number % 2 and await self._call("DELETE", f"/admin/keys/{made['id']}") is not None:
-            kept.revoked[name] = kept.keys.pop(name)
+        if number % 2 == 0:
+            kept.keys[name] = made["secret"]
+        elif await self._call("DELETE", f"/admin/keys/{made['id']}") is not None:
+            kept.revoked[name] = made["secret"]
         if self._pin is None or await self._unpin(*self._pin):
             await self._make_pin(name)
 
