@@ -1,9 +1,13 @@
 """Alembic's entry. The URL comes from the config that `migrations.upgrade` makes, or from TIDEPOOL_DATABASE_URL."""
 
+from typing import Any
+
 from alembic import context
-from sqlalchemy import create_engine, pool
+from psycopg import Connection
+from sqlalchemy import create_engine, event, pool
 
 from controlplane.database_address import psycopg_url
+from controlplane.errors import SchemaError
 from controlplane.settings import Settings
 from controlplane.store import (
     alias_tables,
@@ -54,12 +58,23 @@ def run() -> None:
     given = context.config.get_main_option("sqlalchemy.url")
     url = psycopg_url(given) if given else Settings().database_url.get_secret_value()
     engine = create_engine(url, poolclass=pool.NullPool)
+    event.listen(engine, "connect", _check_encoding, insert=True)  # SQLAlchemy's own first look fails on bytes
     with engine.connect() as connection:
         context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)
         with context.begin_transaction():
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
             context.run_migrations()
     engine.dispose()
+
+
+def _check_encoding(connection: Connection[Any], _record: object) -> None:
+    """Raise SchemaError where the database cannot hold every prompt. One in SQL_ASCII returns text as bytes."""
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        raise SchemaError(
+            f"the database is encoded as {encoding}, Tidepool needs UTF8: make it anew by"
+            " `createdb --encoding UTF8 --template template0 NAME`"
+        )
 
 
 run()

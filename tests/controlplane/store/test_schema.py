@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import psycopg
 import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr, ValidationError
@@ -42,6 +43,18 @@ def test_a_migrated_database_fits(settings: Settings) -> None:
     with capture_logs() as logs:
         check_schema_at_start(settings)
     assert logs == []
+
+
+def test_a_database_of_another_encoding_is_refused_before_anything_is_written(settings: Settings) -> None:
+    url = make_url(settings.database_url.get_secret_value())
+    ascii_url = url.set(database="in_ascii").render_as_string(hide_password=False)
+    with psycopg.connect(url.set(drivername="postgresql").render_as_string(hide_password=False), autocommit=True) as db:
+        db.execute("CREATE DATABASE in_ascii ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+        try:
+            with pytest.raises(SchemaError, match="encoded as SQL_ASCII, Tidepool needs UTF8: make it"):
+                migrations.upgrade(ascii_url)
+        finally:
+            db.execute("DROP DATABASE in_ascii")
 
 
 @pytest.mark.parametrize(
