@@ -134,6 +134,7 @@ def _world_settings(scenario: Scenario) -> WorldSettings:
         admission=AdmissionSettings(routing=routing) if scenario.policy.admission else None,
         tries_max=scenario.policy.tries_max,
         gateways=scenario.policy.gateways,
+        clairvoyant=scenario.policy.clairvoyant,
     )
 
 

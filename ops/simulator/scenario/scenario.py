@@ -114,7 +114,8 @@ class PolicyPart(Part):
     sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
     instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
     `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
-    their blocks. `kv_pressure`: what slots of pools do when KV has no room; a
+    their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be; live, and by
+    default, they expect what answers of the model were. `kv_pressure`: what slots of pools do when KV has no room; a
     model's weights are in 32 layers.
     """
 
@@ -133,6 +134,7 @@ class PolicyPart(Part):
     view_s: Positive = 1.0
     gateways: Annotated[int, Field(ge=1, le=1000)] = 1
     prefix_cache: bool = True
+    clairvoyant: bool = False
 
     @model_validator(mode="after")
     def _refusing(self) -> "PolicyPart":

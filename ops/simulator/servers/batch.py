@@ -5,6 +5,7 @@ from heapq import heapify, heappop, heappush
 
 from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.scheduling.costs import LatencyModel
+from ops.simulator.kernel.answers import Progress
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Sequence
 from ops.simulator.kernel.timeline import Timeline
@@ -30,6 +31,12 @@ class Batch:
 
     def __iter__(self) -> Iterator[Sequence]:
         return (sequence for _, _, sequence in self._ends)
+
+    @property
+    def progress(self) -> list[Progress]:
+        """How far the answers are, in the order of the sequences."""
+        step = self._timeline.step
+        return [(step - one.joined + one.served.made, end - step) for end, _, one in self._ends]
 
     @property
     def kv_tokens(self) -> int:

@@ -22,6 +22,7 @@ from math import inf
 from dataplane.engines.replay.prefixes import CachedBlocks
 from dataplane.scheduling.schedule import Kind as TurnKind
 from dataplane.scheduling.schedule import settle_shares
+from ops.simulator.kernel.answers import Answers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Sequence, Served
@@ -36,16 +37,19 @@ class Instance:
     `next_s`: the next end of a step or of a load; infinite: there is none. All else is as of the last `advance`.
     """
 
-    def __init__(self, model: ModelCosts, settings: InstanceSettings, ended: Callable[[Served], None]) -> None:
+    def __init__(
+        self, model: ModelCosts, settings: InstanceSettings, answers: Answers, ended: Callable[[Served], None]
+    ) -> None:
         self.model = model
         self.kv_tokens_max = settings.kv_bytes // model.kv_bytes_per_token
         self.batch_max = settings.batch_max
         self.busy_s = 0.0
         self.driven_out_total = 0
-        self.remaining_tokens = 0
-        """Prompt tokens and tokens to make."""
         self.next_s = inf
+        self._prompt_tokens = 0
+        """To prefill."""
         self._settings = settings
+        self._answers = answers
         block_bytes = BLOCK_TOKENS * model.kv_bytes_per_token
         self._prefixes = CachedBlocks()
         self._host_blocks = settings.prefix_host_bytes // block_bytes
@@ -91,11 +95,22 @@ class Instance:
         return self._prompts.load_s
 
     @property
+    def remaining_tokens(self) -> int:
+        """Prompt tokens to prefill, and the tokens that answers have to come."""
+        progress = self._batch.progress
+        progress += [(one.served.made, one.served.left) for one in self._unbatched]
+        return self._prompt_tokens + self._answers.to_come(progress)
+
+    @property
     def inside(self) -> list[Served]:
         """All requests in flight, ordered by arrival."""
+        return [one.served for one in sorted([*self._unbatched, *self._batch], key=lambda one: one.order)]
+
+    @property
+    def _unbatched(self) -> list[Sequence]:
+        """Prompts, and sequences whose KV is swapped out or being loaded."""
         prompts = [*self._prompts.waiting.values(), *self._prompts.new]
-        moving = [*self._away, *self._arrived, *(sequence for _, sequence in self._arriving)]
-        return [one.served for one in sorted([*prompts, *self._batch, *moving], key=lambda one: one.order)]
+        return [*prompts, *self._away, *self._arrived, *(sequence for _, sequence in self._arriving)]
 
     def fits(self, request: Request) -> bool:
         return request.prompt_tokens + request.output_tokens <= self.kv_tokens_max
@@ -111,7 +126,7 @@ class Instance:
             self._make_room()
             expected = BLOCK_TOKENS * self._prefixes.find(request.reusable)
         self._prompts.new.append(Sequence(served, self._order, expected=expected))
-        self.remaining_tokens += request.prompt_tokens + request.output_tokens - expected
+        self._prompt_tokens += request.prompt_tokens - expected
         self._cut_or_begin(now_s)
 
     def adopt(self, served: Served, now_s: float) -> None:
@@ -122,7 +137,6 @@ class Instance:
         self._order += 1
         tokens = served.request.prompt_tokens + served.made - 1
         insort(self._away, Sequence(served, self._order, cached=tokens), key=lambda one: one.key)
-        self.remaining_tokens += served.left
         self._bring_back(now_s)
 
     def advance(self, now_s: float) -> None:
@@ -197,7 +211,6 @@ class Instance:
         """
         takes_s = self._takes_s
         batch = self._batch
-        self.remaining_tokens -= fast_forward.steps * batch.size
         if self._prompts.new and self._weighs and fast_forward.steps > 1:
             before_s = fast_forward.seconds(fast_forward.steps - 1)
             self._decode_spent_s += before_s
@@ -230,19 +243,17 @@ class Instance:
         for sequence, count in chunks:
             served = sequence.served
             sequence.cached += count
-            self.remaining_tokens -= count
+            self._prompt_tokens -= count
             request = served.request
             if sequence.cached == request.prompt_tokens:
                 self._prompts.remove(sequence)
                 self._reserved_tokens -= sequence.cached + 1
-                self.remaining_tokens -= 1
                 if request.blocks:
                     self._keep(sequence)
                 served.token(now_s)
                 if served.made < request.output_tokens and not self._settings.prefill_only:
                     self._batch.join(sequence)
                 else:
-                    self.remaining_tokens -= served.left
                     self._let_go(sequence)
                     self._ended(served)
 
@@ -310,7 +321,7 @@ class Instance:
         held, fetched = self._prefixes.take(served.request.reusable)
         sequence.held = served.request.reusable[:held]
         sequence.cached = served.cached = held * BLOCK_TOKENS
-        self.remaining_tokens -= sequence.cached - sequence.expected
+        self._prompt_tokens -= sequence.cached - sequence.expected
         return fetched
 
     def _keep(self, sequence: Sequence) -> None:

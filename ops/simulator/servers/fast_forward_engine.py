@@ -29,6 +29,7 @@ from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
 
@@ -46,6 +47,7 @@ class FastForwardEngine(ReplayEngine):
     Args:
         fast_forward: waits for the steps of a fast-forward, and returns the steps that were taken: perhaps fewer.
         served: the record of a request by its id.
+        answers: what answers have to come, by model.
         renews: whether a lone time slice ends with its quantum, as live.
 
     Attributes:
@@ -62,12 +64,14 @@ class FastForwardEngine(ReplayEngine):
         fast_forward: Callable[[FastForward], FastForward],
         served: ServedOf,
         *,
+        answers: AnswersByModel,
         renews: bool = False,
     ) -> None:
         super().__init__(settings, clock, sleep)
         self._answers = _Silent(settings.vocabulary_size, None)
         self._fast_forward = fast_forward
         self._served = served
+        self._answers_by_model = answers
         self._renews = renews
         self._may_lend = settings.kv_pressure in ("auto", "remap")
         self._batched_models: dict[str, FastForwardModel] = {}
@@ -108,8 +112,15 @@ class FastForwardEngine(ReplayEngine):
         batches = self._batches
         return len(batches) < 2 or sum([batch.can_run for batch in batches]) < 2
 
+    def batched_made(self, model: str) -> dict[int, int]:
+        """How many tokens each batched request of a model has made, by the number of the request."""
+        batched = self._batched_models.get(model)
+        return {} if batched is None else batched.batched_made
+
     def _new_model(self, spec: ModelSpec, gpus: int) -> FastForwardModel:
-        return replayed(FastForwardModel, spec, self._settings, gpus)
+        model = replayed(FastForwardModel, spec, self._settings, gpus)
+        model.answers = self._answers_by_model[spec.name]
+        return model
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The turn policy is asked before every step. Where prompts came in the last step of a fast-forward, it is

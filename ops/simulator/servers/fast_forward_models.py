@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dataplane.engines.core.kv import HOST
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.scheduling.decode import BatchFacts
+from ops.simulator.kernel.answers import Answers, TrueAnswers
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Sequence, Served
 from ops.simulator.servers.batch import Batch
@@ -20,8 +21,9 @@ _ANY = 2**62
 
 @dataclass(eq=False, kw_only=True)
 class FastForwardModel(ReplayModel):
-    """One model. `has_next_kv`: the batched sequences have KV for their next tokens already."""
+    """One model. `has_next_kv`: the batched sequences have KV for their next tokens already. `answers`: of its requests."""
 
+    answers: Answers = field(default_factory=TrueAnswers)
     batched: dict[int, ReplaySequence] = field(default_factory=dict)
     """By `order`."""
     unbatched: list[ReplaySequence] = field(default_factory=list)
@@ -37,6 +39,17 @@ class FastForwardModel(ReplayModel):
     def __post_init__(self) -> None:
         """Begin with an empty batch."""
         self._batch = Batch(self.latency, _ANY)
+
+    @property
+    def batched_made(self) -> dict[int, int]:
+        """How many tokens each batched request has made, by the number of the request."""
+        pairs = zip(self._batch, self._batch.progress, strict=True)
+        return {sequence.served.request.number: made for sequence, (made, _) in pairs}
+
+    def tokens_to_come(self, sequence: ReplaySequence) -> int:
+        """See `ServedModel`: the limit of a replayed request is its answer's true length."""
+        made = sequence.generated
+        return self.answers.rest(made, sequence.request.max_tokens - made)
 
     @property
     def batched_tokens(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.requests import Served
 from ops.simulator.servers.pool import PoolServer
@@ -22,6 +23,7 @@ def multiplexed_gpus(
     *,
     models_max: int,
     events: Events,
+    answers: AnswersByModel,
     ended: Callable[[Served], None],
 ) -> Iterator[PoolServer]:
     """GPUs with `models_max` models at most, each of which goes to the GPU with the fewest that has room for it."""
@@ -37,4 +39,13 @@ def multiplexed_gpus(
             min(free, key=len).append(model)
     for number, mine in enumerate(placed):
         if mine:
-            yield PoolServer(f"{region}/gpu{number}", region, ["both"], mine, settings, events=events, ended=ended)
+            yield PoolServer(
+                f"{region}/gpu{number}",
+                region,
+                ["both"],
+                mine,
+                settings,
+                events=events,
+                answers=answers,
+                ended=ended,
+            )

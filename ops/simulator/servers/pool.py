@@ -13,6 +13,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import IW_F, IW_N
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
@@ -32,6 +33,7 @@ class PoolServer:
         *,
         gpus: int = 1,
         events: Events,
+        answers: AnswersByModel,
         ended: Callable[[Served], None],
     ) -> None:
         self.slots = len(kinds)
@@ -39,6 +41,7 @@ class PoolServer:
         self._region = region
         self._models: dict[str, ModelSpec] = {}
         self._settings = settings
+        self._answers = answers
         self._ended = ended
         self._processes = [
             SlotProcess(
@@ -48,13 +51,17 @@ class PoolServer:
                 events,
                 self._on_step,
                 self._served,
+                answers=answers,
                 gpus=gpus,
             )
             for index, kind in enumerate(kinds)
         ]
         self._dispatcher = Dispatcher(self._processes, settings.turns.prefill, losses_max=0, clock=lambda: events.now_s)
         self._in_flight: dict[str, tuple[Served, InflightRequest]] = {}
-        self._left_tokens: dict[str, int] = {}
+        self._of_model: dict[str, dict[int, Served]] = {}
+        """Requests in flight of each model by their number."""
+        self._prompt_tokens: dict[str, int] = {}
+        """Of those without a token yet."""
         for model in models:
             self.load(model)
 
@@ -70,7 +77,7 @@ class PoolServer:
     @property
     def active_models(self) -> int:
         """The number of models with a request in flight."""
-        return sum(tokens > 0 for tokens in self._left_tokens.values())
+        return sum(map(bool, self._of_model.values()))
 
     @property
     def load_alpha(self) -> float:
@@ -80,14 +87,14 @@ class PoolServer:
     def load(self, model: ModelSpec) -> None:
         assert model.name not in self._models
         self._models[model.name] = model
-        self._left_tokens[model.name] = 0
+        self._of_model[model.name], self._prompt_tokens[model.name] = {}, 0
         for process in self._processes:
             process.load([model])
 
     def unload(self, model: str) -> None:
         """Remove a model without requests in flight."""
         assert not self.inside(model)
-        del self._models[model], self._left_tokens[model]
+        del self._models[model], self._of_model[model], self._prompt_tokens[model]
         for process in self._processes:
             process.unload(model)
 
@@ -95,12 +102,17 @@ class PoolServer:
         return model in self._models
 
     def left_tokens(self, model: str) -> int:
-        """Prompt tokens and output tokens to make, of a model's requests."""
-        return self._left_tokens[model]
+        """Prompt tokens to prefill and tokens of answers to come, of a model's requests."""
+        mine = self._of_model[model]
+        made = {number: served.made for number, served in mine.items()}
+        for process in self._processes:
+            made |= process.engine.batched_made(model)
+        progress = [(made[number], served.request.output_tokens - made[number]) for number, served in mine.items()]
+        return self._prompt_tokens[model] + self._answers[model].to_come(progress)
 
     def inside(self, model: str) -> list[Served]:
         """A model's requests in flight, ordered by arrival."""
-        return [served for served, _ in self._in_flight.values() if served.request.model == model]
+        return list(self._of_model.get(model, {}).values())
 
     def lose(self, model: str) -> list[Served]:
         """Stop for good; returns the requests of a model."""
@@ -108,8 +120,7 @@ class PoolServer:
             process.stop()
         lost = self.inside(model)
         for served in lost:
-            del self._in_flight[str(served.request.number)]
-            self._left_tokens[model] = 0
+            self._leave(served)
         return lost
 
     def fits(self, request: Request) -> bool:
@@ -127,7 +138,8 @@ class PoolServer:
             prompt=(0,) * request.prompt_tokens,
             max_tokens=request.output_tokens,
         )
-        self._left_tokens[request.model] += request.prompt_tokens + request.output_tokens
+        self._prompt_tokens[request.model] += request.prompt_tokens
+        self._of_model[request.model][request.number] = served
         self._in_flight[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
@@ -149,7 +161,7 @@ class PoolServer:
                 age_s=0.0,
                 kv_used_bytes=used_bytes,
                 kv_capacity_bytes=capacity_bytes,
-                remaining_tokens=self._left_tokens[name],
+                remaining_tokens=self.left_tokens(name),
                 kv_bytes_per_token=self._models[name].kv_bytes_per_token,
                 prefill_wait_s=wait_s,
                 prefill_urgent_wait_s=urgent_wait_s,
@@ -160,10 +172,6 @@ class PoolServer:
 
     def _on_step(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:
         """Pass on the outputs that change something for the dispatcher, without their tokens."""
-        if batched_tokens_made := slot.engine.batched_tokens_made:
-            model = slot.engine.present_model
-            assert model is not None
-            self._left_tokens[model] -= batched_tokens_made
         for output in outputs:
             assert output.error is None, output.error
             served, inflight = self._in_flight[output.request_id]
@@ -173,17 +181,22 @@ class PoolServer:
             if ends or output.kv is not None or inflight.kv_at is not None or inflight.queued_at is not None:
                 self._dispatcher.receive(slot, output)
             if ends:
-                del self._in_flight[output.request_id]
+                self._leave(served)
                 self._ended(served)
+
+    def _leave(self, served: Served) -> None:
+        request = served.request
+        del self._in_flight[str(request.number)], self._of_model[request.model][request.number]
+        if not served.made:
+            self._prompt_tokens[request.model] -= request.prompt_tokens
 
     def _served(self, request_id: str) -> Served:
         return self._in_flight[request_id][0]
 
     def _count(self, served: Served, fast_forward: FastForward | None, now_s: float) -> None:
-        before = served.made
+        if not served.made:
+            self._prompt_tokens[served.request.model] -= served.request.prompt_tokens
         if fast_forward is None:
             served.token(now_s)
         else:
             served.fast_forward(fast_forward)
-        prompt_tokens = 0 if before else served.request.prompt_tokens
-        self._left_tokens[served.request.model] -= served.made - before + prompt_tokens

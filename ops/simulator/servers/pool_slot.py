@@ -15,6 +15,7 @@ from controlplane.policies.facts import Endpoint, InstanceFacts
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import InstanceKind
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.pool import PoolServer
@@ -32,12 +33,21 @@ class PoolSlot:
         *,
         gpus: int = 1,
         events: Events,
+        answers: AnswersByModel,
         ended: Callable[[Served], None],
     ) -> None:
         self.place = (node_id, number)
         self.region = region
         self.server = PoolServer(
-            f"{node_id}/{number}", region, ["both"], (), settings, gpus=gpus, events=events, ended=self._request_ended
+            f"{node_id}/{number}",
+            region,
+            ["both"],
+            (),
+            settings,
+            gpus=gpus,
+            events=events,
+            answers=answers,
+            ended=self._request_ended,
         )
         self._ended = ended
         self._instances: dict[str, PooledServer] = {}

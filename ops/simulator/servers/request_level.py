@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Literal
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Alarm, Events, Kind
 from ops.simulator.kernel.requests import Request, Served
@@ -39,6 +40,7 @@ class RequestLevelCluster:
         *,
         gpu_type: str,
         events: Events,
+        answers: AnswersByModel,
         ended: Ended,
         switching: Switching = "first-come",
     ) -> None:
@@ -50,6 +52,7 @@ class RequestLevelCluster:
         self._settings = settings
         self._gpu_type = gpu_type
         self._events = events
+        self._answers = answers
         self._tell_ended = ended
         self._switching = switching
         self._gpus: list[_Gpu] = [_Gpu() for _ in range(gpus)]
@@ -78,7 +81,7 @@ class RequestLevelCluster:
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Reports of every model on the whole cluster, which queues by itself."""
-        waiting = sum(served.request.prompt_tokens + served.left for served in self._waiting)
+        waiting = sum(map(self._tokens_left, self._waiting))
         used_bytes = sum(gpu.instance.kv_tokens * gpu.token_bytes for gpu in self._gpus if gpu.instance)
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
@@ -92,6 +95,11 @@ class RequestLevelCluster:
                 kv_capacity_bytes=self._settings.kv_bytes * self.slots,
                 remaining_tokens=waiting,
             )
+
+    def _tokens_left(self, served: Served) -> int:
+        """Of a request that waits: its prompt, and what its answer has to come."""
+        request = served.request
+        return request.prompt_tokens + self._answers[request.model].rest(served.made, served.left)
 
     def _assign(self) -> None:
         """Assign requests to GPUs with their model, or idle ones; the others keep their order."""
@@ -150,7 +158,9 @@ class RequestLevelCluster:
         return True
 
     def _start(self, gpu: "_Gpu", model: ModelCosts) -> None:
-        gpu.instance = Instance(model, self._settings, lambda served: self._ended(gpu, served))
+        gpu.instance = Instance(
+            model, self._settings, self._answers[model.name], lambda served: self._ended(gpu, served)
+        )
         gpu.alarm = Alarm(gpu.instance, self._events)
         for served in list(gpu.requests.values()):
             self._give(gpu, gpu.instance, served)

@@ -5,6 +5,7 @@ from math import inf
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from dataplane.protocol.tiers import InstanceKind
+from ops.simulator.kernel.answers import Answers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Alarm, Events
 from ops.simulator.kernel.requests import Request, Served
@@ -30,6 +31,7 @@ class DedicatedServer:
         *,
         gpu_type: str,
         events: Events,
+        answers: Answers,
         ended: Callable[[Served], None],
         node_id: str | None = None,
         slot: int = 0,
@@ -41,7 +43,7 @@ class DedicatedServer:
         self._place = (node_id or instance_id, slot)
         self._gpu_type = gpu_type
         self._events = events
-        self._instance = Instance(costs, settings, ended)
+        self._instance = Instance(costs, settings, answers, ended)
         self._alarm: Alarm | None = None
         self._emptied: Callable[[], None] | None = None
         self._lost = False
@@ -58,7 +60,7 @@ class DedicatedServer:
 
     @property
     def remaining_tokens(self) -> int:
-        """Prompt tokens and output tokens to make, as of the last completed step."""
+        """Prompt tokens and tokens of answers to come, as of the last completed step."""
         self.advance(self._events.now_s)
         return self._instance.remaining_tokens
 

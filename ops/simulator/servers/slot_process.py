@@ -13,6 +13,7 @@ from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.events import END, Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_engine import FastForwardEngine
@@ -37,15 +38,22 @@ class SlotProcess:
         on_step: OnStep,
         served: ServedOf,
         *,
+        answers: AnswersByModel,
         gpus: int = 1,
         renews: bool = False,
     ) -> None:
-        """`gpus`: of the slot. `served`, `renews`: see `FastForwardEngine`."""
+        """`gpus`: of the slot. `served`, `answers`, `renews`: see `FastForwardEngine`."""
         self.index = index
         self.kind = kind
         self.busy_s = 0.0
         self.engine = FastForwardEngine(
-            settings, lambda: events.now_s, self._sleep, self._sleep_fast_forward, served, renews=renews
+            settings,
+            lambda: events.now_s,
+            self._sleep,
+            self._sleep_fast_forward,
+            served,
+            answers=answers,
+            renews=renews,
         )
         self._gpus = gpus
         self._events = events

@@ -9,6 +9,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from controlplane.policies.facts import InstanceFacts
+from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.requests import Request, Served
 
 
@@ -38,7 +39,8 @@ class Server(Protocol):
 class Presence:
     """The registered servers. `servers`: all that ever were, or worked for one that was."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: AnswersByModel) -> None:
+        self._answers = answers
         self.servers: dict[Server, None] = {}
         self._registered: dict[str, Server] = {}
         self._of_model: dict[str, dict[Server, None]] = {}
@@ -89,10 +91,11 @@ class Presence:
         in which they first stood.
         """
         view, prompt_tokens = self._views[request.model], request.prompt_tokens - cached
+        answer_tokens = self._answers[request.model].rest(0, request.output_tokens)
         one = view[instance_id]
         view[instance_id] = replace(
             one,
-            sent_tokens=one.sent_tokens + prompt_tokens + request.output_tokens,
+            sent_tokens=one.sent_tokens + prompt_tokens + answer_tokens,
             sent_input_tokens=one.sent_input_tokens + prompt_tokens,
             sent_requests=one.sent_requests + 1,
         )

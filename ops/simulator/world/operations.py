@@ -106,6 +106,7 @@ def _maker(means: Mapping[str, Means], world: World) -> MakeServer:
             replace(mine.instance, kv_bytes=mine.instance.kv_bytes * add.gpus),
             gpu_type=add.gpu_type,
             events=world.events,
+            answers=world.answers[add.endpoint.model],
             ended=world.ended,
             node_id=add.node_id,
             slot=add.slot,
@@ -123,6 +124,7 @@ def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> Flee
             replay_settings(scenario, means[add.gpu_type], gpus),
             gpus=gpus,
             events=world.events,
+            answers=world.answers,
             ended=world.ended,
         )
 

@@ -32,6 +32,7 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                     instance,
                     gpu_type=profile.gpu_type,
                     events=world.events,
+                    answers=world.answers[part.model],
                     ended=world.ended,
                 )
                 server.open(part.kind)
@@ -51,6 +52,7 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                     replay,
                     models_max=fleet.models_per_gpu,
                     events=world.events,
+                    answers=world.answers,
                     ended=world.ended,
                 )
                 continue
@@ -64,6 +66,7 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                 specs,
                 replay,
                 events=world.events,
+                answers=world.answers,
                 ended=world.ended,
             )
 
@@ -103,6 +106,7 @@ def _request_level(
             replace(settings, prefill_only=prefill_only),
             gpu_type=gpu_type,
             events=world.events,
+            answers=world.answers,
             ended=ended,
             switching=scenario.policy.switching,
         )

@@ -21,6 +21,7 @@ from controlplane.policies.release import ReleaseSettings
 from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.tiers import NIW, Objective, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
+from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.events import ARRIVAL, TICK, EventLog, Events
 from ops.simulator.kernel.network import Network
 from ops.simulator.kernel.requests import Request, Served
@@ -46,7 +47,7 @@ class WorldSettings:
     """`latencies_ms`: one way, by origin and destination; what is not there, and within a region, takes no time.
     `learn_s`: requests before this moment are counted as demand, not served. `admission` None: all are let in.
     `tries_max`: how often a client sends a request, after the Retry-After of each refusal. `gateways`: how many there
-    are, each with its own knowledge of cached prompts.
+    are, each with its own knowledge of cached prompts. `clairvoyant`: whether queues count the true lengths of answers.
     """
 
     regions: tuple[str, ...]
@@ -59,6 +60,7 @@ class WorldSettings:
     admission: AdmissionSettings | None = None
     tries_max: int = 1
     gateways: int = 1
+    clairvoyant: bool = False
 
 
 class World:
@@ -75,7 +77,8 @@ class World:
         self.settings = settings
         self.events = events
         self.log = EventLog()
-        self.present = Presence()
+        self.answers = answers_by_model(clairvoyant=settings.clairvoyant)
+        self.present = Presence(self.answers)
         self.demand = Demand()
         self.usage = Usage()
         self.recorder = Recorder(endpoints, self.usage, self.demand)
@@ -141,6 +144,8 @@ class World:
         self.present.tick()
         now_s = self.events.now_s
         self.events.catch_up()
+        for answers in self.answers.values():
+            answers.learn()
         self.log.close()
         for request in self.deferred.expire(now_s):
             self._fail(request, "its deadline passed while it waited")
@@ -229,6 +234,7 @@ class World:
         request, block = served.request, self._served
         self.log.note(served.last_s, ENDED, request.number, served.in_time)
         self._over(request, served.last_s)
+        self.answers[request.model].ended(served)
         if request.blocks:
             self._router.ended(self._prompts.ended(served, self.events.now_s))
             self.prompt_tokens += request.prompt_tokens

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from dataplane.protocol.tiers import Objective
 from ops.bench.papers import aegaeon, workloads
+from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Request, Served
@@ -41,6 +42,7 @@ def cluster_times(
         InstanceSettings(kv_bytes=10**6),
         gpu_type="g",
         events=events,
+        answers=answers_by_model(clairvoyant=True),
         ended=ended.append,
         switching=switching,
     )

@@ -15,6 +15,7 @@ from dataplane.scheduling.attainment import ServedRequest, service_share, tokens
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.prefill import PrefillSettings
 from dataplane.scheduling.schedule import TurnSettings
+from ops.simulator.kernel.answers import TrueAnswers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.dedicated import Instance
@@ -43,7 +44,7 @@ def serve(
     model = ModelCosts(
         name="m", latency=latency, weights_bytes=1, kv_bytes_per_token=KV_BYTES_PER_TOKEN, bytes_per_s=1e12
     )
-    instance = Instance(model, instance_settings, out)
+    instance = Instance(model, instance_settings, TrueAnswers(), out)
 
     def advance(until_s: float) -> None:
         while instance.next_s < until_s:

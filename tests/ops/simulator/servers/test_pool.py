@@ -10,6 +10,7 @@ from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.tiers import Objective
+from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
@@ -95,7 +96,10 @@ def compare(requests: Sequence[Request], settings: ReplaySettings, *, prefilled:
                 if served.left:
                     served.fast_forward(fast_forward) if fast_forward else served.token(events.now_s)
 
-    slot = SlotProcess(0, "both", settings, events, on_step, lambda request_id: made[int(request_id)], renews=True)
+    answers = answers_by_model(clairvoyant=True)
+    slot = SlotProcess(
+        0, "both", settings, events, on_step, lambda request_id: made[int(request_id)], answers=answers, renews=True
+    )
     slot.load(MODELS)
 
     def come(request: Request) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from dataplane.protocol.tiers import Objective
+from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.requests import Request, Served
 from ops.simulator.servers.pool_slot import PooledServer, PoolSlot
@@ -19,7 +20,16 @@ class Slot:
     def __init__(self, gpus: int = 1) -> None:
         self.events = Events()
         self.ended: list[Served] = []
-        self.slot = PoolSlot("n", 0, "r", SETTINGS, gpus=gpus, events=self.events, ended=self.ended.append)
+        self.slot = PoolSlot(
+            "n",
+            0,
+            "r",
+            SETTINGS,
+            gpus=gpus,
+            events=self.events,
+            answers=answers_by_model(clairvoyant=True),
+            ended=self.ended.append,
+        )
         self.instances: dict[str, PooledServer] = {}
 
     def open(self, *models: str) -> None:

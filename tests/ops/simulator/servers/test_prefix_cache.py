@@ -8,6 +8,7 @@ import pytest
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
+from ops.simulator.kernel.answers import TrueAnswers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Served
 from ops.simulator.servers.dedicated import Instance
@@ -31,9 +32,8 @@ def asked(number: int, at_s: float, *blocks: int, prompt: int = LONG, output: in
 
 def served(*requests: Request, kv_tokens: int = 10**6, **settings: Any) -> list[Served]:
     ended: list[Served] = []
-    instance = Instance(
-        MODEL, InstanceSettings(kv_bytes=kv_tokens, prefill_tokens_per_step_max=10**6, **settings), ended.append
-    )
+    own = InstanceSettings(kv_bytes=kv_tokens, prefill_tokens_per_step_max=10**6, **settings)
+    instance = Instance(MODEL, own, TrueAnswers(), ended.append)
     for request in requests:
         instance.advance(request.arrived_s)
         instance.submit(Served(request, TIER_OBJECTIVES[Tier.IW_N]), request.arrived_s)
