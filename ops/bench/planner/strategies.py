@@ -55,6 +55,8 @@ FRONTIER: Sequence[str] = (
 )
 """The variants that make the lines."""
 
+_REACTIVE = frozenset(name for name in FRONTIER if POINTS[name][0] == "reactive")
+"""The points of Reactive's line."""
 _WORSE_IS_MORE = ("instance_hours", "late", "slow_minutes")
 Row = Mapping[str, Any]
 
@@ -63,7 +65,7 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of one case with `beaten_by`, a strategy that is better in hours, late share and slow minutes and worse in
     none, or None; and `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None.
     """
-    line = sorted((row["late"], row["instance_hours"]) for row in rows if row["strategy"].startswith("reactive"))
+    line = sorted((row["late"], row["instance_hours"]) for row in rows if row["strategy"] in _REACTIVE)
     return [
         dict(row) | {"beaten_by": _beaten_by(row, rows), "reactive_alike": hours_at(line, row["late"])} for row in rows
     ]
@@ -226,7 +228,8 @@ def thetas_of(scenario: Scenario) -> dict[str, float]:
 def digest_of(scenario: Scenario) -> str:
     """A digest of a scenario, which does not depend on where its recording is."""
     document = scenario.model_dump(mode="json")
-    document["traffic"].pop("path", None)
+    for traffic in (document["traffic"], *document["traffic"].get("parts", ())):
+        traffic.pop("path", None)
     document["fleet"]["profile"] = Path(document["fleet"]["profile"]).name
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -7,7 +7,7 @@ that day is its fullest without gaps. The days before it are learnt from. A week
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class StrategyFigures:
     Attributes:
         instance_hours: serving, warming and draining; spot ones are somebody else's.
         warming_hours: of those, what starts took.
+        redeploys: starts in the place of another model's spot instance.
         ttft_p95_s, ttft_p99_s, late: of IW-F requests; `late` is the share whose first token was.
         iw_failed, niw_failed: shares of the requests that ended without an answer.
         high_minutes: minutes in which an endpoint was above `HIGH`, over all endpoints.
@@ -67,6 +68,7 @@ class StrategyFigures:
     warming_hours: float
     spot_hours: float
     scale_outs: int
+    redeploys: int
     ttft_p95_s: float
     ttft_p99_s: float
     late: float
@@ -96,6 +98,7 @@ def figures_of(result: Result, tokens_per_s: Mapping[str, float], instances_min:
         warming_hours=hours.get("warming", 0.0),
         spot_hours=hours.get("spot", 0.0),
         scale_outs=result.totals.scale_outs,
+        redeploys=result.totals.starts.get("spot_other", 0),
         ttft_p95_s=urgent.ttft_s.p95 if urgent and urgent.ttft_s else float("nan"),
         ttft_p99_s=urgent.ttft_s.p99 if urgent and urgent.ttft_s else float("nan"),
         late=urgent.ttft_violations if urgent else 0.0,
@@ -159,13 +162,15 @@ _INTERACTIVE = "traffic.tiers={IW-F=45, IW-N=27}"
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A traffic. `recording`: format and path below the data's folder; None: the scenario's own is made up. `model`: of
-    the recording, this one only. Times of the recording in days: from when, learnt until, served until.
+    the recording, this one only. Times of the recording in days: from when, learnt until, served until. `parts`: of
+    several recordings at once, by the name of the model that each is of; they are learnt for equally long.
     """
 
     recording: tuple[str, str] | None = None
     model: str | None = None
     days: tuple[int, int, int] | None = None
     settings: tuple[str, ...] = ()
+    parts: Mapping[str, "Case"] = field(default_factory=dict)
 
     def all_settings(self) -> tuple[str, ...]:
         """Settings in the form of `--set`."""
@@ -195,16 +200,48 @@ _BURST = (
     "traffic.bursts=[{start_s=92400, duration_s=300, factor=8}]",
 )
 
+_A_DAY = Case(recording=_SAGESERVE, model="A", days=(0, 3, 4), settings=_A)
+_A_WEEK = Case(recording=_SAGESERVE, model="A", days=(0, 1, 7), settings=_A)
+_C_DAY = Case(recording=_SAGESERVE, model="C", days=(0, 3, 4), settings=_C)
+_C_WEEK = Case(recording=_SAGESERVE, model="C", days=(0, 1, 7), settings=_C)
+_AZURE_WEEK = Case(recording=_AZURE, days=(0, 1, 7), settings=_CODING)
+
+FOUR_VMS: Mapping[str, int] = {"us-east": 32, "us-central": 12, "us-west": 16}
+"""VMs of the four models together, at first in equal shares. SageServe begins with 20 for each model and region and so
+binds nobody; these are captive, and 60 as for one model alone, dealt by what regions ask for. The five fullest minutes
+ask for 46 instances of all models, but the models' own for 54, and us-east's for 25 and 31: with headroom and whole
+instances there is room for the former, and for the latter only if models give VMs to each other.
+"""
+_FOUR = ("fleet.nodes=[" + ", ".join(f'{{region="{at}", count={n}, slots=1}}' for at, n in FOUR_VMS.items()) + "]",)
+
 CASES: Mapping[str, Case] = {
-    "a-day": Case(recording=_SAGESERVE, model="A", days=(0, 3, 4), settings=_A),
-    "c-day": Case(recording=_SAGESERVE, model="C", days=(0, 3, 4), settings=_C),
+    "a-day": _A_DAY,
+    "c-day": _C_DAY,
     "azure-day": Case(recording=_AZURE, days=(0, 4, 5), settings=_CODING),
     "servegen-day": Case(recording=_SERVEGEN, days=(8, 12, 13), settings=_CLIENTS),
     "burst": Case(settings=_BURST),
-    "a-week": Case(recording=_SAGESERVE, model="A", days=(0, 1, 7), settings=_A),
-    "c-week": Case(recording=_SAGESERVE, model="C", days=(0, 1, 7), settings=_C),
-    "azure-week": Case(recording=_AZURE, days=(0, 1, 7), settings=_CODING),
+    "a-week": _A_WEEK,
+    "c-week": _C_WEEK,
+    "azure-week": _AZURE_WEEK,
     "servegen-week": Case(recording=_SERVEGEN, days=(0, 7, 14), settings=_CLIENTS),
+    "four-day": Case(
+        parts={
+            "A": _A_DAY,
+            "C": _C_DAY,
+            "coding": Case(recording=_AZURE, days=(1, 4, 5), settings=_CODING),
+            "mid": Case(recording=_SERVEGEN, days=(9, 12, 13), settings=_CLIENTS),
+        },
+        settings=_FOUR,
+    ),
+    "four-week": Case(
+        parts={
+            "A": _A_WEEK,
+            "C": _C_WEEK,
+            "coding": _AZURE_WEEK,
+            "mid": Case(recording=_SERVEGEN, days=(7, 8, 14), settings=_CLIENTS),
+        },
+        settings=_FOUR,
+    ),
 }
 """By name. The burst: three hours of even traffic, and eight times as much for five minutes, forty minutes into the
 second of them, where LT-UA may leave the plan.
@@ -214,6 +251,7 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "siloed": ("siloed", ()),
     "reactive": ("reactive", ()),
     "reactive-50-25": ("reactive", ("scaling.out_above=0.5", "scaling.in_below=0.25")),
+    "reactive-clairvoyant": ("reactive", ("policy.clairvoyant=true",)),
     "lt-i": ("lt-i", ()),
     "lt-u": ("lt-u", ()),
     "lt-ua": ("lt-ua", ()),
@@ -246,6 +284,8 @@ def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: 
         ops.simulator.scenario.scenario.ScenarioError: the scenario cannot be used.
         DemandFileError: the recording cannot be read, or lacks the model.
     """
+    if case.parts:
+        return _mixed(case, variant, data, folder, scenario, more)
     trace = None
     if case.recording is not None:
         kind, name = case.recording
@@ -254,6 +294,29 @@ def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: 
     strategy, own = POINTS[variant]
     loaded = load_scenario(scenario, trace=trace, settings=(*case.all_settings(), *own, *more))
     return loaded.with_strategy(strategy)
+
+
+def _mixed(case: Case, variant: str, data: Path, folder: Path, scenario: Path, more: Sequence[str]) -> Scenario:
+    """The parts' scenarios as one: the traffic and the model of each, on one fleet."""
+    alone = {
+        name: case_scenario(part, variant, data, folder, scenario, (*case.settings, *more))
+        for name, part in case.parts.items()
+    }
+    whole, *_ = (one.model_dump() for one in alone.values())
+    parts = [one.traffic.model_dump() | {"models": {name: 1.0}} for name, one in alone.items()]
+    models = [one.models[0].model_dump() | {"name": name} for name, one in alone.items()]
+    first = [
+        {"model": name, "region": node["region"], "count": node["count"] // len(alone)}
+        for name in alone
+        for node in whole["fleet"]["nodes"]
+    ]
+    changes = {
+        "name": "four models in three regions",
+        "traffic": {"kind": "mixed", "parts": parts},
+        "models": models,
+        "fleet": whole["fleet"] | {"instances": first},
+    }
+    return Scenario.model_validate(whole | changes)
 
 
 def only_model(path: Path, model: str, folder: Path) -> Path:

@@ -1,6 +1,10 @@
-"""The requests of a scenario, whatever its traffic is: made up, listed one by one, or drawn from recorded rates."""
+"""The requests of a scenario, whatever its traffic is: made up, listed one by one, drawn from rates, or mixed."""
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+
+from msgspec.structs import replace
 
 from forecasts.importers.lines import CsvFile, open_csv
 from forecasts.importers.listings import AZURE
@@ -11,7 +15,7 @@ from ops.simulator.traffic.senders import Names, Sender, alike
 from ops.simulator.traffic.servegen import servegen_buckets
 from ops.simulator.traffic.traces import LISTINGS, listed, read_aegaeon, read_listing, replay
 from ops.simulator.traffic.traffic import generate
-from ops.simulator.traffic.traffic_parts import AegaeonPart, GeneratedPart, ListedPart, RatesPart
+from ops.simulator.traffic.traffic_parts import AegaeonPart, GeneratedPart, ListedPart, MixedPart, OnePart, RatesPart
 
 BUCKETS: Mapping[str, Callable[[CsvFile, Open], Iterator[Bucket]]] = {
     "azure-2024": azure_buckets,
@@ -20,6 +24,8 @@ BUCKETS: Mapping[str, Callable[[CsvFile, Open], Iterator[Bucket]]] = {
     "servegen": servegen_buckets,
 }
 """Readers of rates by the kind of traffic."""
+_SEEDS_APART = 1_000_003
+"""Between the seeds of a mixed traffic's parts, so that no two draw the same numbers."""
 
 
 def traffic_of(scenario: Scenario, seed: int) -> Iterator[Request]:
@@ -29,9 +35,18 @@ def traffic_of(scenario: Scenario, seed: int) -> Iterator[Request]:
         forecasts.importers.lines.DemandFileError: the recording cannot be read, now or later.
     """
     traffic = scenario.traffic
+    if not isinstance(traffic, MixedPart):
+        return _of_part(traffic, scenario, seed)
+    streams = [_of_part(part, scenario, seed + _SEEDS_APART * place) for place, part in enumerate(traffic.parts)]
+    merged = heapq.merge(*streams, key=attrgetter("arrived_s"))
+    return (replace(request, number=number) for number, request in enumerate(merged))
+
+
+def _of_part(traffic: OnePart | AegaeonPart, scenario: Scenario, seed: int) -> Iterator[Request]:
+    """The requests of one traffic, numbered from 0."""
     models = [model.name for model in scenario.models]
     if isinstance(traffic, GeneratedPart):
-        return generate(traffic, models, seed)
+        return generate(traffic, traffic.models or models, seed)
     sender = Sender(
         models=traffic.models or alike(models), origins=traffic.origins or alike(scenario.regions), tiers=traffic.tiers
     )

@@ -116,13 +116,24 @@ class ProvisioningPart(Part):
     """Seconds until an instance serves: from spot of the same model, or pooled on a node that has it loaded; in the
     place of another model's spot; with the weights in the region; and without. `weights`: regions that hold a model's
     from the beginning; not named: all.
+
+    The first is drawn, `spot_same_s` being the median, `spot_same_spread` the deviation of its logarithm (0: always the
+    median), and `spot_same_most_s` its limit; plans count the median.
     """
 
     spot_same_s: Share = 60.0
+    spot_same_spread: Annotated[float, Field(ge=0, le=3)] = 0.5
+    spot_same_most_s: Share = 300.0
     spot_other_s: Share = 600.0
     local_s: Share = 600.0
     remote_s: Share = 7200.0
     weights: dict[str, list[str]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _cut_above_the_median(self) -> "ProvisioningPart":
+        if self.spot_same_s > self.spot_same_most_s:
+            raise ValueError(f"spot_same_s {self.spot_same_s:g} is above spot_same_most_s {self.spot_same_most_s:g}")
+        return self
 
     def times(self) -> StartTimes:
         return StartTimes(

@@ -22,7 +22,7 @@ from ops.simulator.scenario.planning import (
     Strategy,
 )
 from ops.simulator.servers.request_level import Switching
-from ops.simulator.traffic.traffic_parts import TrafficPart
+from ops.simulator.traffic.traffic_parts import AegaeonPart, MixedPart, OnePart, TrafficPart
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 
@@ -180,9 +180,10 @@ class Scenario(Part):
                 raise ValueError(f"fleet.instances.{index}.model: no model {instance.model!r}")
             if instance.region not in regions:
                 raise ValueError(f"fleet.instances.{index}.region: no region {instance.region!r}")
-        for model in getattr(self.traffic, "models", None) or ():
-            if model not in models:
-                raise ValueError(f"traffic.models.{model}: no such model")
+        for key, part in self._traffics():
+            for model in getattr(part, "models", None) or ():
+                if model not in models:
+                    raise ValueError(f"{key}.models.{model}: no such model")
         for key in self.latencies_ms:
             if not set(self.ends(key)) <= regions | self.origins or len(self.ends(key)) != 2:
                 raise ValueError(f"latencies_ms.{key}: must be 'origin > destination'")
@@ -245,7 +246,14 @@ class Scenario(Part):
 
     @property
     def origins(self) -> set[str]:
-        return set(self.traffic.origins or self.regions)
+        return {origin for _, part in self._traffics() for origin in part.origins or self.regions}
+
+    def _traffics(self) -> Iterator[tuple[str, OnePart | AegaeonPart]]:
+        """What comes, one traffic at a time, each with its key."""
+        if isinstance(self.traffic, MixedPart):
+            yield from ((f"traffic.parts.{place}", part) for place, part in enumerate(self.traffic.parts))
+        else:
+            yield "traffic", self.traffic
 
     @staticmethod
     def ends(key: str) -> tuple[str, ...]:
@@ -284,7 +292,11 @@ def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[st
 def _key(places: tuple[int | str, ...]) -> str:
     """The key of an error as in the file, without the tags of unions."""
     table, *rest = places or ("",)
-    kept = rest[1:] if table == "traffic" else [place for place in rest if place not in FORMS]
+    kept = [place for place in rest if place not in FORMS]
+    if table == "traffic":
+        kept = kept[1:]
+        if kept[:1] == ["parts"]:
+            kept[2:3] = []
     return ".".join(map(str, (table, *kept)))
 
 
@@ -292,13 +304,21 @@ def _located(document: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The document with paths relative to its folder resolved."""
     traffic, fleet = document.get("traffic"), document.get("fleet")
     if isinstance(traffic, dict):
-        files = {key: folder / traffic[key] for key in ("path", "lengths") if isinstance(traffic.get(key), str)}
-        document["traffic"] = traffic | files
+        parts = traffic.get("parts")
+        mixed = {"parts": [_recorded(part, folder) for part in parts]} if isinstance(parts, list) else {}
+        document["traffic"] = _recorded(traffic, folder) | mixed
     if isinstance(fleet, dict):
         nodes = fleet.get("nodes")
         located = {"nodes": [_profiled(node, folder) for node in nodes]} if isinstance(nodes, list) else {}
         document["fleet"] = _profiled(fleet, folder) | located
     return document
+
+
+def _recorded(table: Any, folder: Path) -> Any:
+    """A traffic with the paths of its files resolved, if it names any."""
+    if not isinstance(table, dict):
+        return table
+    return table | {key: folder / table[key] for key in ("path", "lengths") if isinstance(table.get(key), str)}
 
 
 def _profiled(table: Any, folder: Path) -> Any:

@@ -21,7 +21,7 @@ _ANY = 2**62
 
 @dataclass(eq=False, kw_only=True)
 class FastForwardModel(ReplayModel):
-    """One model. `has_next_kv`: the batched sequences have KV for their next tokens already. `answers`: of its requests."""
+    """One model. `has_next_kv`: the batched sequences have KV for their next tokens. `answers`: of its requests."""
 
     answers: Answers = field(default_factory=TrueAnswers)
     batched: dict[int, ReplaySequence] = field(default_factory=dict)

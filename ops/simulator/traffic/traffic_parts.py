@@ -1,4 +1,6 @@
-"""The tables of a scenario that say what comes: made-up traffic, or a recording. Unknown keys are errors."""
+"""The tables of a scenario that say what comes: made-up traffic, a recording, or several of these at once. Unknown keys
+are errors.
+"""
 
 import math
 from pathlib import Path
@@ -62,14 +64,15 @@ class Burst(Part):
 
 class GeneratedPart(Part):
     """Synthetic traffic. `rate_per_s`: of all models, the mean over a day. `cv`: of the intervals; Poisson has 1.
-    `day_swing`: the highest rate is 1 + this times the mean, at `peak_hour`. `zipf`: the k-th model of the file has a
-    share of k ** -zipf.
+    `day_swing`: the highest rate is 1 + this times the mean, at `peak_hour`. `models`: their names by rank; None = all
+    of the scenario in its order. `zipf`: the k-th of them has a share of k ** -zipf.
     """
 
     kind: Literal["generated"]
     rate_per_s: Positive
     duration_s: Annotated[float, Field(gt=0, le=DURATION_S_MAX)]
     cv: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    models: Annotated[list[str], Field(min_length=1)] | None = None
     zipf: Share = 0.0
     day_swing: Annotated[float, Field(ge=0, le=1)] = 0.0
     peak_hour: Annotated[float, Field(ge=0, lt=24)] = 14.0
@@ -150,7 +153,26 @@ class RatesPart(RecordedPart):
     lengths: Path | None = None
 
 
-TrafficPart = Annotated[GeneratedPart | AegaeonPart | ListedPart | RatesPart, Field(discriminator="kind")]
+OnePart = GeneratedPart | ListedPart | RatesPart
+
+
+class MixedPart(Part):
+    """Several traffics at once, each as it would be alone: with its own models, lengths, scale, and window of its
+    recording. All begin at the same moment, and it lasts as long as the longest.
+    """
+
+    kind: Literal["mixed"]
+    parts: Annotated[list[Annotated[OnePart, Field(discriminator="kind")]], Field(min_length=1, max_length=100)]
+
+    @property
+    def duration_s(self) -> float | None:
+        """None if that of a recording is not known."""
+        durations_s = [part.duration_s for part in self.parts]
+        known_s = [each_s for each_s in durations_s if each_s is not None]
+        return max(known_s) if len(known_s) == len(durations_s) else None
+
+
+TrafficPart = Annotated[GeneratedPart | AegaeonPart | ListedPart | RatesPart | MixedPart, Field(discriminator="kind")]
 
 
 def _refuse_empty(part: Part, *names: str) -> None:

@@ -27,6 +27,7 @@ from ops.simulator.servers.pool_slot import PooledServer
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.world.fleet_pools import FleetPools
 from ops.simulator.world.hosted import Changes, FleetNode, HostedInstance
+from ops.simulator.world.spot_starts import SpotStarts
 from ops.simulator.world.usage import Usage
 from ops.simulator.world.world import World
 
@@ -45,6 +46,7 @@ class Fleet:
         events: Events,
         *,
         times: StartTimes,
+        spot_starts: SpotStarts,
         weights: Iterable[Endpoint],
         pools: FleetPools,
     ) -> None:
@@ -58,6 +60,7 @@ class Fleet:
         self._world = world
         self._events = events
         self._times = times
+        self._spot_starts = spot_starts
         self.pools = pools
         self._started = 0
 
@@ -120,7 +123,8 @@ class Fleet:
             self.starts["revived"] += 1
             self._serve(self.hosted[change.instance_id], change.kind)
         for change in decision.reclaims:
-            self._warm(self.hosted[change.instance_id], "spot_same", self._times.donated_same_s, change.kind)
+            hosted = self.hosted[change.instance_id]
+            self._warm(hosted, "spot_same", self._spot_starts.draw_s(hosted.ref), change.kind)
         for add in decision.redeploys:
             for name in add.replaces:
                 self._stop(name)
@@ -167,7 +171,7 @@ class Fleet:
     def _source(self, add: SlotAdd, *, near: Start, near_s: float) -> tuple[Start, float]:
         """The source of a fresh instance's weights, and its start time."""
         if not add.gpus and self._in_host_memory(add):
-            return "host", self._times.donated_same_s
+            return "host", self._spot_starts.draw_s((add.node_id, add.slot))
         return (near, near_s) if add.endpoint in self.weights else ("remote", self._times.remote_s)
 
     def _in_host_memory(self, add: SlotAdd) -> bool:

@@ -13,7 +13,7 @@ from forecasts.settings import ForecastSettings
 from ops.simulator.kernel.scenario_values import by_gpu_type
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.means import Means
-from ops.simulator.scenario.planning import ScalingPart
+from ops.simulator.scenario.planning import ProvisioningPart, ScalingPart
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 from ops.simulator.servers.pool_slot import PoolSlot
 from ops.simulator.servers.servers import DedicatedServer
@@ -25,6 +25,7 @@ from ops.simulator.world.hosted import FleetNode
 from ops.simulator.world.loops import Loops, LoopSettings
 from ops.simulator.world.planning import Planner, PlanSettings
 from ops.simulator.world.serving import replay_settings, spec_of
+from ops.simulator.world.spot_starts import SpotStarts, SpotStartTimes
 from ops.simulator.world.world import World
 
 PLANNED = {"lt-i", "lt-u", "lt-ua", "lt-d", "oracle"}
@@ -55,6 +56,7 @@ def operate(
         world,
         world.events,
         times=scenario.provisioning.times(),
+        spot_starts=SpotStarts(_spot_times(scenario.provisioning), seed),
         weights=(Endpoint(model=model, region=region) for model, places in everywhere.items() for region in places),
         pools=_pools(scenario, means, world),
     )
@@ -94,6 +96,10 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[F
                 gpus=part.gpus,
                 host_bytes=part.host_bytes,
             )
+
+
+def _spot_times(part: ProvisioningPart) -> SpotStartTimes:
+    return SpotStartTimes(median_s=part.spot_same_s, spread=part.spot_same_spread, most_s=part.spot_same_most_s)
 
 
 def _maker(means: Mapping[str, Means], world: World) -> MakeServer:

@@ -45,7 +45,7 @@ def pooled(**changes: Any) -> Scenario:
         },
         "scaling": {"strategy": "lt-i", "instances_min": 0, "instances_max": 3, "every_s": 5, "cooldown_s": 5},
         "planning": {"forecasters": ["last hour's maximum"], "pools": True},
-        "provisioning": {"spot_same_s": 4, "spot_other_s": 20, "local_s": 20, "remote_s": 60},
+        "provisioning": {"spot_same_s": 4, "spot_same_spread": 0, "spot_other_s": 20, "local_s": 20, "remote_s": 60},
     }
     return changed_scenario(document, changes)
 

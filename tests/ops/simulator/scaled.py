@@ -50,7 +50,7 @@ def scaled(strategy: str = "lt-i", **changes: Any) -> Scenario:
         "policy": {"batching": "prefill-first"},
         "scaling": {"strategy": strategy, "instances_min": 1, "instances_max": 4, "cooldown_s": 15},
         "planning": {"learn_s": 300, "forecasters": ["last hour's maximum"]},
-        "provisioning": {"spot_same_s": 20, "spot_other_s": 60, "local_s": 60, "remote_s": 300},
+        "provisioning": {"spot_same_s": 20, "spot_same_spread": 0, "spot_other_s": 60, "local_s": 60, "remote_s": 300},
     }
     return changed_scenario(document, changes)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -16,7 +17,8 @@ from ops.bench.planner.strategies import FRONTIER, compared, hours_at
 from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.simulator.results.results import EndpointSeries
-from ops.simulator.scenario.scenario import ScenarioError
+from ops.simulator.scenario.scenario import Scenario, ScenarioError
+from ops.simulator.traffic.traffic_parts import MixedPart
 
 RECORDING = "sageserve/nov2024_week_prompt_tokens_per_min.csv.gz"
 QUICK = ["traffic.until_s=1800", "planning.learn_s=1200", "traffic.scale=1.0"]
@@ -109,10 +111,39 @@ def test_names_that_are_none_are_refused(data: Path) -> None:
     assert CliRunner().invoke(commands, [*given, "--case", "a-day"]).exit_code == 2
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_case_is_learnt_before_it_is_served(name: str, data: Path) -> None:
+def with_c(data: Path) -> None:
+    """The recording's B is called C."""
     text = gzip.decompress((data / RECORDING).read_bytes()).decode().replace(",B,", ",C,")
     (data / RECORDING).write_bytes(gzip.compress(text.encode()))
+
+
+@pytest.mark.parametrize("name", ["four-day", "four-week"])
+def test_four_models_are_as_they_are_alone_but_on_one_fleet(name: str, data: Path) -> None:
+    with_c(data)
+    scenario = case_scenario(CASES[name], "reactive", data, data, SCENARIO, ())
+    assert [model.name for model in scenario.models] == ["A", "C", "coding", "mid"]
+    assert isinstance(scenario.traffic, MixedPart)
+    for (model, case), own, part in zip(
+        CASES[name].parts.items(), scenario.models, scenario.traffic.parts, strict=True
+    ):
+        alone = case_scenario(case, "reactive", data, data, SCENARIO, ())
+        assert own == alone.models[0].model_copy(update={"name": model})
+        assert part == alone.traffic.model_copy(update={"models": {model: 1.0}})
+        assert part.duration_s == scenario.traffic.duration_s
+        assert alone.planning == scenario.planning
+    there = Counter[str]()
+    for one in scenario.fleet.instances:
+        there[one.region] += one.count
+    assert there == {node.region: node.count for node in scenario.fleet.nodes}
+    moved = scenario.model_dump()
+    for part in moved["traffic"]["parts"]:
+        part["path"] = "elsewhere" / part["path"]
+    assert strategies.digest_of(Scenario.model_validate(moved)) == strategies.digest_of(scenario)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_is_learnt_before_it_is_served(name: str, data: Path) -> None:
+    with_c(data)
     scenario = case_scenario(CASES[name], "lt-i", data, data, SCENARIO, ())
     served_s = scenario.traffic.duration_s - scenario.planning.learn_s  # type: ignore[union-attr, operator]
     assert scenario.planning.learn_s >= 86_400

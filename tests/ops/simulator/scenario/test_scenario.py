@@ -55,6 +55,14 @@ def test_the_example_is_one() -> None:
         ("[fleet]", '[fleet]\nnodes = [{ region = "eu-west" }]', "fleet.nodes: needs [scaling]"),
         ("[fleet]", "[fleet]\nboth_slots = 2", "fleet: both_slots: serving = 'dedicated' has none"),
         ("[policy]", "[policy]\ntries_max = 2", "policy: tries_max: needs admission = true"),
+        ("[policy]", "[policy]\nclairvoyant = 3", "policy.clairvoyant: Input should be a valid boolean"),
+        ('kind = "generated"', 'kind = "generated"\nmodels = ["none"]', "traffic.models.none: no such model"),
+        ("[fleet]", "[provisioning]\nspot_same_spread = 4\n[fleet]", "provisioning.spot_same_spread: Input should be less"),
+        (
+            "[fleet]",
+            "[provisioning]\nspot_same_s = 301\n[fleet]",
+            "provisioning: spot_same_s 301 is above spot_same_most_s 300",
+        ),
     ],
 )
 def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str) -> None:
