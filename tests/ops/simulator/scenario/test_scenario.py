@@ -57,7 +57,7 @@ def test_the_example_is_one() -> None:
         ("[policy]", "[policy]\ntries_max = 2", "policy: tries_max: needs admission = true"),
         ("[policy]", "[policy]\nclairvoyant = 3", "policy.clairvoyant: Input should be a valid boolean"),
         ('kind = "generated"', 'kind = "generated"\nmodels = ["none"]', "traffic.models.none: no such model"),
-        ("[fleet]", "[provisioning]\nspot_same_spread = 4\n[fleet]", "provisioning.spot_same_spread: Input should be less"),
+        ("[fleet]", "[provisioning]\nspot_same_spread = 4\n[fleet]", "spot_same_spread: Input should be less"),
         (
             "[fleet]",
             "[provisioning]\nspot_same_s = 301\n[fleet]",
