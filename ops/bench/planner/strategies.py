@@ -30,6 +30,7 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
+from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, write_page
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -57,18 +58,34 @@ FRONTIER: Sequence[str] = (
 
 _REACTIVE = frozenset(name for name in FRONTIER if POINTS[name][0] == "reactive")
 """The points of Reactive's line."""
+_REFERENCES = ("reactive", "reactive-50-25")
+_RANGED = ("instance_hours", "late", "ttft_p95_s")
+"""The figures whose range over seeds is told."""
 _WORSE_IS_MORE = ("instance_hours", "late", "slow_minutes")
 Row = Mapping[str, Any]
 
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of one case with `beaten_by`, a strategy that is better in hours, late share and slow minutes and worse in
-    none, or None; and `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None.
+    none, or None; `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None; and
+    `distances`, by a strategy of `_REFERENCES`, the hours to its own, and whether no more first tokens are late.
     """
+    references = {row["strategy"]: row for row in rows if row["strategy"] in _REFERENCES}
     line = sorted((row["late"], row["instance_hours"]) for row in rows if row["strategy"] in _REACTIVE)
     return [
-        dict(row) | {"beaten_by": _beaten_by(row, rows), "reactive_alike": hours_at(line, row["late"])} for row in rows
+        dict(row)
+        | {
+            "beaten_by": _beaten_by(row, rows),
+            "reactive_alike": hours_at(line, row["late"]),
+            "distances": {name: _distance(row, other) for name, other in references.items()},
+        }
+        for row in rows
     ]
+
+
+def _distance(row: Row, reference: Row) -> dict[str, Any]:
+    hours = row["instance_hours"] / reference["instance_hours"] - 1
+    return {"hours": hours, "no_later": row["late"] <= reference["late"]}
 
 
 def hours_at(line: Sequence[tuple[float, float]], late: float) -> float | None:
@@ -234,17 +251,15 @@ def digest_of(scenario: Scenario) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def row_of(case: str, variant: str, runs: Sequence[Mapping[str, Any]], reactive: float | None) -> dict[str, Any]:
-    """A line of the table: means over seeds. `reactive`: its instance hours in the same case."""
+def row_of(case: str, variant: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A line of the table: means over seeds, and ranges of some."""
     keys = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-    hours = [one["instance_hours"] for one in runs]
     means = {key: fmean(one[key] for one in runs) for key in keys}
     return means | {
         "case": case,
         "strategy": variant,
         "seeds": len(runs),
-        "instance_hours_range": [min(hours), max(hours)],
-        "to_reactive": None if reactive is None else means["instance_hours"] / reactive - 1,
+        **{f"{key}_range": [choose(one[key] for one in runs) for choose in (min, max)] for key in _RANGED},
         "published": PUBLISHED.get(variant),
         "parts": {part: fmean(one["parts"][part] for one in runs) for part in _PARTS},
     }
@@ -260,6 +275,7 @@ def main(
     frontier: Annotated[bool, typer.Option("--frontier", help=f"By default {', '.join(FRONTIER)}.")] = False,
     setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hours against lateness, a panel for each case.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table between its marks in this page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Instance hours, wasted starts and TTFT of scaling strategies, on days and weeks of recordings and on a burst.
@@ -270,11 +286,12 @@ def main(
     \b
     Example:
       python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --case c-day --seed 1 --seed 2
-      python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --frontier
+      python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --frontier --plot a-day.png
     """
     cases = chosen(case, CASES, "--case")
     variants = chosen(strategy, POINTS, "--strategy") if strategy else list(FRONTIER if frontier else VARIANTS)
     check_plot(plot)
+    check_page(markdown)
     runs.mkdir(parents=True, exist_ok=True)
     try:
         with work_folder() as folder:
@@ -300,26 +317,43 @@ def main(
         show_frontier(rows)
     if plot is not None:
         draw_frontier(rows, plot)
+    if markdown is not None:
+        write_page(markdown, rows)
+
+
+def check_page(page: Path | None) -> None:
+    """Check that a page has a place for the table, before long work is done for it.
+
+    Raises:
+        typer.BadParameter: it has none.
+    """
+    try:
+        if page is not None:
+            split_page(page)
+    except PageError as error:
+        raise typer.BadParameter(str(error), param_hint="--markdown") from error
 
 
 def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for one in runs:
         found.setdefault(one.variant, []).append(one.figures() or {})
-    reactive = fmean(one["instance_hours"] for one in found["reactive"]) if "reactive" in found else None
     for variant, ones in found.items():
-        yield row_of(case, variant, ones, reactive)
+        yield row_of(case, variant, ones)
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Two tables: what it comes to, and what the hours were for."""
+    """Two tables: what it comes to, hours to those of Reactive in brackets where more is late than with that, and what
+    the hours were for.
+    """
     first: Columns = {"case": "case", "strategy": "strategy", "seeds": "seeds"}
     figures: Columns = {
-        "instance-h": lambda row: f"{row['instance_hours']:.1f}",
-        "to Reactive": lambda row: _percent(row["to_reactive"]),
+        "instance-h": lambda row: spread(row["instance_hours"], row["instance_hours_range"], ".1f"),
+        **DISTANCES,
         "published": lambda row: _percent(row["published"]),
         "warming h": lambda row: f"{row['warming_hours']:.2f}",
         "outs": lambda row: f"{row['scale_outs']:.0f}",
+        "displacing": lambda row: f"{row['redeploys']:.0f}",
         "TTFT p95, p99": lambda row: f"{row['ttft_p95_s']:.2f}, {row['ttft_p99_s']:.2f} s",
         "late": lambda row: f"{row['late']:.1%}",
         "slow min": lambda row: f"{row['slow_minutes']:.0f} ({row['slow_longest']:.0f} on end)",

@@ -52,16 +52,22 @@ def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
     reactive, planned = rows
     assert (reactive["strategy"], planned["strategy"]) == ("reactive", "lt-ua")
     assert reactive["requests"] == planned["requests"] > 100
-    assert reactive["to_reactive"] == 0
-    assert planned["to_reactive"] == pytest.approx(planned["instance_hours"] / reactive["instance_hours"] - 1)
+    assert reactive["distances"] == {"reactive": {"hours": 0.0, "no_later": True}}
+    distance = planned["instance_hours"] / reactive["instance_hours"] - 1
+    assert planned["distances"]["reactive"]["hours"] == pytest.approx(distance)
     assert planned["published"] == pytest.approx(-0.234, abs=1e-3)
 
     simulated: list[int] = []
     simulate = strategies.simulate
     monkeypatch.setattr(strategies, "simulate", lambda *a, **k: simulated.append(k["seed"]) or simulate(*a, **k))
-    assert rows_of(data, "--strategy", "reactive") == [reactive]
+    [again] = rows_of(data, "--strategy", "reactive")
+    assert again == reactive
     assert not simulated
-    assert rows_of(data, "--strategy", "reactive", "--seed", "1", "--seed", "2")[0]["seeds"] == 2
+    [both] = rows_of(data, "--strategy", "reactive", "--seed", "1", "--seed", "2")
+    assert both["seeds"] == 2
+    low, high = both["instance_hours_range"]
+    assert reactive["instance_hours"] in (low, high)
+    assert both["instance_hours"] == pytest.approx((low + high) / 2)
     assert simulated == [2]
     rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
     assert simulated == [2, 1], "a run of another scenario was taken for this one"
@@ -220,6 +226,11 @@ def test_strategies_are_compared_at_the_quality_that_they_give() -> None:
         "lt-i": (None, pytest.approx(275)),
         "lt-d": ("lt-i", pytest.approx(275)),
         "oracle": (None, None),
+    }
+    distances = {row["strategy"]: row["distances"] for row in compared(points)}
+    assert distances["lt-i"] == {
+        "reactive": {"hours": pytest.approx(0.2), "no_later": True},
+        "reactive-50-25": {"hours": pytest.approx(-0.2), "no_later": False},
     }
     assert hours_at([(0.05, 9.0), (0.05, 7.0)], 0.05) == 9.0
     assert hours_at([], 0.05) is None

@@ -17,7 +17,7 @@ from forecasts.importers.lines import DemandFileError
 from ops.simulator.kernel.requests import Request
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import Scenario
-from ops.simulator.traffic.traffic_parts import Lengths
+from ops.simulator.traffic.traffic_parts import Lengths, MixedPart
 
 DATA = Path(os.environ.get("TIDEPOOL_DATA", Path(__file__).resolve().parents[5] / "shared" / "data"))
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -212,6 +212,44 @@ def test_errors_name_file_line_and_column(tmp_path: Path, kind: str, text: str, 
 def test_what_a_recording_is_told_is_checked(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         scenario("sageserve", tmp_path / "x", **changes)
+
+
+def mixed(path: Path, **changes: Any) -> Scenario:
+    """Two recordings from different days, as requests for a model each."""
+    first = {"kind": "azure-2024", "path": path, "until_s": 100, "models": {"a": 1}, "tiers": {"IW-F": 1}}
+    second = first | {"from_s": 200, "until_s": 400, "models": {"b": 1}, "scale": 2.0} | changes
+    return scenario("azure-2024", path).model_copy(
+        update={"traffic": MixedPart.model_validate({"kind": "mixed", "parts": [first, second]})}
+    )
+
+
+def test_recordings_come_at_once_each_from_its_own_time_on(tmp_path: Path) -> None:
+    path = written(tmp_path, COUNTS + "".join(f"2024-05-10 00:{m:02}:00,{20 + m}\n" for m in range(10)))
+    found = list(traffic_of(mixed(path), 1))
+    assert [request.number for request in found] == list(range(len(found)))
+    assert all(before.arrived_s <= after.arrived_s for before, after in pairwise(found))
+    alone = {
+        "a": requests("azure-2024", path, until_s=100, models={"a": 1}, tiers={"IW-F": 1}),
+        "b": requests("azure-2024", path, from_s=200, until_s=400, scale=2.0, models={"b": 1}, tiers={"IW-F": 1}),
+    }
+    for model, own in alone.items():
+        assert sum(request.model == model for request in found) == len(own) > 20
+    first = [request for request in found if request.model == "a"]
+    assert [request.arrived_s for request in first] == [request.arrived_s for request in alone["a"]]
+    assert list(traffic_of(mixed(path), 1)) == found
+    assert list(traffic_of(mixed(path), 2)) != found
+    whole = mixed(path).traffic
+    assert isinstance(whole, MixedPart)
+    assert whole.duration_s == 200
+    assert mixed(path, until_s=None).traffic.duration_s is None  # type: ignore[union-attr]
+
+
+def test_parts_of_a_mixed_traffic_differ_by_chance_too(tmp_path: Path) -> None:
+    path = written(tmp_path, COUNTS + "2024-05-10 00:00:00,200\n")
+    found = list(traffic_of(mixed(path, from_s=0, until_s=100, scale=1.0), 1))
+    times_s = {model: [one.arrived_s for one in found if one.model == model] for model in "ab"}
+    assert len(times_s["a"]) == len(times_s["b"])
+    assert times_s["a"] != times_s["b"]
 
 
 def test_the_mean_after_the_cut_is_what_is_drawn() -> None:

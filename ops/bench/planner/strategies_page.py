@@ -1,0 +1,100 @@
+"""The table of strategies on a page of the documentation, between two marks: no figure there is typed by hand."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from ops.client.screen import Columns
+from ops.reference.markdown import table
+
+BEGIN, END = "<!-- strategies: begin -->", "<!-- strategies: end -->"
+
+NAMES: Mapping[str, str] = {
+    "reactive": "Reactive 70/30, as the paper prints",
+    "reactive-50-25": "Reactive 50/25, as its authors' code",
+    "reactive-clairvoyant": "Reactive 70/30, lengths of answers known",
+    "lt-i-median": "LT-I, median: the paper's setting",
+    "lt-i": "LT-I, 0.9: ours",
+    "lt-d-median": "LT-D, median",
+    "lt-d": "LT-D, 0.9",
+    "oracle": "oracle: LT-I with the hour's true demand",
+}
+"""What the table calls the strategies that are not named by themselves."""
+
+Row = Mapping[str, Any]
+
+
+class PageError(ValueError):
+    """A page that the table cannot be written into."""
+
+
+def split_page(path: Path) -> tuple[str, str]:
+    """What stands before the table, with its mark, and after it.
+
+    Raises:
+        PageError: the file cannot be read, or lacks a mark.
+    """
+    try:
+        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PageError(f"{path}: cannot be read: {error}") from error
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise PageError(f"{path}: needs the lines {BEGIN} and {END}, the table comes between them")
+    return before + begin, end + after
+
+
+def write_page(path: Path, rows: Sequence[Row]) -> None:
+    """Replace the table of a page.
+
+    Raises:
+        PageError: see `split_page`.
+    """
+    before, after = split_page(path)
+    path.write_text(f"{before}\n\n{markdown_of(rows)}\n{after}", encoding="utf-8")
+
+
+def markdown_of(rows: Sequence[Row]) -> str:
+    """A line for each case and strategy; what costs more than Reactive 70/30 is bold."""
+    lines = []
+    for case, mine in groupby(rows, key=itemgetter("case")):
+        for place, row in enumerate(mine):
+            hours = spread(row["instance_hours"], row["instance_hours_range"], ".1f")
+            dearer = (row["distances"].get("reactive") or {"hours": 0.0})["hours"] > 0
+            cells = [
+                f"`{case}`" if not place else "",
+                NAMES.get(row["strategy"], row["strategy"]),
+                f"**{hours}**" if dearer else hours,
+                distance(row, "reactive"),
+                distance(row, "reactive-50-25"),
+                spread(100 * row["late"], [100 * each for each in row["late_range"]], ".1f"),
+                spread(row["ttft_p95_s"], row["ttft_p95_s_range"], ".2f"),
+                f"{row['slow_minutes']:.0f}",
+                f"{row['scale_outs']:.0f}",
+                f"{row['redeploys']:.0f}",
+            ]
+            lines.append(cells)
+    head = ("case", "strategy", "instance hours", "to 70/30", "to 50/25", "late, %", "TTFT p95, s")
+    return table((*head, "slow minutes", "starts", "displacing"), lines)
+
+
+def spread(mean: float, ends: Sequence[float], form: str) -> str:
+    """A mean over seeds, and its range if it has one."""
+    low, high = (format(end, form) for end in ends)
+    return format(mean, form) if low == high else f"{mean:{form}} ({low} to {high})"
+
+
+def distance(row: Row, reference: str) -> str:
+    """Hours to those of a strategy, in brackets if more first tokens are late than with it."""
+    found = row["distances"].get(reference)
+    if found is None:
+        return "-"
+    return f"{found['hours']:+.1%}" if found["no_later"] else f"({found['hours']:+.1%})"
+
+
+DISTANCES: Columns = {
+    "to 70/30": lambda row: distance(row, "reactive"),
+    "to 50/25": lambda row: distance(row, "reactive-50-25"),
+}
