@@ -1,7 +1,6 @@
 """`model`: checkpoints, their profiles on GPU types and their endpoints in regions."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -9,27 +8,17 @@ import typer
 
 from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
-from dataplane.scheduling.costs import switch_s
-from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
+from ops.cli.model_latencies import LatencyFiles, latencies_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate, require_choice
 from ops.client.api import Api, CommandError, connected
 from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table, same
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
-LatencyFiles = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--latency",
-        metavar="FILE",
-        help="GPU profile (TOML, as in ops/profiles): the step times of the model nearest in size, so that plans may"
-        " pool this one on that GPU type. May be repeated.",
-    ),
-]
 Rates = Annotated[
     list[str] | None,
     typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
@@ -149,7 +138,7 @@ def add_model(
     objectives = dict(parse_objective(text) for text in slo or [])
     body = _described(path, to, private_host or [], task) | {"slo": objectives or None, "engine": engine}
     body |= {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    latencies = _latencies(latency or [], list(rates), weights_bytes=body["weights_bytes"], gpus=gpus)
+    latencies = latencies_of(latency or [], list(rates), body, gpus=gpus)
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         copied = [] if like is None else profiles_of(api, like, but=rates)
@@ -173,6 +162,7 @@ def add_model(
 @models.command("profile")
 @examples(
     "tidepool model profile qwen3-8b --tokens-per-s H800=12000 --latency ops/profiles/h800.toml",
+    "tidepool model profile qwen3-8b --tokens-per-s L40S=5000 --latency auto",
     "tidepool model profile qwen3-8b --tokens-per-s H800=15000 --engine-rates H800=9000,15000",
 )
 def set_profile(
@@ -191,8 +181,7 @@ def set_profile(
         raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
     measured = parse_engine_rates(engine_rates or [], list(rates))
     with connected(context) as api:
-        weights_bytes = api.get(f"/admin/models/{name}")["weights_bytes"]
-        latencies = _latencies(latency or [], list(rates), weights_bytes=weights_bytes, gpus=gpus)
+        latencies = latencies_of(latency or [], list(rates), api.get(f"/admin/models/{name}"), gpus=gpus)
         _require_known(api, gpu_types=list(rates), regions=[])
         made = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
     if as_json:
@@ -288,25 +277,6 @@ def _put_endpoints(api: Api, endpoint: dict[str, Any], regions: list[str]) -> li
     except CommandError as error:
         message = f"model {endpoint['model']} is registered, but not offered in every region: {error}"
         raise CommandError(message, status=error.status) from error
-
-
-def _latencies(files: list[Path], gpu_types: list[str], *, weights_bytes: int, gpus: int) -> dict[str, dict[str, Any]]:
-    """Step and switch times by GPU type, from GPU profiles: those of the measured model that is nearest in size."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        try:
-            profile = load_gpu_profile(file)
-        except ProfileError as error:
-            raise CommandError(str(error)) from error
-        if profile.gpu_type not in gpu_types:
-            raise typer.BadParameter(f"--latency {file} is of {profile.gpu_type}, which --tokens-per-s does not name")
-        nearest = profile.nearest_model(weights_bytes, gpus)
-        bytes_per_s = profile.pcie_bytes_per_s * gpus
-        found[profile.gpu_type] = asdict(nearest.latency) | {
-            "switch_s": switch_s(weights_bytes, bytes_per_s, profile.transfer_efficiency),
-            "source": f"{nearest.name} on {nearest.gpus} {profile.gpu_type}: {nearest.source}",
-        }
-    return found
 
 
 def _latency_text(profile: Mapping[str, Any]) -> str:

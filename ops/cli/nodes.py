@@ -11,6 +11,7 @@ from ops.cli.fleet import INSTANCE_COLUMNS
 from ops.cli.listing import print_pages
 from ops.cli.node_bench import bench_node
 from ops.cli.node_check import check_node
+from ops.cli.node_memory import plan_node_memory
 from ops.cli.node_profile import profile_node
 from ops.client.api import connected
 from ops.client.screen import (
@@ -112,3 +113,4 @@ nodes.command("delete")(delete_node)
 nodes.command("check")(check_node)
 nodes.command("bench")(bench_node)
 nodes.command("profile")(profile_node)
+nodes.command("plan-memory")(plan_node_memory)

@@ -30,6 +30,25 @@ def test_latency_comes_from_gpu_profiles(served: Run, tmp_path: Path) -> None:
     assert "models[0]: decode_base_s must be at least 0" in broken.err
 
 
+def test_latency_may_be_a_guess(served: Run, tmp_path: Path) -> None:
+    for name in ("H800", "odd"):
+        served("gpu", "add", name, "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")
+    made = served("model", "add", "m", "--path", folder, *rate, "--latency", "auto", "--json").json
+    [profile] = made["profiles"]
+    assert profile["latency"]["source"] == "a guess for H800, until `tidepool node profile` has measured it"
+    assert profile["latency"]["switch_s"] == pytest.approx(96 / (55.6e9 * 0.625))
+    both = ("--latency", "auto", "--latency", PROFILES / "h800.toml")
+    [measured] = served("model", "profile", "m", *rate, *both, "--json").json
+    assert measured["latency"]["source"].startswith("7B on 1 H800"), "a file goes before a guess"
+    for wrong, message in (
+        (("--tokens-per-s", "odd=1200"), "auto does not know the GPU type odd, only A10, A100"),
+        ((*rate, "--gpus", 2), "auto guesses for one GPU, not for 2: give a profile"),
+    ):
+        refused = served("model", "profile", "m", *wrong, "--latency", "auto")
+        assert (refused.status, message in " ".join(refused.err.split())) == (2, True)
+
+
 def test_engine_rates_are_kept_with_the_profile(served: Run, tmp_path: Path) -> None:
     served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
     folder, rate = write_checkpoint(tmp_path / "m"), ("--tokens-per-s", "H800=1200")

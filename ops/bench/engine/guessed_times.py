@@ -1,0 +1,77 @@
+"""How far guessed step times are from measured ones: `python -m ops.bench.engine.guessed_times POINTS`.
+
+POINTS is a CSV file as Aegaeon's artifact publishes, see `tidepool node profile --from`: each set of points is one
+model on one GPU type. A guess is compared with every point, not with a fit of them.
+"""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.profiling.cards import CARDS
+from ops.profiling.guess import guess_times
+from ops.profiling.published_points import PointSet, read_points
+
+KV_BYTES_PER_TOKEN = {"qwen2_5_7b": 57_344, "internlm2_5_7b_chat": 131_072, "yi1_5_6b_chat": 65_536}
+"""Of models with fewer KV heads than heads; others have as many, and width and layers by their size."""
+_WIDTH_AND_LAYERS = ((8e9 * 2, 4096 * 32), (15e9 * 2, 5120 * 40))
+_VALUES_BYTES = 4
+
+
+def main(
+    points: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="CSV; packed by gzip or not.")],
+    as_json: AsJson = False,
+) -> None:
+    """Ratios of guessed to measured times, for prefills and decode steps, by model and GPU type."""
+    rows = [row for one in read_points(points) if (row := compared(one)) is not None]
+    if as_json:
+        print_json(rows)
+        return
+    columns: Columns = {
+        "GPU": "gpu_type",
+        "model": "model",
+        "prefill": lambda row: f"{row['prefill']:.2f}",
+        "decode": lambda row: f"{row['decode']:.2f}",
+        "points": "points",
+    }
+    print_table("Guessed over measured, medians of points", columns, rows)
+    print_table("Off by a factor of", {"step": "step", "median": "median", "worst": "worst"}, [*_off(rows)])
+
+
+def compared(points: PointSet) -> dict[str, Any] | None:
+    """The medians of guessed over measured, of prefills and of decode steps; None where size or card is not known, or
+    several GPUs were one.
+    """
+    weights_bytes, card = points.weights_bytes, CARDS.get(points.gpu_type)
+    if weights_bytes is None or card is None or points.gpus > 1 or not points.prefill or not points.decode:
+        return None
+    latency = guess_times(weights_bytes, kv_bytes_of(points.model, weights_bytes), card).latency
+    return {
+        "gpu_type": points.gpu_type,
+        "model": points.model,
+        "prefill": median(latency.prefill_s(one.tokens, one.squared_tokens) / one.seconds for one in points.prefill),
+        "decode": median(latency.decode_s(one.context_tokens, one.batch) / one.seconds for one in points.decode),
+        "points": len(points.prefill) + len(points.decode),
+    }
+
+
+def kv_bytes_of(model: str, weights_bytes: int) -> int:
+    """KV bytes of a token, two bytes a value."""
+    usual = next((cells for most, cells in _WIDTH_AND_LAYERS if weights_bytes < most), _WIDTH_AND_LAYERS[-1][1])
+    return KV_BYTES_PER_TOKEN.get(model, _VALUES_BYTES * usual)
+
+
+def _off(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, str]]:
+    """By kind of step, how far the sets' medians are off, either way."""
+    for step in ("prefill", "decode"):
+        factors = [math.exp(abs(math.log(row[step]))) for row in rows]
+        yield {"step": step, "median": f"{median(factors):.2f}", "worst": f"{max(factors):.2f}"}
+
+
+if __name__ == "__main__":
+    typer.run(main)

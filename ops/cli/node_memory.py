@@ -1,0 +1,99 @@
+"""`node plan-memory`: what of some models fits on a card, without the card."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ops.cli.examples import examples
+from ops.client.api import CommandError
+from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
+
+if TYPE_CHECKING:
+    from ops.profiling.memory_plan import Fit, MemoryPlan
+
+
+@examples(
+    "tidepool node plan-memory models/qwen3-8b models/llama-1b --card H800",
+    "tidepool node plan-memory hf://Qwen/Qwen3-8B --card L4 --context 8192 --json",
+)
+def plan_node_memory(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of checkpoints, https:// or hf://.")],
+    card: Annotated[str, typer.Option(metavar="GPU", help="A10, A100, B200, H100, H20, H200, H800, L4 or L40S.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer together.")] = 4096,
+    memory_share: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Of the card's memory, for weights and KV.")
+    ] = 0.9,
+    private_host: Annotated[
+        list[str] | None, typer.Option(help="Host or network to read from although it is not public.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict weights, KV, batch and times of models on a GPU, from their config.json and safetensors headers alone.
+
+    \b
+    Sizes are exact for the checkpoint's own type. Times are a guess by the card's data sheet: `tidepool node profile`
+    measures them. Nothing is fetched but headers.
+    """
+    from ops.profiling.cards import CARDS
+    from ops.profiling.memory_plan import plan_memory
+
+    if card not in CARDS:
+        raise typer.BadParameter(f"--card must be one of {', '.join(sorted(CARDS))}, not '{card}'")
+    sizes = [_sizes_of(model, tuple(private_host or ())) for model in models]
+    plan = plan_memory(sizes, CARDS[card], memory_share=memory_share, tokens=context)
+    if as_json:
+        print_json(asdict(plan))
+        return
+    _show(plan)
+
+
+def _sizes_of(model: str, private_hosts: tuple[str, ...]) -> Any:
+    from ops.local.checkpoints import CheckpointError, describe_checkpoint
+    from ops.profiling.memory_plan import ModelSizes
+
+    try:
+        found = describe_checkpoint(model, private_hosts)
+    except CheckpointError as error:
+        raise CommandError(str(error)) from error
+    kept = {name: found[name] for name in ("weights_bytes", "kv_bytes_per_token", "context_tokens")}
+    return ModelSizes(name=model.rstrip("/").rpartition("/")[2], **kept)
+
+
+def _show(plan: "MemoryPlan") -> None:
+    card, usable = plan.card, bytes_text(plan.usable_bytes)
+    memory: Columns = {
+        "model": lambda row: row["fit"].model.name,
+        "weights": lambda row: bytes_text(row["fit"].model.weights_bytes),
+        "KV per token": lambda row: bytes_text(row["fit"].model.kv_bytes_per_token),
+        "KV tokens": lambda row: f"{row['fit'].kv_tokens:,}",
+        f"sequences of {plan.tokens:,}": lambda row: row["fit"].batch if row["fit"].fits else "does not fit",
+    }
+    times: Columns = {
+        "switch": lambda row: f"{row['fit'].times.switch_s:.2f} s",
+        "prompt of 1,000": lambda row: _milliseconds(row["fit"].prompt_s),
+        "step, one": lambda row: _milliseconds(row["fit"].step_s),
+        "step, full": lambda row: _milliseconds(row["fit"].full_step_s),
+        "tokens/s, full": lambda row: "-" if (rate := row["fit"].tokens_per_s) is None else f"{rate:,.0f}",
+    }
+    print_table(f"Each alone on one {card.name}, {usable} of its memory", {**memory, **times}, _rows(plan.alone))
+    pooled = plan.pooled
+    if len(plan.alone) > 1:
+        print_table(f"All in one pooled slot of one {card.name}", memory, _rows(pooled.fits))
+    share = "the largest model does not fit" if pooled.kv_share is None else f"{pooled.kv_share:g}"
+    print_fields(
+        [
+            ("TIDEPOOL_AGENT_KV_SHARE", share),
+            ("host memory", f"{bytes_text(pooled.host_bytes)}: all weights, and KV as large as the slot's"),
+        ]
+    )
+    notes().print("times are a guess by the card's data sheet, until `tidepool node profile` has measured them")
+
+
+def _rows(fits: "tuple[Fit, ...]") -> list[Mapping[str, Any]]:
+    return [{"fit": fit} for fit in fits]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.1f} ms"

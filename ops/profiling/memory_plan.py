@@ -1,0 +1,118 @@
+"""What of some models fits on a card, from their checkpoints alone: weights, KV, batch, and step times by guess."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ops.profiling.cards import Card
+from ops.profiling.guess import GuessedTimes, guess_times
+
+PROMPT_TOKENS = 1_000
+"""The prompt whose prefill is told."""
+_KV_SHARE_STEP = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """What a checkpoint says of itself. `kv_bytes_per_token`: of keys and values of all layers."""
+
+    name: str
+    weights_bytes: int
+    kv_bytes_per_token: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A model with a share of a card's memory for KV. `batch`: sequences of so many tokens as the plan was asked for.
+
+    `prompt_s`: a prefill of `PROMPT_TOKENS`; `step_s`: a decode step of one sequence, `full_step_s`: of the batch.
+    """
+
+    model: ModelSizes
+    kv_bytes: int
+    kv_tokens: int
+    batch: int
+    times: GuessedTimes
+    prompt_s: float
+    step_s: float
+    full_step_s: float | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether its weights leave room for a sequence."""
+        return self.batch > 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens a second of the full batch."""
+        return None if self.full_step_s is None else self.batch / self.full_step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledFit:
+    """All models in one slot, which switches between them.
+
+    Attributes:
+        kv_share: `TIDEPOOL_AGENT_KV_SHARE` that leaves the largest model its weights; None: it does not fit.
+        fits: each model with all of the slot's KV.
+        host_bytes: of all weights, which a node keeps in host memory, and of KV as large as the slot's.
+    """
+
+    kv_share: float | None
+    fits: tuple[Fit, ...]
+    host_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """On one card. `usable_bytes`: of its memory, for weights and KV. `alone`: each model on a card of its own."""
+
+    card: Card
+    usable_bytes: int
+    tokens: int
+    alone: tuple[Fit, ...]
+    pooled: PooledFit
+
+
+def plan_memory(models: Sequence[ModelSizes], card: Card, *, memory_share: float, tokens: int) -> MemoryPlan:
+    """Predict what fits.
+
+    Args:
+        models: at least one.
+        card: the GPU.
+        memory_share: of its memory that weights and KV may take; the rest is the runtime's and activations'.
+        tokens: of a sequence, prompt and answer together; a model with a shorter context takes its own.
+    """
+    usable = int(card.memory_bytes * memory_share)
+    alone = tuple(_fit(model, max(0, usable - model.weights_bytes), card, tokens) for model in models)
+    return MemoryPlan(
+        card=card, usable_bytes=usable, tokens=tokens, alone=alone, pooled=_pooled(models, usable, card, tokens)
+    )
+
+
+def _pooled(models: Sequence[ModelSizes], usable: int, card: Card, tokens: int) -> PooledFit:
+    largest = max(model.weights_bytes for model in models)
+    steps = int((1 - largest / usable) / _KV_SHARE_STEP)
+    kv_bytes = int(usable * steps * _KV_SHARE_STEP) if steps > 0 else 0
+    return PooledFit(
+        kv_share=round(steps * _KV_SHARE_STEP, 2) if steps > 0 else None,
+        fits=tuple(_fit(model, kv_bytes, card, tokens) for model in models),
+        host_bytes=sum(model.weights_bytes for model in models) + kv_bytes,
+    )
+
+
+def _fit(model: ModelSizes, kv_bytes: int, card: Card, tokens: int) -> Fit:
+    times = guess_times(model.weights_bytes, model.kv_bytes_per_token, card)
+    length = min(tokens, model.context_tokens)
+    kv_tokens = kv_bytes // model.kv_bytes_per_token
+    batch = kv_tokens // length
+    return Fit(
+        model=model,
+        kv_bytes=kv_bytes,
+        kv_tokens=kv_tokens,
+        batch=batch,
+        times=times,
+        prompt_s=times.latency.prefill_s(PROMPT_TOKENS, PROMPT_TOKENS**2),
+        step_s=times.latency.decode_s(length, 1),
+        full_step_s=times.latency.decode_s(batch * length, batch) if batch else None,
+    )

@@ -1,0 +1,52 @@
+"""`tidepool node plan-memory`: what of a checkpoint fits on a card, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from ops.profiling.checkpoints import Shape, build_checkpoints
+from tests.ops.cli.running import Run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    [model] = build_checkpoints(tmp_path_factory.mktemp("m"), [Shape(hidden=64, layers=2, head_dim=16)], "float32")
+    return model.folder
+
+
+def test_it_reads_the_checkpoint_alone(run: Run, folder: Path) -> None:
+    plan = run("node", "plan-memory", folder, "--card", "L4", "--context", 128, "--json").json
+    [alone] = plan["alone"]
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert 0.9 * weights < alone["model"]["weights_bytes"] <= weights
+    assert alone["kv_bytes"] == plan["usable_bytes"] - alone["model"]["weights_bytes"]
+    assert alone["kv_tokens"] == alone["kv_bytes"] // alone["model"]["kv_bytes_per_token"]
+    assert plan["card"]["name"] == "L4"
+
+
+def test_the_tables_name_each_model_and_say_that_times_are_a_guess(run: Run, folder: Path) -> None:
+    shown = run("node", "plan-memory", folder, folder, "--card", "H800")
+    assert shown.status == 0
+    assert "TIDEPOOL_AGENT_KV_SHARE" in shown.out
+    assert "pooled slot" in shown.out
+    assert "guess" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--card", "H999"), "--card must be one of A10, A100,"),
+        (("--card", "H800", "--context", "0"), "'--context': Input should be greater than or equal to 1"),
+        (("--card", "H800", "--memory-share", "1.5"), "'--memory-share': Input should be less than or equal to 1"),
+    ],
+)
+def test_bad_options_are_named(run: Run, folder: Path, arguments: tuple[str, ...], message: str) -> None:
+    refused = run("node", "plan-memory", folder, *arguments)
+    assert refused.status == 2
+    assert message in refused.err
+
+
+def test_a_folder_without_a_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:
+    refused = run("node", "plan-memory", tmp_path, "--card", "H800")
+    assert refused.status == 1
+    assert "config.json" in refused.err

@@ -1,0 +1,47 @@
+"""Guessed step times: worked by hand, near published measurements, and slower for more work on a lesser card."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataplane.scheduling.profile import load_gpu_profile
+from ops.profiling.cards import CARDS, Card
+from ops.profiling.guess import guess_times
+
+PROFILES = Path(__file__).parents[3] / "ops" / "profiles"
+KV_7B = 57_344
+SLOW = Card(name="slow", memory_bytes=2**30, flops=1e12, memory_bytes_per_s=1e11, pcie_bytes_per_s=1e10)
+
+
+def test_a_guess_by_hand() -> None:
+    """Two gigabytes: a billion parameters, 2 ms a token, 20 ms to read, a switch of 0.32 s."""
+    times = guess_times(2 * 10**9, 1_000, SLOW)
+    assert times.latency.prefill_per_token_s == pytest.approx(2e-3 / 0.65)
+    assert times.latency.decode_base_s == pytest.approx(3.5e-3 + 1.2 * 20e-3)
+    assert times.latency.decode_per_context_token_s == pytest.approx(1_000 / 1e11)
+    assert times.latency.decode_per_sequence_s == pytest.approx(1e-4 + 2e-3)
+    assert times.switch_s == pytest.approx(0.32)
+    assert "guess" in times.source
+
+
+@pytest.mark.parametrize("name", ["7B", "13B", "14B"])
+def test_a_guess_is_within_one_and_a_half_of_measured_profiles(name: str) -> None:
+    profile = load_gpu_profile(PROFILES / "h800.toml")
+    measured = next(model for model in profile.models if model.name == name)
+    guessed = guess_times(measured.weights_bytes, KV_7B, CARDS["H800"]).latency
+    for tokens in (500, 2_000):
+        ratio = guessed.prefill_s(tokens, tokens**2) / measured.latency.prefill_s(tokens, tokens**2)
+        assert 1 / 1.5 < ratio < 1.5
+    for batch in (1, 16):
+        ratio = guessed.decode_s(1_000 * batch, batch) / measured.latency.decode_s(1_000 * batch, batch)
+        assert 1 / 1.5 < ratio < 1.5
+
+
+@given(st.integers(10**8, 10**12), st.integers(0, 10**7), st.sampled_from(sorted(CARDS)))
+def test_more_weights_never_take_less(weights_bytes: int, kv_bytes: int, card: str) -> None:
+    less, more = (guess_times(size, kv_bytes, CARDS[card]) for size in (weights_bytes, 2 * weights_bytes))
+    assert less.latency.prefill_s(512, 512**2) <= more.latency.prefill_s(512, 512**2)
+    assert less.latency.decode_s(512, 4) <= more.latency.decode_s(512, 4)
+    assert less.switch_s < more.switch_s
