@@ -36,7 +36,7 @@ class Batch:
     def progress(self) -> list[Progress]:
         """How far the answers are, in the order of the sequences."""
         step = self._timeline.step
-        return [(step - one.joined + one.served.made, end - step) for end, _, one in self._ends]
+        return [(step - one.began, end - step) for end, _, one in self._ends]
 
     @property
     def kv_tokens(self) -> int:
@@ -49,6 +49,7 @@ class Batch:
         left = served.request.output_tokens - served.made
         assert left > 0
         sequence.joined = timeline.step
+        sequence.began = timeline.step - served.made
         timeline.expect(served.target.tbt_s)
         self.size += 1
         self.context_tokens += sequence.cached
