@@ -7,6 +7,7 @@ and all gateways learn together, at a tick, from the answers that ended since th
 
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ Progress = tuple[int, int]
 
 _RENEWED_AFTER_MAX = 512
 """The table is made anew when more answers have ended than it knows of, or more than this."""
+_LAST_S = attrgetter("last_s")
 _NO_LIMIT = 2**30
 """Requests come without `max_tokens`."""
 
@@ -61,8 +63,8 @@ class ExpectedAnswers:
     def __init__(self) -> None:
         self._lengths = AnswerLengths()
         self._longest = self._known = 0
-        self._ended: list[tuple[float, int, int]] = []
-        """When answers ended that nobody has learnt from, their requests' numbers, and their lengths."""
+        self._ended: list[Served] = []
+        """Those that nobody has learnt from."""
         self._rests = self._table()
 
     def rest(self, made: int, left: int) -> int:
@@ -75,12 +77,13 @@ class ExpectedAnswers:
         return sum([rests[made if made < last else last] for made, _ in answers])
 
     def ended(self, served: Served) -> None:
-        self._ended.append((served.last_s, served.request.number, served.made))
+        self._ended.append(served)
 
     def learn(self) -> None:
         if len(self._ended) <= min(self._known, _RENEWED_AFTER_MAX):
             return
-        lengths = [tokens for _, _, tokens in sorted(self._ended)]
+        self._ended.sort(key=_LAST_S)
+        lengths = [served.made for served in self._ended]
         for tokens in lengths:
             self._lengths.note(tokens)
         self._longest = max(self._longest, *lengths)

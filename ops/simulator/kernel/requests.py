@@ -104,15 +104,14 @@ class Served(Struct, eq=False):
 
 class Sequence(Struct, eq=False):
     """A request on an instance. `order`: place in the order of arrival. `cached`: tokens with KV, as of when it joined
-    the batch; it did so after `joined` steps, and after `began` if it had made all tokens there. `expected`: tokens that
-    were in the prefix cache when it came; `held`: its blocks that the cache keeps for it.
+    the batch; it did so after `joined` steps. `expected`: tokens that were in the prefix cache when it came; `held`:
+    its blocks that the cache keeps for it.
     """
 
     served: Served
     order: int
     cached: int = 0
     joined: int = 0
-    began: int = 0
     expected: int = 0
     held: tuple[int, ...] = ()
 

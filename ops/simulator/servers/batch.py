@@ -25,18 +25,18 @@ class Batch:
         self._latency = latency
         self._kv_tokens_max = kv_tokens_max
         self._timeline = Timeline()
-        self._ends: list[tuple[int, int, Sequence]] = []
-        """Those that decode by their last step and order, as a heap."""
+        self._ends: list[tuple[int, int, int, Sequence]] = []
+        """Those that decode by their last step and order, as a heap; with the step after which they had no token."""
         self._fast_forwards_max = FAST_FORWARDS_KEPT
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, _, sequence in self._ends)
+        return (sequence for _, _, _, sequence in self._ends)
 
     @property
     def progress(self) -> list[Progress]:
         """How far the answers are, in the order of the sequences."""
         step = self._timeline.step
-        return [(step - one.began, end - step) for end, _, one in self._ends]
+        return [(step - began, end - step) for end, _, began, _ in self._ends]
 
     @property
     def kv_tokens(self) -> int:
@@ -49,11 +49,10 @@ class Batch:
         left = served.request.output_tokens - served.made
         assert left > 0
         sequence.joined = timeline.step
-        sequence.began = timeline.step - served.made
         timeline.expect(served.target.tbt_s)
         self.size += 1
         self.context_tokens += sequence.cached
-        heappush(self._ends, (timeline.step + left, sequence.order, sequence))
+        heappush(self._ends, (timeline.step + left, sequence.order, timeline.step - served.made, sequence))
 
     def steps_max(self, reserved_tokens: int) -> int:
         """Steps until a sequence ends or KV is full, `reserved_tokens` of it being others'."""
@@ -80,7 +79,7 @@ class Batch:
         self.context_tokens += fast_forward.steps * self.size
         step, ended = timeline.step, []
         while ends and ends[0][0] <= step:
-            ended.append(self._leave(heappop(ends)[2], over_s))
+            ended.append(self._leave(heappop(ends)[3], over_s))
         if not ends:
             timeline.forget(step + 1)
         elif len(timeline.fast_forwards) > self._fast_forwards_max:
@@ -92,14 +91,14 @@ class Batch:
         """Preempt a sequence, so that the first in the order of service can go on; that one itself if it is alone."""
         first = min(self, key=lambda sequence: sequence.key)
         victim = choose_victim(self, first) or first
-        self._ends = [entry for entry in self._ends if entry[2] is not victim]
+        self._ends = [entry for entry in self._ends if entry[3] is not victim]
         heapify(self._ends)
         return self._leave(victim, now_s)
 
     def dissolve(self) -> list[Sequence]:
         """Remove all sequences, in the order in which they would have ended."""
         ends, self._ends = sorted(self._ends), []
-        return [self._leave(sequence, self._timeline.over_s) for _, _, sequence in ends]
+        return [self._leave(sequence, self._timeline.over_s) for _, _, _, sequence in ends]
 
     def _leave(self, sequence: Sequence, now_s: float) -> Sequence:
         """Remove a sequence, and count its tokens."""

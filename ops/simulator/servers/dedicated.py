@@ -97,9 +97,10 @@ class Instance:
     @property
     def remaining_tokens(self) -> int:
         """Prompt tokens to prefill, and the tokens that answers have to come."""
-        progress = self._batch.progress
-        progress += [(one.served.made, one.served.left) for one in self._unbatched]
-        return self._prompt_tokens + self._answers.to_come(progress)
+        tokens = self._prompt_tokens + self._answers.to_come(self._batch.progress)
+        if others := self._unbatched:
+            tokens += self._answers.to_come([(one.served.made, one.served.left) for one in others])
+        return tokens
 
     @property
     def inside(self) -> list[Served]:
