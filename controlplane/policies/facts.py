@@ -111,7 +111,8 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     `prefill_wait_s`: seconds until its slot would begin a request that arrives now, at `prefill_token_s` a token;
     `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them. `slot`: of its node; instances of
     several models in one slot are multiplexed. `load`: of the node's busiest slot; above 1 it cannot keep up with its
-    decodes. `batch_max`: sequences that run at once; None: its node does not report it.
+    decodes. `batch_max`: sequences that run at once; `input_tokens_per_s`: of the prompts that it received in the last
+    minute; None: its node does not report it.
 
     A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
     `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
@@ -138,6 +139,7 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     slot: int = 0
     load: float = 0.0
     batch_max: int | None = None
+    input_tokens_per_s: float | None = None
     deferred_requests: int = 0
     deferred_tokens: float = 0.0
 
