@@ -340,6 +340,10 @@ class Settings(BaseSettings):
     """objective for the time between tokens in a shared pool"""
     pool_round_s: float = Field(12.0, gt=0)
     """interval at which a busy model of a shared pool is scheduled again"""
+    profile_correction: bool = True
+    """correct the profiles' tokens/s by what instances do; false: they count as stated"""
+    profile_correction_max: float = Field(2.0, ge=1, le=10)
+    """a corrected profile is at most so many times what is stated, and at least that part of it"""
     plan_approval: str = Field("automatic", pattern="^(automatic|limits|always)$")
     """automatic: hourly plans apply by themselves; limits: unless they exceed a limit below; always: approve each"""
     plan_gpus_moved_max: int | None = Field(None, ge=0)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from controlplane.planner.correct import ProfilesInForce
 from controlplane.planner.expected import Expected
 from controlplane.policies.facts import ModelGpu, RegionGpu
 from controlplane.policies.lifecycle import PlanState
@@ -48,6 +49,7 @@ class Problem:
     pools: PlannedPools
     settings: PlacementSettings
     expected: Expected
+    profiles: ProfilesInForce
 
 
 def draft_of(
@@ -69,11 +71,14 @@ def draft_of(
         solve_time_s=solve_time_s,
         unserved=_shortfalls(placement),
         pools=_pools(placement),
-        reason=placement.reason if failed else _reason(placement.reason, problem.pools.summary()),
+        reason=placement.reason
+        if failed
+        else _reason(placement.reason, problem.pools.summary(), problem.profiles.summary()),
         inputs={
             "problem": to_document(problem.facts, problem.settings),
             "forecasts": problem.expected.record(),
             "pools": problem.pools.record(),
+            "corrections": problem.profiles.record(),
         },
         approval_reason=None if failed else _approval_reason(placement, problem.facts, now_s, settings),
         created_by=of.created_by,

@@ -21,6 +21,7 @@ from controlplane.store.keys import IdempotencyKey
 from controlplane.store.limit_shares import LimitShareRow
 from controlplane.store.objectives import forget_objectives
 from controlplane.store.plans import forget_plans
+from controlplane.store.profile_corrections import forget_windows
 from controlplane.store.queue import expire_leases, expire_requests
 from controlplane.store.request_log import LoggedRequest
 from controlplane.store.responses import ResponseRow
@@ -35,6 +36,7 @@ _ORPHAN_S = 86_400.0
 _SETTLED_S = 60.0
 """A file of that age is not being written any more."""
 _OBJECTIVES_KEEP_S = 8 * _DAY_S
+_LOADS_KEEP_S = 2 * _DAY_S
 _WHAT_IF_LOST_S = 120.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
@@ -71,6 +73,7 @@ def sweep(database: Database, blobs: BlobStore, settings: Settings, *, now_s: fl
         "measured_minutes": partial(forget_measured_minutes, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "demand": partial(forget_demand, before_s=at_s - settings.demand_keep_days * _DAY_S),
         "forecasts": partial(forget_forecasts, before_s=at_s - settings.forecast_keep_days * _DAY_S),
+        "load_windows": partial(forget_windows, before_s=at_s - _LOADS_KEEP_S),
         "objectives": partial(forget_objectives, before_s=at_s - _OBJECTIVES_KEEP_S),
         "plans": partial(forget_plans, keep_s=settings.plan_keep_days * _DAY_S),
         "events": partial(delete_older, column=Event.at, keep_s=settings.event_keep_days * _DAY_S),

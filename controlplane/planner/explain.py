@@ -29,7 +29,8 @@ def explanation_of(session: Session, plan_id: str) -> str:
         NotFoundError: no such plan.
     """
     plan = get_plan(session, plan_id)
-    forecasts = (inputs_of(session, plan_id) or {}).get("forecasts")
+    inputs = inputs_of(session, plan_id) or {}
+    forecasts = inputs.get("forecasts")
     cells = tuple(
         CellSummary(
             name=f"{entry.model} in {entry.region} on {entry.gpu_type}",
@@ -62,6 +63,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
             origin_s=None if forecasts is None else forecasts["origin_s"],
             quantile=None if forecasts is None else forecasts["quantile"],
             series=() if forecasts is None else tuple(_series(each) for each in forecasts["series"]),
+            corrections=tuple(_correction(each) for each in inputs.get("corrections", ())),
             cells=cells,
             pools=_pools(plan),
             shortfalls=tuple(_shortfall(each) for each in plan.unserved),
@@ -95,6 +97,11 @@ def _series(each: Mapping[str, Any]) -> SeriesSummary:
         peak_upper=each["peak_upper"],
         fallback=each["stand_in"],
     )
+
+
+def _correction(each: Mapping[str, Any]) -> str:
+    rate = f"{each['tokens_per_s']:,.0f} instead of {each['stated_tokens_per_s']:,.0f} tokens/s"
+    return f"{each['model']} on {each['gpu_type']}: {rate}; {each['reason']}"
 
 
 def _pools(plan: Plan) -> tuple[PoolSummary, ...]:

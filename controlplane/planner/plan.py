@@ -5,6 +5,7 @@ import time
 import structlog
 
 from controlplane.errors import StaleIndexError
+from controlplane.planner.correct import profiles_in_force
 from controlplane.planner.draft import Draft, DraftOf, Problem, draft_of, failed_draft
 from controlplane.planner.expected import expected_demand
 from controlplane.planner.snapshot import PLAN_SILENT_S, read_to_plan
@@ -106,9 +107,17 @@ def draft_plan(
     with database.transaction() as session:
         index = fleet_index(session)
         fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
+        profiles = profiles_in_force(session, settings)
     pools = choose_poolable(poolable_facts(fleet, expected.demand, stale_s=PLAN_SILENT_S), poolable_settings(settings))
     facts = placement_facts(fleet, expected.demand, pool=pools.facts, stale_s=PLAN_SILENT_S)
-    problem = Problem(index=index, facts=facts, pools=pools, settings=_placement_settings(settings), expected=expected)
+    problem = Problem(
+        index=index,
+        facts=facts,
+        pools=pools,
+        settings=_placement_settings(settings),
+        expected=expected,
+        profiles=profiles,
+    )
     began_s = time.monotonic()
     stop_s = began_s + problem.settings.time_limit_s
     placement = choose_placement(facts, now_s, problem.settings, should_stop=lambda: time.monotonic() > stop_s)

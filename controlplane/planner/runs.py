@@ -29,6 +29,7 @@ def loop_periods_s(settings: Settings) -> Mapping[Loop, float]:
         Loop.DISPATCHER: settings.pulse_every_s,
         Loop.MEASURE: 60.0,
         Loop.FORECAST: _HOUR_S,
+        Loop.CORRECT: _HOUR_S,
         Loop.PLAN: _PLAN_EVERY_S,
         Loop.SCALE: settings.scale_every_s,
         Loop.PREDICT: settings.predict_every_s,

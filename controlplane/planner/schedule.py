@@ -13,6 +13,7 @@ from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
 
 from controlplane.errors import UnavailableError
+from controlplane.planner.correct import correct, observe
 from controlplane.planner.expire import expire, sweep
 from controlplane.planner.forecast import forecast_one, series_to_forecast
 from controlplane.planner.measure import measure
@@ -85,6 +86,7 @@ def _make_celery(settings: Settings) -> Celery:
             "pulse of forecasters": _pulse(Loop.FORECASTER, FORECAST_QUEUE, settings.pulse_every_s),
             "measure": {"task": "measure", "schedule": crontab(), "options": {"expires": 55}},
             "forecast": {"task": "forecast", "schedule": crontab(minute="50"), "options": {"expires": 600}},
+            "correct": {"task": "correct", "schedule": crontab(minute="55"), "options": {"expires": 600}},
             "plan": {"task": "plan", "schedule": crontab(minute="58,3,8,13,18"), "options": {"expires": 600}},
             "sweep": {"task": "sweep", "schedule": crontab(minute="23"), "options": {"expires": 1800}},
             "scale": {
@@ -159,6 +161,7 @@ def run_measure() -> None:
     """Every minute."""
     with noted(parts().database, Loop.MEASURE), parts().database.transaction(replicated=False) as session:
         measure(session, parts().live, now_s=time.time())
+        observe(session, parts().live, parts().settings, now_s=time.time())
 
 
 @celery.task(name="forecast")
@@ -196,6 +199,15 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
         except Exception:
             log.exception("forecast failed", model=model, region=region, origin_s=origin_s)
         note(parts().database, Loop.FORECASTER)  # pulses wait until all series are done
+
+
+@celery.task(name="correct")
+def run_correct() -> None:
+    """Every hour, three minutes before its plan is made."""
+    with noted(parts().database, Loop.CORRECT):
+        changed = correct(parts().database, parts().settings, now_s=time.time())
+    for pair, reason in changed.items():
+        log.info("profile corrected", model=pair.model, gpu_type=pair.gpu_type, reason=reason)
 
 
 @celery.task(name="plan")

@@ -8,6 +8,7 @@ from statistics import fmean
 from sqlalchemy.orm import Session
 
 from controlplane.errors import UnavailableError
+from controlplane.planner.correct import profiles_in_force
 from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
 from controlplane.policies.assignment.facts import Donation, PlacedInstance
 from controlplane.policies.demand import forecast_at
@@ -62,7 +63,7 @@ def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_s
             for row in inventory.profiles
             if row.latency is not None
         },
-    )
+    ).corrected(profiles_in_force(session, settings).factors)
 
 
 def read_to_scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> ReadFleet:
@@ -115,7 +116,7 @@ def _to_scale(
             at: row.last_scaled_at.timestamp() for at, row in rows.items() if row.last_scaled_at is not None
         },
         settled={endpoint: row.settled for endpoint, row in rows.items()},
-    )
+    ).corrected(profiles_in_force(session, settings).factors)
 
 
 def _snapshot(

@@ -72,8 +72,8 @@ class PoolSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
-    """All that an explanation contains. Times are Unix times; None: not known. `shortfalls`: what is not served, as
-    text.
+    """All that an explanation contains. Times are Unix times; None: not known. `shortfalls`: what is not served,
+    `corrections`: profiles that count otherwise than stated, as text.
     """
 
     plan_id: str
@@ -99,6 +99,7 @@ class PlanSummary:
     shortfalls: tuple[str, ...]
     day_before: ForecastRecord | None
     outcome: ForecastRecord | None
+    corrections: tuple[str, ...] = ()
 
 
 def explain_plan(plan: PlanSummary) -> str:
@@ -106,6 +107,7 @@ def explain_plan(plan: PlanSummary) -> str:
     paragraphs = (
         ("", _head(plan)),
         ("What was expected", _expected(plan)),
+        ("Profiles, corrected by what instances do", _corrections(plan.corrections)),
         ("What changes, and why", _changes(plan.cells)),
         ("What binds", _binds(plan.cells)),
         ("Pools", _pools(plan.pools)),
@@ -159,6 +161,12 @@ def _expected(plan: PlanSummary) -> Iterator[str]:
         yield from (f"- {s.name}: {s.fallback}" for s in missing[:SERIES_MAX])
         if len(missing) > SERIES_MAX:
             yield f"- and {len(missing) - SERIES_MAX} more"
+
+
+def _corrections(corrections: Sequence[str]) -> Iterator[str]:
+    yield from (f"- {text}" for text in corrections[:CHANGES_MAX])
+    if len(corrections) > CHANGES_MAX:
+        yield f"- and {len(corrections) - CHANGES_MAX} more"
 
 
 def _changes(cells: Sequence[CellSummary]) -> Iterator[str]:

@@ -161,8 +161,8 @@ def load_sums(
         wait_s = report.prefill_urgent_wait_s or 0.0
         sums[each.key] += LoadSums(
             instances=1,
-            tokens_per_s=report.input_tokens_per_s,
-            utilization=min(1.0, report.kv_used_bytes / report.kv_capacity_bytes),
+            tokens_per_s=max(0.0, report.input_tokens_per_s),
+            utilization=min(1.0, max(0.0, report.kv_used_bytes / report.kv_capacity_bytes)),
             late=float(wait_s > ttft_s.get(report.endpoint.model, math.inf)),
         )
     return dict(sums)

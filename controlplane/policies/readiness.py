@@ -20,6 +20,7 @@ class Loop(StrEnum):
     DISPATCHER = "dispatcher"
     MEASURE = "measure"
     FORECAST = "forecast"
+    CORRECT = "correct"
     PLAN = "plan"
     SCALE = "scale"
     PREDICT = "predict"

@@ -101,6 +101,14 @@ class FleetSnapshot:
         """Nodes that take instances. `stale_s`: a node silent for longer does not."""
         return tuple(node for node in self.nodes if node.accepting and node.age_s <= stale_s)
 
+    def corrected(self, factors: Mapping[ModelGpu, float]) -> "FleetSnapshot":
+        """The snapshot with each profile's tokens/s multiplied by its factor; by 1 where there is none."""
+        profiles = {
+            key: replace(profile, tokens_per_s=factors[key] * profile.tokens_per_s) if key in factors else profile
+            for key, profile in self.profiles.items()
+        }
+        return replace(self, profiles=profiles)
+
     def as_scaled(self, gpus: Mapping[str, int], strategy: str) -> "FleetSnapshot":
         """The snapshot that a scaling strategy starts from: these pooled instances, by id, have so many GPUs of their
         own, and instances with GPUs of their own are of the kinds that the strategy knows.

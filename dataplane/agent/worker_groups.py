@@ -25,6 +25,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, InstanceSta
 from dataplane.protocol.errors import DataplaneError, OverloadedError, UnknownInstanceError, WorkerLostError
 from dataplane.protocol.messages import DesiredInstance, InstanceReport, InstanceState
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.recent_tokens import RecentTokens
 
 _RANKS: dict[InstanceState, int] = {"failed": 0, "loading": 1, "draining": 2, "ready": 3}
 """The workers of one kind have the best of their states, a group the worst of its kinds'."""
@@ -43,6 +44,8 @@ class WorkerGroup:
         self._batch_max = settings.batch_max
         losses_max, clock = settings.worker_losses_max, time.monotonic
         self.dispatcher = Dispatcher(self.workers, settings.turns.prefill, losses_max=losses_max, clock=clock)
+        self._received: dict[str, RecentTokens] = {}
+        """Prompt tokens, by instance."""
         self._in_flight_max = settings.queue_max * len(self.workers)
         self._unread_bytes_max = settings.unread_bytes_max
         self._worker_wait_max_s = settings.worker_wait_max_s
@@ -58,6 +61,7 @@ class WorkerGroup:
                 gone = UnknownInstanceError(f"instance {instance_id} was taken off this node", param="instance_id")
                 self.dispatcher.end_instance(instance_id, gone)
         self._desired = wanted
+        self._received = {instance_id: self._received.get(instance_id, RecentTokens()) for instance_id in wanted}
         for worker in self.workers:
             worker.follow(wanted.values())
 
@@ -111,6 +115,7 @@ class WorkerGroup:
     def submit(self, request: EngineRequest) -> InflightRequest:
         """Send a request to a ready instance; raises as `ready_instance` does."""
         hosted = self.ready_instance(request.instance_id)
+        self._received[request.instance_id].add(len(request.prompt), time.monotonic())
         return self.dispatcher.submit(request, hosted.desired.model.name)
 
     def cancel(self, request: EngineRequest) -> None:
@@ -235,6 +240,7 @@ class WorkerGroup:
             prefill_token_s=token_s,
             context_tokens=min(instance.model.context_tokens, *fits) if fits else None,
             batch_max=self._batch_max * sum(worker.kind != "prefill" for worker, _ in stats),
+            input_tokens_per_s=self._received[instance.instance_id].per_s(time.monotonic()),
         )
 
 

@@ -385,8 +385,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     A spot instance is `draining` while requests from before its donation run, then `spot`. KV capacity is the KV in use
     by the instance and its share of what is free, equal to that of other ready instances of its model; for a pooled
     instance, both are those of the whole slot. `context_tokens`: the limit for prompt and answer together; None: it is
-    not loaded, or its node has an older version. `batch_max`: sequences that run at once, on all its workers; None: its
-    node has an older version.
+    not loaded, or its node has an older version. `batch_max`: sequences that run at once, on all its workers;
+    `input_tokens_per_s`: of the prompts that it received in the last minute. None: its node has an older version.
     """
 
     instance_id: str
@@ -406,6 +406,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_token_s: float | None = None
     context_tokens: int | None = None
     batch_max: int | None = None
+    input_tokens_per_s: float | None = None
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
 import typer
 
@@ -16,7 +17,17 @@ from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_latencies import LatencyFiles, latencies_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate, require_choice
 from ops.client.api import Api, CommandError, connected
-from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table, same
+from ops.client.screen import (
+    AsJson,
+    Columns,
+    bytes_text,
+    notes,
+    print_answer,
+    print_fields,
+    print_json,
+    print_table,
+    same,
+)
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
 Rates = Annotated[
@@ -214,10 +225,12 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     with connected(context) as api:
         model = api.get(f"/admin/models/{name}")
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
+        corrections = api.pages("/admin/profile-corrections", model=name)["data"]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
         instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
     if as_json:
-        print_json({"model": model, "profiles": profiles, "endpoints": endpoints, "instances": instances})
+        answers = {"profiles": profiles, "corrections": corrections, "endpoints": endpoints, "instances": instances}
+        print_json({"model": model, **answers})
         return
     suggested = "as its chat template suggests"
     print_fields(
@@ -239,9 +252,28 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         "engines": _engine_text,
     }
     print_table("Profiles", rates, profiles)
+    corrected: Columns = {
+        "GPU": "gpu_type",
+        "plans count": lambda row: f"{row['tokens_per_s']:,.0f}",
+        "observed": lambda row: "unknown" if row["estimate"] is None else f"{row['estimate']:,.0f}",
+        "why": "reason",
+    }
+    if corrections:
+        print_table("Tokens/s, corrected by what instances do", corrected, corrections)
     print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
     columns: Columns = {"node": "node", "slot": "slot", "state": "state", "engine": "engine"}
     print_table("Instances", {**columns, "why": "engine_reason"}, instances)
+
+
+@models.command("reset-profile")
+@examples("tidepool model reset-profile qwen3-8b H800")
+def reset_profile(context: typer.Context, name: str, gpu_type: str, as_json: AsJson = False) -> None:
+    """Let a model's profile count as stated: forget its correction and what was observed on that GPU type."""
+    query = urlencode({"model": name, "gpu_type": gpu_type})
+    with connected(context) as api:
+        answer = api.delete(f"/admin/profile-corrections?{query}")
+    rate = f"{answer['stated_tokens_per_s']:,.0f} tokens/s, as stated"
+    print_answer(answer, f"{name} on {gpu_type} counts {rate}, until there is new evidence", as_json=as_json)
 
 
 def _put_profiles(

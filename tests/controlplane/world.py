@@ -361,7 +361,15 @@ class World:
         return instance_id
 
     def report(
-        self, node: str, instance_id: str, *, region: str, url: str, used: float = 0.0, model: str = MODEL
+        self,
+        node: str,
+        instance_id: str,
+        *,
+        region: str,
+        url: str,
+        used: float = 0.0,
+        model: str = MODEL,
+        rate: float | None = None,
     ) -> None:
         seen = InstanceReport(
             instance_id=instance_id,
@@ -370,6 +378,7 @@ class World:
             state="ready",
             kv_used_bytes=int(used * KV_BYTES),
             kv_capacity_bytes=KV_BYTES,
+            input_tokens_per_s=rate,
         )
         beat = Heartbeat(node=node, boot_id="b", generation=0, instances=(seen,))
         self.live.write_heartbeat(beat, region=region, gpu_type="H800", url=url)

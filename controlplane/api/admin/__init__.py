@@ -21,6 +21,7 @@ from controlplane.api.admin import (
     plan_changes,
     plans,
     pools,
+    profile_corrections,
     regions,
     requests,
     rollouts,
@@ -45,7 +46,7 @@ def _operation_id(route: APIRoute) -> str:
 router = APIRouter(prefix="/admin", responses=PROBLEMS, generate_unique_id_function=_operation_id)
 for part in (
     *(overview, search, status, live_status, objectives, regions, nodes, pools, models, instances, spot, deletions),
-    *(aliases, rollouts),
+    *(aliases, rollouts, profile_corrections),
     *(
         demand,
         forecasts,

@@ -106,6 +106,7 @@ class Inputs(BaseModel):
     pools: Any = Field(
         None, description="whether pools were planned and how, which models could not be pooled, and why"
     )
+    corrections: Any = Field(None, description="profiles that count otherwise than stated, and why")
 
 
 class Explanation(BaseModel):

@@ -16,15 +16,16 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from controlplane.errors import InvalidValueError
+from controlplane.planner.correct import profiles_in_force
 from controlplane.planner.what_if.changes import WhatIfChanges
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, latest_demand_s, read_demand
 from controlplane.store.fleet import FleetInventory, all_latencies, read_inventory
 from controlplane.store.plans import entries_of, inputs_of, plan_in_force
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, Instance, Node
+from controlplane.store.tables import Desired, Instance, Node, Profile
 
 _HOUR_S = 3600
 _LEARN_S_MAX = 7 * 86_400
@@ -52,7 +53,8 @@ def write_facts(
     """
     with database.transaction() as session:
         inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
-        fleet = _fleet(session, inventory, changes)
+        factors = profiles_in_force(session, settings).factors
+        fleet = _fleet(session, inventory, changes, factors)
         until_s = (latest_demand_s(session) or 0) + 60
     fleet["kv_bytes"] = _kv_bytes(live, inventory)
     minutes = len(inventory.endpoints) * hours * 60
@@ -77,7 +79,9 @@ def write_facts(
     return Facts(path=path, demand_from_s=max(whole_hour_s, last_s + 60 - hours * _HOUR_S))
 
 
-def _fleet(session: Session, inventory: FleetInventory, changes: WhatIfChanges) -> Row:
+def _fleet(
+    session: Session, inventory: FleetInventory, changes: WhatIfChanges, factors: Mapping[ModelGpu, float]
+) -> Row:
     nodes = _with_capacity(_nodes(inventory), changes)
     prices = {row.name: row.cost_per_hour for row in inventory.gpu_types}
     plan = plan_in_force(session)
@@ -94,8 +98,7 @@ def _fleet(session: Session, inventory: FleetInventory, changes: WhatIfChanges) 
         "instances": _instances(session, inventory.instances, {node["name"] for node in nodes}, changes),
         "models": [_of(row, "name", "weights_bytes", "kv_bytes_per_token", "context_tokens")
                    for row in inventory.models],
-        "profiles": [_of(row, "model", "gpu_type", "tokens_per_s", "gpus", "load_time_s")
-                     for row in inventory.profiles],
+        "profiles": [_profile(row, factors) for row in inventory.profiles],
         "endpoints": [_of(row, "model", "region", "instances_min", "instances_max") for row in inventory.endpoints],
         "prices": prices | {each.gpu_type: each.cost_per_hour for each in changes.prices},
         "pooling": pools if pools is not None and "fill" in pools else None,
@@ -108,6 +111,12 @@ def _fleet(session: Session, inventory: FleetInventory, changes: WhatIfChanges) 
 
 def _of(row: Any, *names: str) -> Row:
     return {name: getattr(row, name) for name in names}
+
+
+def _profile(row: Profile, factors: Mapping[ModelGpu, float]) -> Row:
+    factor = factors.get(ModelGpu(model=row.model, gpu_type=row.gpu_type), 1.0)
+    stated = _of(row, "model", "gpu_type", "tokens_per_s", "gpus", "load_time_s")
+    return stated | {"tokens_per_s": factor * row.tokens_per_s}
 
 
 def _nodes(inventory: FleetInventory) -> list[Row]:

@@ -341,6 +341,7 @@ def instance_facts(
                     slot=report.slot,
                     load=node.heartbeat.load,
                     batch_max=report.batch_max,
+                    input_tokens_per_s=report.input_tokens_per_s,
                 )
             )
     return tuple(facts)

@@ -76,6 +76,7 @@ class PlanningPart(Part):
     """How each hour is planned. Requests of the first `learn_s` seconds are not served, only counted: forecasts learn
     from them. `quantile`: of the hour's peak. `origins_max`: past hours on which the first forecast tries itself; few
     make its upper quantile a guess. `niw_share`: beta of SageServe 6.3. `epsilon`: share served at home.
+    `correct_profiles`: whether the models' `tokens_per_s` are corrected by what instances do, each hour.
 
     `pools`: whether endpoints may share GPUs where that is cheaper; a model larger than `fleet.weights_bytes` is left
     out. The keys after it, `pool_*`, are as in the service's settings: see `PoolableSettings`.
@@ -87,6 +88,7 @@ class PlanningPart(Part):
     origins_max: Annotated[int, Field(ge=1, le=168)] = 12
     niw_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     epsilon: Annotated[float, Field(ge=0, le=1)] = 0.8
+    correct_profiles: bool = False
     pools: bool = False
     pool_fill: Annotated[float, Field(gt=0, le=1)] = 0.8
     pool_prompt_tokens: Positive = 512.0

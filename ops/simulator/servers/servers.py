@@ -5,6 +5,7 @@ from math import inf
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
 from dataplane.protocol.tiers import InstanceKind
+from dataplane.scheduling.recent_tokens import RecentTokens
 from ops.simulator.kernel.answers import Answers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Alarm, Events
@@ -47,6 +48,7 @@ class DedicatedServer:
         self._alarm: Alarm | None = None
         self._emptied: Callable[[], None] | None = None
         self._lost = False
+        self._received = RecentTokens()
 
     @property
     def next_s(self) -> float:
@@ -69,6 +71,7 @@ class DedicatedServer:
 
     def submit(self, served: Served) -> None:
         assert self.accepting
+        self._received.add(served.request.prompt_tokens, self._events.now_s)
         self._instance.submit(served, self._events.now_s)
         if self._alarm is not None:
             self._alarm.set()
@@ -111,6 +114,7 @@ class DedicatedServer:
             prefill_urgent_wait_s=instance.prefill_wait_s,
             prefill_token_s=instance.model.latency.prefill_per_token_s,
             batch_max=instance.batch_max,
+            input_tokens_per_s=self._received.per_s(self._events.now_s),
         )
 
     def open(self, kind: InstanceKind) -> None:

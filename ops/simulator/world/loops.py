@@ -14,6 +14,7 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import Counts, ScaleStep, ScalingSettings
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools, slot_rooms
+from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.events import Kind
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.planning import FORECAST_AHEAD_S, HOUR_S, PLAN_AHEAD_S, Planner, PlanSettings
@@ -98,7 +99,11 @@ class Loops:
     def _scale(self) -> None:
         """Gather, decide, apply."""
         now_s = self._now_s
-        decision = choose_scale(self._snapshot(), now_s, self._settings.scaling, self._settings.slots)
+        snapshot = self._snapshot()
+        if self._planner is not None:
+            ttft_s = self._world.settings.targets[Tier.IW_F].ttft_s
+            self._planner.observe(snapshot.instances, ttft_s, now_s)
+        decision = choose_scale(snapshot, now_s, self._settings.scaling, self._settings.slots)
         self._fleet.apply(decision)
         self._settled |= decision.settled
         self._last_scaled_s |= dict.fromkeys(decision.scaled, now_s)
@@ -123,4 +128,4 @@ class Loops:
             backlogs={model: backlog for model in models if (backlog := world.deferred.backlog(model)) is not None},
             last_scaled_s=self._last_scaled_s,
             settled=self._settled,
-        )
+        ).corrected({} if self._planner is None else self._planner.factors)

@@ -7,6 +7,7 @@ from controlplane.policies.assignment.facts import SlotAdd, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.placement.facts import PlacementSettings, Profile
+from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.scaling.facts import ScaleStep
 from dataplane.scheduling.profile import GpuProfile
 from forecasts.settings import ForecastSettings
@@ -174,6 +175,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         placement=PlacementSettings(epsilon=planning.epsilon),
         niw_share=planning.niw_share,
         pools=planning.poolable(),
+        correction=CorrectionSettings() if planning.correct_profiles else None,
     )
 
 

@@ -4,9 +4,10 @@ Ten minutes before an hour every endpoint is forecast, two minutes before it the
 live schedule. At the beginning both happen at once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.demand import demand_to_plan, forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, RegionGpu
 from controlplane.policies.fit import ModelSize
@@ -14,12 +15,14 @@ from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolableSettings, choose_poolable
+from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools, placement_facts, poolable_facts
 from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
 from ops.simulator.traffic.demand import MINUTE_S, Demand
 from ops.simulator.world.fleet import Fleet
+from ops.simulator.world.observed_profiles import ObservedProfiles
 from ops.simulator.world.recorder import Planned
 
 HOUR_S = 3600.0
@@ -31,7 +34,7 @@ HISTORY_S = 7 * 86_400.0
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
     """How to plan. `regions` to `limits` as in `FleetSnapshot`; `limits` of every endpoint. `niw_share`: beta of
-    SageServe 6.3.
+    SageServe 6.3. `correction`: of profiles by what instances do; None: they stay.
     """
 
     regions: tuple[str, ...]
@@ -44,6 +47,7 @@ class PlanSettings:
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     niw_share: float = 0.1
     pools: PoolableSettings = field(default_factory=lambda: PoolableSettings(enabled=False))
+    correction: CorrectionSettings | None = None
 
     def snapshot(self, fleet: Fleet, reports: Mapping[str, InstanceFacts]) -> FleetSnapshot:
         """The fleet as plans and scaling both take it. `reports`: of instances, by id."""
@@ -89,6 +93,7 @@ class Planner:
         self._truth = truth
         self._begins_s = begins_s
         self._forecasts: dict[Endpoint, PeakForecast] = {}
+        self._profiles = ObservedProfiles(settings.profiles, settings.correction)
 
     def forecast(self, now_s: float) -> None:
         """Forecast every endpoint with demand, from the demand before this minute only."""
@@ -101,6 +106,15 @@ class Planner:
                 before = self._forecasts.get(endpoint)
                 state = None if before is None else before.state
                 self._forecasts[endpoint] = forecast_peak(history, self._settings.forecast, state)
+
+    @property
+    def factors(self) -> Mapping[ModelGpu, float]:
+        """By how much the profiles' tokens/s are corrected now."""
+        return self._profiles.factors
+
+    def observe(self, instances: Iterable[PlacedInstance], ttft_s: float, now_s: float) -> None:
+        """Take in what the instances do now, at most once a minute. `ttft_s`: IW-F's objective."""
+        self._profiles.observe(instances, ttft_s, now_s)
 
     def make(self, now_s: float, fleet: Fleet) -> None:
         """Plan the hour that begins nearest to now. Without any forecast there is no plan; where no solver answers, the
@@ -117,7 +131,8 @@ class Planner:
             for endpoint in self._settings.limits
         }
         demand = demand_to_plan(paths, deferred, niw_share=self._settings.niw_share)
-        snapshot = self._settings.snapshot(fleet, {})
+        self._profiles.correct(now_s)
+        snapshot = self._settings.snapshot(fleet, {}).corrected(self.factors)
         pools = choose_poolable(poolable_facts(snapshot, demand, stale_s=0.0), self._settings.pools)
         facts = placement_facts(snapshot, demand, pool=pools.facts, stale_s=0.0)
         placement = choose_placement(facts, now_s, self._settings.placement)

@@ -54,3 +54,25 @@ async def test_the_kv_of_a_pooled_instance_is_that_of_its_slot(beside: "type[Des
 
 def used(node: Node, instance_id: str) -> int:
     return next(report.kv_used_bytes for report in node.agent.reports() if report.instance_id == instance_id)
+
+
+@asynchronous
+async def test_an_instance_reports_the_rate_of_the_prompts_that_it_received() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance("ebb", name="ebb"), instance("flood", name="flood"))
+        assert rate(node, "ebb") == 0.0
+        await serve(node, "ebb")
+        received = rate(node, "ebb")
+        assert received > 0
+        await serve_again(node, "ebb")
+        assert rate(node, "ebb") == 2 * received
+        assert rate(node, "flood") == 0.0
+
+
+def rate(node: Node, instance_id: str) -> float | None:
+    return next(one.input_tokens_per_s for one in node.agent.reports() if one.instance_id == instance_id)
+
+
+async def serve_again(node: Node, name: str) -> None:
+    response = await node.post(generate(f"again-{name}", instance_id=name, model=name, max_tokens=3))
+    assert response.status_code == 200, response.text

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.policies.facts import ModelGpu
+from controlplane.policies.profile_correction import Correction
+from controlplane.store.profile_corrections import put_correction
+from controlplane.store.session import Database
 from tests.dataplane.registry import Registry
 from tests.ops.cli.running import Run
 from tests.ops.local.test_checkpoints import write_checkpoint
@@ -47,6 +51,26 @@ def test_latency_may_be_a_guess(served: Run, tmp_path: Path) -> None:
     ):
         refused = served("model", "profile", "m", *wrong, "--latency", "auto")
         assert (refused.status, message in " ".join(refused.err.split())) == (2, True)
+
+
+def test_a_corrected_profile_is_shown_with_its_reason_and_reset(
+    served: Run, tmp_path: Path, database: Database
+) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    folder = write_checkpoint(tmp_path / "m")
+    assert served("model", "add", "m", "--path", folder, "--tokens-per-s", "H800=1200").status == 0
+    assert "by what instances do" not in served("model", "show", "m").out
+    correction = Correction(factor=0.75, reason="instances were full", estimate=888.0, windows=72)
+    with database.transaction() as session:
+        put_correction(session, ModelGpu(model="m", gpu_type="H800"), correction, stated_tokens_per_s=1200.0)
+    shown = served("model", "show", "m").out
+    assert all(text in shown for text in ("900", "888", "instances were full"))
+    assert served("model", "show", "m", "--json").json["corrections"][0]["tokens_per_s"] == 900
+    reset = served("model", "reset-profile", "m", "H800")
+    assert reset.out == "m on H800 counts 1,200 tokens/s, as stated, until there is new evidence\n"
+    assert served("model", "reset-profile", "m", "H800").err == (
+        "error: profile correction 'm in H800' is not registered (404)\n"
+    )
 
 
 def test_engine_rates_are_kept_with_the_profile(served: Run, tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What plans take instances to do where that differs from the profiles, and why."""
+
+from datetime import datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, PageOf, page_of
+from controlplane.api.admin.idempotency import IdempotentRoute
+from controlplane.api.auth import Operator, Viewer
+from controlplane.api.state import SessionDep
+from controlplane.declarations import GpuTypeName, ModelName
+from controlplane.policies.facts import ModelGpu
+from controlplane.store.keys import record, snapshot
+from controlplane.store.profile_corrections import corrections_in_force, reset_correction
+from controlplane.store.rows import page
+
+router = APIRouter(tags=["admin: models"], route_class=IdempotentRoute)
+
+
+class Correction(Answer):
+    """What plans take an instance to do, by what was observed of its model on its GPU type."""
+
+    model: str = Field(examples=["Qwen/Qwen3-8B"])
+    gpu_type: str = Field(examples=["H800"])
+    stated_tokens_per_s: float = Field(description="by the profile", examples=[12_000.0])
+    tokens_per_s: float = Field(description="what plans count with", examples=[10_320.0])
+    factor: float = Field(description="of both", examples=[0.86])
+    estimate: float | None = Field(description="by what was observed; null: that does not tell", examples=[10_290.0])
+    windows: int = Field(description="of five minutes under load, in the last day", examples=[212])
+    reason: str = Field(description="why it was changed in the last hour, or not")
+    moved_at: datetime | None = Field(description="when it was last changed; null: never")
+    corrected_at: datetime = Field(description="when this was decided")
+
+
+@router.get("/profile-corrections", summary="List corrections of profiles")
+def list_corrections(
+    session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
+) -> PageOf[Correction]:
+    """Of the profiles that instances were observed of, by model and GPU type. They have no effect while the setting
+    `profile_correction` is off.
+    """
+    return page_of(Correction, page(session, corrections_in_force(model), after=after, limit=limit))
+
+
+@router.delete("/profile-corrections", summary="Let a profile count as stated")
+def delete_correction(
+    model: Annotated[ModelName, Query()],
+    gpu_type: Annotated[GpuTypeName, Query()],
+    session: SessionDep,
+    caller: Operator,
+) -> Correction:
+    """Forget its correction and what was observed. It is corrected anew when there is new evidence."""
+    row = reset_correction(session, ModelGpu(model=model, gpu_type=gpu_type))
+    before, answer = snapshot(row), Correction.model_validate(row)
+    record(session, actor=caller.name, action="profile_correction.delete", subject=f"{model}|{gpu_type}", before=before)
+    return answer
