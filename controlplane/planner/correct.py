@@ -1,16 +1,25 @@
 """Correct profiles by what instances do: observed each minute, decided each hour before the plan is made."""
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy.orm import Session
 
 from controlplane.policies.assignment.facts import PlacedInstance
-from controlplane.policies.facts import Endpoint, ModelGpu
+from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.objectives import choose_objective
-from controlplane.policies.profile_correction import CorrectionSettings, ProfileFacts, choose_correction, load_sums
+from controlplane.policies.profile_correction import (
+    CorrectionSettings,
+    LoadWindow,
+    ProfileFacts,
+    choose_correction,
+    load_sums,
+)
+from controlplane.policies.step_correction import StepFacts, choose_step_correction
 from controlplane.settings import Settings
 from controlplane.store.instances import running_instances
 from controlplane.store.profile_corrections import (
@@ -50,31 +59,75 @@ def observe(session: Session, live: LiveStore, settings: Settings, *, now_s: flo
     return len(sums)
 
 
-def correct(database: Database, settings: Settings, *, now_s: float) -> dict[ModelGpu, str]:
-    """Decide about every profile that was observed and store why; returns the reasons of those that were changed."""
+def correct(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> dict[ModelGpu, str]:
+    """Decide about every profile of which something was observed, and store why; returns the reasons of those that
+    were changed.
+    """
     if not settings.profile_correction:
         return {}
-    how = correction_settings(settings)
+    how, times = correction_settings(settings), _StepTimes.of(instance_facts(live.read_view()))
     changed = {}
     with database.transaction() as session:
         known = corrections(session)
-        for pair, windows in read_windows(session, since_s=int(now_s - how.memory_s)):
+        windows = dict(read_windows(session, since_s=int(now_s - how.memory_s)))
+        for pair in sorted(windows.keys() | times.pairs, key=lambda each: (each.model, each.gpu_type)):
             profile = session.get(Profile, (pair.model, pair.gpu_type))
             if profile is None:
                 continue
             before = known.get(pair)
-            moved_at = None if before is None else before.moved_at
-            facts = ProfileFacts(
-                tokens_per_s=profile.tokens_per_s,
-                windows=windows,
-                factor=1.0 if before is None else before.factor,
-                moved_s=None if moved_at is None else moved_at.timestamp(),
-            )
-            correction = choose_correction(facts, now_s, how)
-            if correction.factor != facts.factor:
-                changed[pair] = correction.reason
-            put_correction(session, pair, correction, stated_tokens_per_s=profile.tokens_per_s)
+            rate = choose_correction(_rate_facts(profile, before, windows.get(pair, [])), now_s, how)
+            steps = choose_step_correction(_step_facts(profile, before, times), now_s, how)
+            if before is None or rate.factor != before.factor:
+                changed |= {pair: rate.reason} if rate.factor != 1 else {}
+            put_correction(session, pair, rate, steps, stated_tokens_per_s=profile.tokens_per_s)
     return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepTimes:
+    """Times of the reference steps that instances report, by model and GPU type."""
+
+    prefill_s: Mapping[ModelGpu, list[float]]
+    decode_s: Mapping[ModelGpu, list[float]]
+
+    @classmethod
+    def of(cls, reports: Iterable[InstanceFacts]) -> "_StepTimes":
+        prefill_s, decode_s = defaultdict[ModelGpu, list[float]](list), defaultdict[ModelGpu, list[float]](list)
+        for report in reports:
+            pair = ModelGpu(model=report.endpoint.model, gpu_type=report.gpu_type)
+            for times, value in ((prefill_s, report.prefill_s), (decode_s, report.decode_s)):
+                if value is not None and value > 0:
+                    times[pair].append(value)
+        return cls(prefill_s=prefill_s, decode_s=decode_s)
+
+    @property
+    def pairs(self) -> set[ModelGpu]:
+        return {*self.prefill_s, *self.decode_s}
+
+
+def _rate_facts(profile: Profile, before: ProfileCorrection | None, windows: Sequence[LoadWindow]) -> ProfileFacts:
+    return ProfileFacts(
+        tokens_per_s=profile.tokens_per_s,
+        windows=windows,
+        factor=1.0 if before is None else before.factor,
+        moved_s=None if before is None else _seconds(before.moved_at),
+    )
+
+
+def _step_facts(profile: Profile, before: ProfileCorrection | None, times: _StepTimes) -> StepFacts:
+    pair = ModelGpu(model=profile.model, gpu_type=profile.gpu_type)
+    return StepFacts(
+        latency=profile.latency,
+        prefill_s=times.prefill_s.get(pair, ()),
+        decode_s=times.decode_s.get(pair, ()),
+        prefill_factor=1.0 if before is None else before.prefill_factor,
+        decode_factor=1.0 if before is None else before.decode_factor,
+        moved_s=None if before is None else _seconds(before.steps_moved_at),
+    )
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()
 
 
 def correction_settings(settings: Settings) -> CorrectionSettings:
@@ -93,6 +146,11 @@ class ProfilesInForce:
         """On the profiles' tokens/s."""
         return {pair: row.factor for pair, row in self.rows.items()}
 
+    @property
+    def steps(self) -> dict[ModelGpu, tuple[float, float]]:
+        """On the times of prefills and of decode steps."""
+        return {pair: (row.prefill_factor, row.decode_factor) for pair, row in self.rows.items()}
+
     def record(self) -> list[dict[str, Any]]:
         """As a plan stores them: those that change a profile."""
         return [
@@ -102,6 +160,9 @@ class ProfilesInForce:
                 "stated_tokens_per_s": row.stated_tokens_per_s,
                 "tokens_per_s": row.tokens_per_s,
                 "reason": row.reason,
+                "prefill_factor": row.prefill_factor,
+                "decode_factor": row.decode_factor,
+                "steps_reason": row.steps_reason,
             }
             for row in _changing(self.rows.values())
         ]
@@ -109,7 +170,7 @@ class ProfilesInForce:
     def summary(self) -> str:
         """In short; empty where no profile is changed."""
         rows = _changing(self.rows.values())
-        texts = [f"{row.model} on {row.gpu_type} {row.factor:.0%}" for row in rows[:_NAMED_MAX]]
+        texts = [f"{row.model} on {row.gpu_type} to {row.tokens_per_s:,.0f} tokens/s" for row in rows[:_NAMED_MAX]]
         more = f" and {len(rows) - _NAMED_MAX} more" if len(rows) > _NAMED_MAX else ""
         return f"profiles corrected by what instances do: {', '.join(texts)}{more}" if texts else ""
 
@@ -123,7 +184,8 @@ def profiles_in_force(session: Session, settings: Settings) -> ProfilesInForce:
 
 
 def _changing(rows: Iterable[ProfileCorrection]) -> list[ProfileCorrection]:
-    return sorted((row for row in rows if row.factor != 1.0), key=lambda row: (row.model, row.gpu_type))
+    changing = (row for row in rows if (row.factor, row.prefill_factor, row.decode_factor) != (1.0, 1.0, 1.0))
+    return sorted(changing, key=lambda row: (row.model, row.gpu_type))
 
 
 def _objectives(session: Session, instances: Iterable[PlacedInstance], settings: Settings) -> dict[str, float]:

@@ -101,7 +101,7 @@ def _series(each: Mapping[str, Any]) -> SeriesSummary:
 
 def _correction(each: Mapping[str, Any]) -> str:
     rate = f"{each['tokens_per_s']:,.0f} instead of {each['stated_tokens_per_s']:,.0f} tokens/s"
-    return f"{each['model']} on {each['gpu_type']}: {rate}; {each['reason']}"
+    return f"{each['model']} on {each['gpu_type']}: {rate}; {each['reason']}; {each['steps_reason']}"
 
 
 def _pools(plan: Plan) -> tuple[PoolSummary, ...]:

@@ -205,7 +205,7 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
 def run_correct() -> None:
     """Every hour, three minutes before its plan is made."""
     with noted(parts().database, Loop.CORRECT):
-        changed = correct(parts().database, parts().settings, now_s=time.time())
+        changed = correct(parts().database, parts().live, parts().settings, now_s=time.time())
     for pair, reason in changed.items():
         log.info("profile corrected", model=pair.model, gpu_type=pair.gpu_type, reason=reason)
 

@@ -53,6 +53,7 @@ def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_s
     overrides = overrides_in_force(session, max(now_s, window_start_s))
     least = least_instances(kept_capacity(session))
     snapshot = _snapshot(inventory, settings, overrides, least, now_s=now_s, ages_s=inventory.silent_s)
+    corrected = profiles_in_force(session, settings)
     return replace(
         snapshot,
         regions=tuple(inventory.regions),
@@ -63,7 +64,7 @@ def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_s
             for row in inventory.profiles
             if row.latency is not None
         },
-    ).corrected(profiles_in_force(session, settings).factors)
+    ).corrected(corrected.factors, corrected.steps)
 
 
 def read_to_scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> ReadFleet:
@@ -103,6 +104,7 @@ def _to_scale(
     rows = {Endpoint(model=row.model, region=row.region): row for row in inventory.endpoints}
     poolable = {endpoint for endpoint, (_, most) in snapshot.limits.items() if most} - overrides.keys()
     beyond_plan = settings.scale_strategy == StrategyName.LT_UA
+    corrected = profiles_in_force(session, settings)
     by_backlog = settings.scale_strategy in {StrategyName.CHIRON, StrategyName.SILOED}
     return replace(
         snapshot,
@@ -116,7 +118,7 @@ def _to_scale(
             at: row.last_scaled_at.timestamp() for at, row in rows.items() if row.last_scaled_at is not None
         },
         settled={endpoint: row.settled for endpoint, row in rows.items()},
-    ).corrected(profiles_in_force(session, settings).factors)
+    ).corrected(corrected.factors, corrected.steps)
 
 
 def _snapshot(

@@ -112,7 +112,8 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them. `slot`: of its node; instances of
     several models in one slot are multiplexed. `load`: of the node's busiest slot; above 1 it cannot keep up with its
     decodes. `batch_max`: sequences that run at once; `input_tokens_per_s`: of the prompts that it received in the last
-    minute; None: its node does not report it.
+    minute; None: its node does not report it. `prefill_s`, `decode_s`: of the steps of `reference_steps`, as observed
+    there; None: not known.
 
     A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
     `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
@@ -140,6 +141,8 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     load: float = 0.0
     batch_max: int | None = None
     input_tokens_per_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
     deferred_requests: int = 0
     deferred_tokens: float = 0.0
 

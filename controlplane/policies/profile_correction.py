@@ -197,7 +197,7 @@ def choose_correction(facts: ProfileFacts, now_s: float, settings: CorrectionSet
         return stay(f"observed {estimate:,.0f} tokens/s are within {settings.band:.0%}", estimate)
     if estimate > theta and (late := _late_near(recent, theta)) > settings.late_max:
         return stay(f"not raised to {estimate:,.0f} tokens/s: {late:.0%} of first tokens are late already", estimate)
-    factor = _moved(facts.factor, estimate / facts.tokens_per_s, settings)
+    factor = moved(facts.factor, estimate / facts.tokens_per_s, settings)
     if factor == facts.factor:
         return stay(f"observed {estimate:,.0f} tokens/s, but a factor goes no further than {factor:.2f}", estimate)
     after = factor * facts.tokens_per_s
@@ -258,7 +258,7 @@ def _late_near(windows: Iterable[LoadWindow], theta: float) -> float:
     return fmean(near) if len(near) >= _NEAR_WINDOWS else 0.0
 
 
-def _moved(factor: float, wanted: float, settings: CorrectionSettings) -> float:
+def moved(factor: float, wanted: float, settings: CorrectionSettings) -> float:
     """The factor after one step towards the wanted one, within the bounds."""
     stepped = min(max(wanted, factor * (1 - settings.step)), factor * (1 + settings.step))
     return min(max(stepped, 1 / settings.factor_max), settings.factor_max)

@@ -20,10 +20,12 @@ from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
 from controlplane.policies.routing import is_usable, utilization_of
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import Counts, EndpointScaleFacts, KindFacts, ScalingFacts
+from controlplane.policies.step_correction import corrected_latency
 from dataplane.protocol.tiers import InstanceKind
 
 Demand = Mapping[Endpoint, tuple[float, ...]]
 """Input tokens per second for each window of the coming hour."""
+NO_STEPS: Mapping[ModelGpu, tuple[float, float]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +103,21 @@ class FleetSnapshot:
         """Nodes that take instances. `stale_s`: a node silent for longer does not."""
         return tuple(node for node in self.nodes if node.accepting and node.age_s <= stale_s)
 
-    def corrected(self, factors: Mapping[ModelGpu, float]) -> "FleetSnapshot":
-        """The snapshot with each profile's tokens/s multiplied by its factor; by 1 where there is none."""
+    def corrected(
+        self, rates: Mapping[ModelGpu, float], steps: Mapping[ModelGpu, tuple[float, float]] = NO_STEPS
+    ) -> "FleetSnapshot":
+        """The snapshot with profiles multiplied by factors; by 1 where there is none. `rates`: on tokens/s; `steps`: on
+        the times of prefills and of decode steps.
+        """
         profiles = {
-            key: replace(profile, tokens_per_s=factors[key] * profile.tokens_per_s) if key in factors else profile
+            key: replace(profile, tokens_per_s=rates[key] * profile.tokens_per_s) if key in rates else profile
             for key, profile in self.profiles.items()
         }
-        return replace(self, profiles=profiles)
+        latencies = {
+            key: corrected_latency(latency, prefill=steps[key][0], decode=steps[key][1]) if key in steps else latency
+            for key, latency in self.latencies.items()
+        }
+        return replace(self, profiles=profiles, latencies=latencies)
 
     def as_scaled(self, gpus: Mapping[str, int], strategy: str) -> "FleetSnapshot":
         """The snapshot that a scaling strategy starts from: these pooled instances, by id, have so many GPUs of their

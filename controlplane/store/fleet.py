@@ -8,6 +8,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.store.aliases import all_aliases, require_free
+from controlplane.store.profile_corrections import drop_correction
 from controlplane.store.rows import Page, Row, matching, page, require
 from controlplane.store.tables import (
     Desired,
@@ -163,6 +164,9 @@ def put_profile(session: Session, profile: Profile) -> Profile:
     if model.engine == "vllm" and profile.gpus > 1:
         raise InvalidValueError(f"gpus must be 1: {_ONE_GPU} {profile.gpus}; its engine is vllm", param="gpus")
     require(session, GpuType, profile.gpu_type, param="gpu_type")
+    present = session.get(Profile, (profile.model, profile.gpu_type))
+    if present is not None and (present.tokens_per_s, present.latency) != (profile.tokens_per_s, profile.latency):
+        drop_correction(session, profile.model, profile.gpu_type)
     return _put(session, profile)
 
 

@@ -2,17 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import groupby
 
-from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, Select, and_, delete, func, select, text
+from sqlalchemy import CheckConstraint, ForeignKeyConstraint, Index, Select, delete, func, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.policies.facts import EndpointGpu, ModelGpu
 from controlplane.policies.profile_correction import WINDOW_S, Correction, LoadSums, LoadWindow
+from controlplane.policies.step_correction import StepCorrection
 from controlplane.store.rows import delete_some, require
-from controlplane.store.tables import Base, Profile
+from controlplane.store.tables import Base
 
 
 class LoadWindowRow(Base):
@@ -38,14 +39,17 @@ class LoadWindowRow(Base):
 
 
 class ProfileCorrection(Base):
-    """A profile's correction as of its last hourly run. `stated_tokens_per_s`: what the profile said then; where it
-    says something else by now, the correction is void. `factor`: on that; `estimate`: tokens/s by what was observed,
-    None: that does not tell. `moved_at`: when the factor was last changed; None: never.
+    """A profile's correction as of its last hourly run. `stated_tokens_per_s`: what the profile says; when it
+    is made to say something else, the correction is dropped. `factor`: on that; `estimate`: tokens/s by what was
+    observed, None: that does not tell. `moved_at`: when the factor was last changed; None: never. `prefill_factor`,
+    `decode_factor`: on its step times, changed last `steps_moved_at`.
     """
 
     __tablename__ = "profile_corrections"
     __table_args__ = (
-        CheckConstraint("stated_tokens_per_s > 0 AND factor > 0", name="positive"),
+        CheckConstraint(
+            "stated_tokens_per_s > 0 AND factor > 0 AND prefill_factor > 0 AND decode_factor > 0", name="positive"
+        ),
         ForeignKeyConstraint(["model", "gpu_type"], ["profiles.model", "profiles.gpu_type"], ondelete="CASCADE"),
     )
     model: Mapped[str] = mapped_column(primary_key=True)
@@ -56,6 +60,10 @@ class ProfileCorrection(Base):
     windows: Mapped[int]
     reason: Mapped[str]
     moved_at: Mapped[datetime | None]
+    prefill_factor: Mapped[float]
+    decode_factor: Mapped[float]
+    steps_reason: Mapped[str]
+    steps_moved_at: Mapped[datetime | None]
     corrected_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     @property
@@ -117,28 +125,41 @@ def corrections(session: Session) -> dict[ModelGpu, ProfileCorrection]:
 
 
 def corrections_in_force(model: str | None = None) -> Select[ProfileCorrection]:
-    """Corrections of profiles that still say what they said then. `model`: of this one; None: of all."""
-    same = and_(ProfileCorrection.model == Profile.model, ProfileCorrection.gpu_type == Profile.gpu_type)
-    unchanged = ProfileCorrection.stated_tokens_per_s == Profile.tokens_per_s
-    query = select(ProfileCorrection).join(Profile, same).where(unchanged)
+    """The corrections of a model; None: of all."""
+    query = select(ProfileCorrection)
     return query if model is None else query.where(ProfileCorrection.model == model)
 
 
-def put_correction(session: Session, pair: ModelGpu, correction: Correction, *, stated_tokens_per_s: float) -> None:
+def drop_correction(session: Session, model: str, gpu_type: str) -> None:
+    """A profile states something else: its correction was of another statement. What was observed stays true."""
+    table = ProfileCorrection
+    session.execute(delete(table).where(table.model == model, table.gpu_type == gpu_type))
+
+
+def put_correction(
+    session: Session, pair: ModelGpu, correction: Correction, steps: StepCorrection, *, stated_tokens_per_s: float
+) -> None:
     """Write what an hourly run decided, in place of the run before. `stated_tokens_per_s`: as the profile has it."""
-    moved_s = correction.moved_s
     values = {
         "stated_tokens_per_s": stated_tokens_per_s,
         "factor": correction.factor,
         "estimate": correction.estimate,
         "windows": correction.windows,
         "reason": correction.reason,
-        "moved_at": None if moved_s is None else func.to_timestamp(moved_s),
+        "moved_at": _at(correction.moved_s),
+        "prefill_factor": steps.prefill_factor,
+        "decode_factor": steps.decode_factor,
+        "steps_reason": steps.reason,
+        "steps_moved_at": _at(steps.moved_s),
         "corrected_at": func.now(),
     }
     key = {"model": pair.model, "gpu_type": pair.gpu_type}
     statement = insert(ProfileCorrection).values(**key, **values)
     session.execute(statement.on_conflict_do_update(index_elements=list(key), set_=values))
+
+
+def _at(moved_s: float | None) -> datetime | None:
+    return None if moved_s is None else datetime.fromtimestamp(moved_s, UTC)
 
 
 def reset_correction(session: Session, pair: ModelGpu) -> ProfileCorrection:

@@ -241,6 +241,8 @@ class WorkerGroup:
             context_tokens=min(instance.model.context_tokens, *fits) if fits else None,
             batch_max=self._batch_max * sum(worker.kind != "prefill" for worker, _ in stats),
             input_tokens_per_s=self._received[instance.instance_id].per_s(time.monotonic()),
+            prefill_s=max((one.prefill_s for _, one in stats if one.prefill_s is not None), default=None),
+            decode_s=max((one.decode_s for _, one in stats if one.decode_s is not None), default=None),
         )
 
 

@@ -104,7 +104,8 @@ class EngineOutput(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 class InstanceStats(Struct, frozen=True, kw_only=True):
     """Load of one instance; the fields are those of `messages.InstanceReport`. The capacity is the KV memory it uses
-    and could allocate now; `kv_tokens_max` is what one request alone on the slot could fill.
+    and could allocate now; `kv_tokens_max` is what one request alone on the slot could fill; `prefill_s`, `decode_s`:
+    of the steps of `reference_steps`, as observed; None: not yet.
     """
 
     instance_id: str
@@ -114,6 +115,8 @@ class InstanceStats(Struct, frozen=True, kw_only=True):
     remaining_tokens: int
     running: int
     waiting: int
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 class TimeSlice(Struct, frozen=True, kw_only=True):

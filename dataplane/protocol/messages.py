@@ -387,6 +387,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     instance, both are those of the whole slot. `context_tokens`: the limit for prompt and answer together; None: it is
     not loaded, or its node has an older version. `batch_max`: sequences that run at once, on all its workers;
     `input_tokens_per_s`: of the prompts that it received in the last minute. None: its node has an older version.
+    `prefill_s`, `decode_s`: how long the steps of `reference_steps` take there, by those observed; None: not known.
     """
 
     instance_id: str
@@ -407,6 +408,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int | None = None
     batch_max: int | None = None
     input_tokens_per_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):

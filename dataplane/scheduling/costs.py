@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 from msgspec import Struct
 from msgspec.structs import replace
 
+from dataplane.protocol.reference_steps import DECODE_CONTEXT_TOKENS, DECODE_SEQUENCES, PREFILL_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyModel:
@@ -89,6 +91,16 @@ class CostEstimate(Struct, frozen=True, kw_only=True):
     def decode_s(self, context_tokens: int, batch: int) -> float:
         """Corrected `LatencyModel.decode_s`."""
         return self.decode_factor * self.latency.decode_s(context_tokens, batch)
+
+    @property
+    def reference_prefill_s(self) -> float | None:
+        """How long the prefill of `reference_steps` takes; None: none was observed yet."""
+        return None if self.prefill_factor == 1 else self.prefill_s(PREFILL_TOKENS, PREFILL_TOKENS**2)
+
+    @property
+    def reference_decode_s(self) -> float | None:
+        """How long the decode step of `reference_steps` takes; None: none was observed yet."""
+        return None if self.decode_factor == 1 else self.decode_s(DECODE_CONTEXT_TOKENS, DECODE_SEQUENCES)
 
     def observe_prefill(self, observed_s: float, tokens: int, squared_tokens: int) -> "CostEstimate":
         """The estimate after a prefill that took `observed_s`."""

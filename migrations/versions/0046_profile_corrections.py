@@ -38,8 +38,15 @@ def upgrade() -> None:
         sa.Column("windows", sa.BigInteger(), nullable=False),
         sa.Column("reason", sa.String(), nullable=False),
         sa.Column("moved_at", _AT, nullable=True),
+        sa.Column("prefill_factor", sa.Float(), nullable=False),
+        sa.Column("decode_factor", sa.Float(), nullable=False),
+        sa.Column("steps_reason", sa.String(), nullable=False),
+        sa.Column("steps_moved_at", _AT, nullable=True),
         sa.Column("corrected_at", _AT, server_default=sa.text("now()"), nullable=False),
-        sa.CheckConstraint("stated_tokens_per_s > 0 AND factor > 0", name=op.f("ck_profile_corrections_positive")),
+        sa.CheckConstraint(
+            "stated_tokens_per_s > 0 AND factor > 0 AND prefill_factor > 0 AND decode_factor > 0",
+            name=op.f("ck_profile_corrections_positive"),
+        ),
         sa.ForeignKeyConstraint(
             ["model", "gpu_type"],
             ["profiles.model", "profiles.gpu_type"],

@@ -256,6 +256,7 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         "GPU": "gpu_type",
         "plans count": lambda row: f"{row['tokens_per_s']:,.0f}",
         "observed": lambda row: "unknown" if row["estimate"] is None else f"{row['estimate']:,.0f}",
+        "prefill, decode": lambda row: f"x {row['prefill_factor']:.2f}, x {row['decode_factor']:.2f}",
         "why": "reason",
     }
     if corrections:

@@ -370,6 +370,7 @@ class World:
         used: float = 0.0,
         model: str = MODEL,
         rate: float | None = None,
+        prefill_s: float | None = None,
     ) -> None:
         seen = InstanceReport(
             instance_id=instance_id,
@@ -379,6 +380,7 @@ class World:
             kv_used_bytes=int(used * KV_BYTES),
             kv_capacity_bytes=KV_BYTES,
             input_tokens_per_s=rate,
+            prefill_s=prefill_s,
         )
         beat = Heartbeat(node=node, boot_id="b", generation=0, instances=(seen,))
         self.live.write_heartbeat(beat, region=region, gpu_type="H800", url=url)

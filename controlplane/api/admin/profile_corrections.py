@@ -9,7 +9,7 @@ from pydantic import Field
 from controlplane.api.admin.fields import After, Answer, FilterWord, Limit, PageOf, page_of
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import Operator, Viewer
-from controlplane.api.state import SessionDep
+from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import GpuTypeName, ModelName
 from controlplane.policies.facts import ModelGpu
 from controlplane.store.keys import record, snapshot
@@ -31,16 +31,22 @@ class Correction(Answer):
     windows: int = Field(description="of five minutes under load, in the last day", examples=[212])
     reason: str = Field(description="why it was changed in the last hour, or not")
     moved_at: datetime | None = Field(description="when it was last changed; null: never")
+    prefill_factor: float = Field(description="on the times of prefills", examples=[1.12])
+    decode_factor: float = Field(description="on the times of decode steps", examples=[0.97])
+    steps_reason: str = Field(description="by what was observed of steps")
+    steps_moved_at: datetime | None = Field(description="when these were last changed; null: never")
     corrected_at: datetime = Field(description="when this was decided")
 
 
 @router.get("/profile-corrections", summary="List corrections of profiles")
 def list_corrections(
-    session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
+    session: SessionDep, state: StateDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
 ) -> PageOf[Correction]:
-    """Of the profiles that instances were observed of, by model and GPU type. They have no effect while the setting
+    """Of the profiles that instances were observed of, by model and GPU type; none while the setting
     `profile_correction` is off.
     """
+    if not state.settings.profile_correction:
+        return PageOf(data=[], has_more=False, next=None)
     return page_of(Correction, page(session, corrections_in_force(model), after=after, limit=limit))
 
 

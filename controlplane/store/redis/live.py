@@ -342,6 +342,8 @@ def instance_facts(
                     load=node.heartbeat.load,
                     batch_max=report.batch_max,
                     input_tokens_per_s=report.input_tokens_per_s,
+                    prefill_s=report.prefill_s,
+                    decode_s=report.decode_s,
                 )
             )
     return tuple(facts)

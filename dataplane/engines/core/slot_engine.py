@@ -363,4 +363,6 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             remaining_tokens=sum(model.remaining_tokens(sequence) for sequence in mine),
             running=running,
             waiting=len(mine) - running,
+            prefill_s=model.estimate.reference_prefill_s,
+            decode_s=model.estimate.reference_decode_s,
         )

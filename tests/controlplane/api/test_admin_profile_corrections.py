@@ -5,17 +5,19 @@ from typing import Any
 
 from controlplane.policies.facts import ModelGpu
 from controlplane.policies.profile_correction import Correction
+from controlplane.policies.step_correction import StepCorrection
 from controlplane.store.profile_corrections import put_correction
 from tests.controlplane.world import World
 
 Ask = Callable[..., Any]
+STEPS = StepCorrection(prefill_factor=1.1, decode_factor=1.0, reason="prefills take longer")
 PATH = "/admin/profile-corrections"
 
 
 def corrected(world: World) -> None:
     correction = Correction(factor=0.85, reason="it does less", estimate=600.0, windows=72, moved_s=1_000_000_000.0)
     with world.database.transaction() as session:
-        put_correction(session, ModelGpu(model="tide", gpu_type="H800"), correction, stated_tokens_per_s=1000.0)
+        put_correction(session, ModelGpu(model="tide", gpu_type="H800"), correction, STEPS, stated_tokens_per_s=1000.0)
 
 
 def test_a_correction_is_listed_and_reset(ask: Ask, world: World) -> None:

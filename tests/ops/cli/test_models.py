@@ -6,12 +6,14 @@ import pytest
 
 from controlplane.policies.facts import ModelGpu
 from controlplane.policies.profile_correction import Correction
+from controlplane.policies.step_correction import StepCorrection
 from controlplane.store.profile_corrections import put_correction
 from controlplane.store.session import Database
 from tests.dataplane.registry import Registry
 from tests.ops.cli.running import Run
 from tests.ops.local.test_checkpoints import write_checkpoint
 
+STEPS = StepCorrection(prefill_factor=1.1, decode_factor=1.0, reason="prefills take longer")
 PROFILES = Path(__file__).parents[3] / "ops" / "profiles"
 
 
@@ -62,7 +64,7 @@ def test_a_corrected_profile_is_shown_with_its_reason_and_reset(
     assert "by what instances do" not in served("model", "show", "m").out
     correction = Correction(factor=0.75, reason="instances were full", estimate=888.0, windows=72)
     with database.transaction() as session:
-        put_correction(session, ModelGpu(model="m", gpu_type="H800"), correction, stated_tokens_per_s=1200.0)
+        put_correction(session, ModelGpu(model="m", gpu_type="H800"), correction, STEPS, stated_tokens_per_s=1200.0)
     shown = served("model", "show", "m").out
     assert all(text in shown for text in ("900", "888", "instances were full"))
     assert served("model", "show", "m", "--json").json["corrections"][0]["tokens_per_s"] == 900
