@@ -66,7 +66,7 @@ def correct(database: Database, live: LiveStore, settings: Settings, *, now_s: f
     if not settings.profile_correction:
         return {}
     how, times = correction_settings(settings), _StepTimes.of(instance_facts(live.read_view()))
-    changed = {}
+    changed: dict[ModelGpu, str] = {}
     with database.transaction() as session:
         known = corrections(session)
         windows = dict(read_windows(session, since_s=int(now_s - how.memory_s)))
@@ -77,8 +77,8 @@ def correct(database: Database, live: LiveStore, settings: Settings, *, now_s: f
             before = known.get(pair)
             rate = choose_correction(_rate_facts(profile, before, windows.get(pair, [])), now_s, how)
             steps = choose_step_correction(_step_facts(profile, before, times), now_s, how)
-            if before is None or rate.factor != before.factor:
-                changed |= {pair: rate.reason} if rate.factor != 1 else {}
+            if rate.factor != (1.0 if before is None else before.factor):
+                changed[pair] = rate.reason
             put_correction(session, pair, rate, steps, stated_tokens_per_s=profile.tokens_per_s)
     return changed
 

@@ -56,9 +56,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The tools of a request. `choice` "named": the answer is one call of the tool `name`. `parallel`: the answer may
-    hold several calls.
-    """
+    """The tools of a request. `choice` "named": the answer is one call of `name`. `parallel`: it may hold several."""
 
     tools: tuple[Tool, ...]
     choice: Literal["auto", "none", "required", "named"] = "auto"
@@ -381,13 +379,12 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """The state and load of one instance. `remaining_tokens`: prompt tokens not yet prefilled + tokens to generate.
 
     `prefill_wait_s`: until its slot would begin an IW-N request, `prefill_urgent_wait_s`: an IW-F request, which may
-    overtake; `prefill_token_s`: its pace. `waits_for`: what a loading instance waits for.
-    A spot instance is `draining` while requests from before its donation run, then `spot`. KV capacity is the KV in use
-    by the instance and its share of what is free, equal to that of other ready instances of its model; for a pooled
-    instance, both are those of the whole slot. `context_tokens`: the limit for prompt and answer together; None: it is
-    not loaded, or its node has an older version. `batch_max`: sequences that run at once, on all its workers;
-    `input_tokens_per_s`: of the prompts that it received in the last minute. None: its node has an older version.
-    `prefill_s`, `decode_s`: how long the steps of `reference_steps` take there, by those observed; None: not known.
+    overtake; `prefill_token_s`: its pace. `waits_for`: what a loading instance waits for. A spot instance is `draining`
+    while requests from before its donation run, then `spot`. KV capacity is the KV in use by the instance and its share
+    of what is free, equal to that of other ready instances of its model; for a pooled instance, both are those of the
+    whole slot. `context_tokens`: the limit for prompt and answer together. `batch_max`: sequences that run at once, on
+    all its workers. `input_tokens_per_s`: of the prompts received in the last minute. `prefill_s`, `decode_s`: of the
+    steps of `reference_steps`, as observed. None: not known, not loaded, or from a node of an older version.
     """
 
     instance_id: str
@@ -443,9 +440,8 @@ class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker whose models share its memory. `load`: as in the heartbeat. `slabs`: by what they hold.
-    `offloaded_layers`: weight layers evicted for KV, by model. `runs`: the last ones, the oldest first.
-    `switching`: None from agents of older versions, and before the first time slice.
+    """A worker whose models share its memory. `load`: as in the heartbeat. `slabs`: by what they hold. `switching`:
+    None before the first slice. `offloaded_layers`: weight layers evicted for KV, by model. `runs`: the oldest first.
     """
 
     slot: int

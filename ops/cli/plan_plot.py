@@ -73,6 +73,8 @@ def plan_panels(
     expected = {} if inputs is None else {_endpoint(each): each for each in inputs["forecasts"]["series"]}
     rows = {} if inputs is None else {_endpoint(r): r for r in api.get("/admin/forecasts", origin_s=origin_s)["data"]}
     rates = {(each["model"], each["gpu_type"]): each["tokens_per_s"] for each in api.pages("/admin/profiles")["data"]}
+    for each in (inputs or {}).get("corrections") or []:
+        rates[each["model"], each["gpu_type"]] = each["tokens_per_s"]
     cells: dict[Endpoint, list[Any]] = {}
     for entry in answer["entries"]:
         cells.setdefault(_endpoint(entry), []).append(entry)

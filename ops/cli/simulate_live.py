@@ -101,12 +101,22 @@ def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
         nodes=nodes,
         instances=api.pages("/admin/instances", live_only=True)["data"],
         models=api.pages("/admin/models")["data"],
-        profiles=api.pages("/admin/profiles")["data"],
+        profiles=_profiles(api),
         endpoints=api.pages("/admin/endpoints")["data"],
         prices={row["name"]: row["cost_per_hour"] for row in api.pages("/admin/gpu-types")["data"]},
         kv_bytes={name: _kv_bytes(api, [node for node in nodes if node["gpu_type"] == name]) for name in chosen},
         pooling=_pooling(api),
     )
+
+
+def _profiles(api: Api) -> list[dict[str, Any]]:
+    """The profiles as plans count them: corrected by what instances do."""
+    corrections = api.pages("/admin/profile-corrections")["data"]
+    rates = {(row["model"], row["gpu_type"]): row["tokens_per_s"] for row in corrections}
+    return [
+        row | {"tokens_per_s": rates.get((row["model"], row["gpu_type"]), row["tokens_per_s"])}
+        for row in api.pages("/admin/profiles")["data"]
+    ]
 
 
 def _pooling(api: Api) -> Mapping[str, Any] | None:

@@ -126,6 +126,16 @@ def test_what_cannot_run_is_refused_and_leaves_nothing(engine: Engine) -> None:
     assert len(drain(engine).tokens["r"]) == 10
 
 
+def test_it_tells_how_long_steps_take_once_some_ran(engine: Engine) -> None:
+    before = engine.stats().instances[0]
+    assert (before.prefill_s, before.decode_s) == (None, None)
+    engine.add(ask("r", 20, max_tokens=10))
+    drain(engine)
+    decode_s = engine.stats().instances[0].decode_s
+    assert decode_s is not None
+    assert decode_s > 0
+
+
 def test_more_than_the_whole_kv_cache_is_refused_and_all_of_it_is_not(engine: Engine) -> None:
     stats = engine.stats().instances[0]
     one = ask("one", 1, max_tokens=1)

@@ -99,7 +99,7 @@ def main(
             days = two_days(CASES[name])
             right = case_scenario(days, strategy, data, folder, SCENARIO, ())
             for wrong in factor or FACTORS:
-                for corrected in (True, False):
+                for corrected in (False, True):
                     settings = settings_of(right, wrong, corrected=corrected)
                     scenario = case_scenario(days, strategy, data, folder, SCENARIO, settings)
                     path = runs / f"{name}-{strategy}-{wrong:g}-{corrected}-{seed}.json"

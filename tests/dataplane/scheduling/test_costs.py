@@ -87,3 +87,14 @@ def test_factors_are_bounded(observations: list[float]) -> None:
 def test_a_model_without_cost_is_not_corrected() -> None:
     free = LatencyModel(**dict.fromkeys(LatencyModel.__dataclass_fields__, 0.0))
     assert CostEstimate(latency=free).observe_decode(1.0, 10, 1).decode_factor == 1.0
+
+
+def test_reference_steps_are_told_once_steps_were_observed() -> None:
+    estimate = CostEstimate(latency=QWEN_7B_H800)
+    assert (estimate.reference_prefill_s, estimate.reference_decode_s) == (None, None)
+    prefill_s, decode_s = QWEN_7B_H800.prefill_s(1024, 1024**2), QWEN_7B_H800.decode_s(8192, 8)
+    slower = estimate.observe_prefill(1.5 * QWEN_7B_H800.prefill_s(100, 100**2), 100, 100**2)
+    assert slower.reference_prefill_s == pytest.approx(slower.prefill_factor * prefill_s)
+    assert slower.reference_decode_s is None
+    faster = slower.observe_decode(0.5 * QWEN_7B_H800.decode_s(100, 1), 100, 1)
+    assert faster.reference_decode_s == pytest.approx(faster.decode_factor * decode_s)
