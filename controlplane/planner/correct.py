@@ -35,6 +35,8 @@ from controlplane.store.tables import Model, Profile
 from dataplane.protocol.tiers import Objective, Tier
 
 _MINUTE_S = 60
+_NAMED_MAX = 3
+"""Profiles that the reason of a plan names."""
 
 
 def observe(session: Session, live: LiveStore, settings: Settings, *, now_s: float) -> int:
@@ -173,9 +175,6 @@ class ProfilesInForce:
         texts = [f"{row.model} on {row.gpu_type} to {row.tokens_per_s:,.0f} tokens/s" for row in rows[:_NAMED_MAX]]
         more = f" and {len(rows) - _NAMED_MAX} more" if len(rows) > _NAMED_MAX else ""
         return f"profiles corrected by what instances do: {', '.join(texts)}{more}" if texts else ""
-
-
-_NAMED_MAX = 3
 
 
 def profiles_in_force(session: Session, settings: Settings) -> ProfilesInForce:

@@ -159,9 +159,11 @@ def note_beat(**_: object) -> None:
 @celery.task(name="measure")
 def run_measure() -> None:
     """Every minute."""
-    with noted(parts().database, Loop.MEASURE), parts().database.transaction(replicated=False) as session:
-        measure(session, parts().live, now_s=time.time())
-        observe(session, parts().live, parts().settings, now_s=time.time())
+    with noted(parts().database, Loop.MEASURE):
+        with parts().database.transaction(replicated=False) as session:
+            measure(session, parts().live, now_s=time.time())
+        with parts().database.transaction(replicated=False) as session:
+            observe(session, parts().live, parts().settings, now_s=time.time())
 
 
 @celery.task(name="forecast")

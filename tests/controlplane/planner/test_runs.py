@@ -80,6 +80,7 @@ def test_every_scheduled_loop_notes_its_success(parts: Parts, monkeypatch: pytes
     schedule.run_predict()
     schedule.run_expire()
     schedule.run_sweep()
+    schedule.run_correct()
     schedule.run_plan()
     schedule.run_pulse(Loop.WORKER)
     schedule.run_forecast_some([("tide", "us-east")], 1_000_000_800)
@@ -90,6 +91,7 @@ def test_every_scheduled_loop_notes_its_success(parts: Parts, monkeypatch: pytes
         Loop.PREDICT,
         Loop.EXPIRE,
         Loop.SWEEP,
+        Loop.CORRECT,
         Loop.PLAN,
         Loop.WORKER,
         Loop.FORECASTER,
