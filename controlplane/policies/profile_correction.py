@@ -32,8 +32,7 @@ _SPREAD = 1.2
 _REACH = 2.0
 """An estimate is at most so many times the rate that was seen in the busiest third."""
 _NEAR = 0.8
-"""Windows at this share of theta and more tell whether first tokens are late at it."""
-_NEAR_WINDOWS = 12
+"""Windows at this share of theta and more tell whether first tokens are late at it, and the busiest third at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,10 +251,13 @@ def _is_evidence(windows: Sequence[LoadWindow], settings: CorrectionSettings) ->
     return len(windows) >= settings.windows_min and _hours(windows) >= settings.hours_min
 
 
-def _late_near(windows: Iterable[LoadWindow], theta: float) -> float:
-    """The share of late first tokens in windows near theta or above; 0 where there are too few of them."""
-    near = [window.late for window in windows if window.tokens_per_s >= _NEAR * theta]
-    return fmean(near) if len(near) >= _NEAR_WINDOWS else 0.0
+def _late_near(windows: Sequence[LoadWindow], theta: float) -> float:
+    """The share of late first tokens in windows near theta or above. Where none are, the busiest third stands for them:
+    what is late at less is late at more.
+    """
+    ordered = sorted(windows, key=lambda window: -window.tokens_per_s)
+    near = sum(window.tokens_per_s >= _NEAR * theta for window in ordered)
+    return fmean(window.late for window in ordered[: max(near, len(ordered) // 3)])
 
 
 def moved(factor: float, wanted: float, settings: CorrectionSettings) -> float:

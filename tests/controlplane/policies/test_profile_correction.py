@@ -130,6 +130,14 @@ def test_theta_is_not_raised_where_first_tokens_are_late_already() -> None:
     assert lower.factor < 1.0, "lateness does not keep it from being lowered"
 
 
+def test_theta_is_not_raised_where_first_tokens_are_late_far_below_it() -> None:
+    """A fleet that is too large for any window near theta is no reason to raise it."""
+    late = [replace(each, late=0.3 * each.tokens_per_s / 700) for each in spread(300, 700)]
+    found = choose_correction(facts(late, tokens_per_s=1200), NOW_S, SETTINGS)
+    assert found.factor == 1.0
+    assert "of first tokens are late already" in found.reason
+
+
 def test_instances_that_are_full_lower_theta_though_their_rate_says_nothing() -> None:
     full = [LoadWindow(start_s=each.start_s, tokens_per_s=4000, utilization=0.97) for each in spread(1, 2)]
     found = choose_correction(facts(full, tokens_per_s=3000), NOW_S, SETTINGS)
