@@ -23,7 +23,8 @@ class Constraint(StrEnum):
     """What makes a count necessary: the row that one instance less (or, where it fell, more) would break.
 
     HOME and GLOBAL are the two demand rows. CAPACITY and MAXIMUM hold a count down. COST: no row needs it, it is
-    cheaper so. NONE: nothing needs it; it is kept within the solver's gap, or the cell is empty before and after.
+    cheaper so. RESERVE: it is sized together with the reserve that it shares. NONE: nothing needs it; it is kept within
+    the solver's gap, or the cell is empty before and after.
     """
 
     HOME = "home"
@@ -33,6 +34,7 @@ class Constraint(StrEnum):
     OVERRIDE = "pin"
     CAPACITY = "capacity"
     COST = "cost"
+    RESERVE = "reserve"
     NONE = "none"
 
 

@@ -80,11 +80,6 @@ class PoolLoad:
         if self.input_tokens2 is not None and self.input_tokens2 < self.input_tokens**2 * (1 - 1e-9):
             raise ValueError(f"input_tokens2 must be at least input_tokens^2, got {self.input_tokens2}")
 
-    @property
-    def decoding(self) -> float:
-        """Requests that decode at a time, on average: lambda T."""
-        return self.requests_per_s * self.tbt_s * self.output_tokens
-
 
 @dataclass(frozen=True, kw_only=True)
 class Occupancy:
@@ -107,7 +102,12 @@ def active_probability(requests_per_s: float, service_s: float) -> float:
 
 def occupancy_of(load: PoolLoad) -> Occupancy:
     """What this endpoint takes of pooled GPUs; see the formulas above."""
-    rate, decoding = load.requests_per_s, load.decoding
+    return occupancy_at(load, load.requests_per_s)
+
+
+def occupancy_at(load: PoolLoad, rate: float) -> Occupancy:
+    """The same at another arrival rate, in requests per second."""
+    decoding = rate * load.tbt_s * load.output_tokens
     active = active_probability(rate, load.tbt_s * load.output_tokens)
     tokens2 = load.input_tokens**2 if load.input_tokens2 is None else load.input_tokens2
     prompt_s = load.prefill_base_s + load.prefill_per_token_s * load.input_tokens + load.prefill_per_token2_s * tokens2
