@@ -108,21 +108,19 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
     """
     if not settings.enabled:
         return PlannedPools(facts=None, left_out={}, settings=settings)
-    host_bytes, worker_gpus, slot_gpus = _host_bytes_per_gpu(facts), _worker_gpus(facts), _slot_gpus(facts)
+    host_bytes, slots = _host_bytes_per_gpu(facts), slot_gpus(facts)
     offered: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in sorted(facts.endpoints):
         offered[endpoint.model].append(endpoint)
     occupancy: dict[EndpointGpu, float] = {}
-    left_out: dict[ModelGpu, str] = {}
+    left_out = why_not_poolable(facts)
     for pair, profile in facts.profiles.items():
-        reason = _why_not(pair.gpu_type, profile, worker_gpus.get(pair.gpu_type), host_bytes) or facts.misfit(pair)
-        if reason is not None:
-            left_out[pair] = reason
+        if pair in left_out:
             continue
         for endpoint in offered[pair.model]:
             share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings)
             place = RegionGpu(region=endpoint.region, gpu_type=pair.gpu_type)
-            if share <= settings.fill * slot_gpus.get(place, 0):  # any slot there must carry it alone
+            if share <= settings.fill * slots.get(place, 0):  # any slot there must carry it alone
                 key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
                 occupancy[key] = share
     if not occupancy:
@@ -132,11 +130,21 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         weights_bytes={model: size.weights_bytes for model, size in facts.sizes.items()},
         host_bytes_per_gpu=host_bytes,
         fill=settings.fill,
-        slot_gpus={place: gpus for place, gpus in slot_gpus.items() if gpus > 1},
+        slot_gpus={place: gpus for place, gpus in slots.items() if gpus > 1},
         present=facts.present,
         pooled=facts.pooled,
     )
     return PlannedPools(facts=pools, left_out=left_out, settings=settings)
+
+
+def why_not_poolable(facts: PoolableFacts) -> dict[ModelGpu, str]:
+    """Why models cannot be pooled on GPU types, whatever their demand; a missing key can."""
+    host_bytes, worker_gpus = _host_bytes_per_gpu(facts), _worker_gpus(facts)
+    found = {
+        pair: _why_not(pair.gpu_type, profile, worker_gpus.get(pair.gpu_type), host_bytes) or facts.misfit(pair)
+        for pair, profile in facts.profiles.items()
+    }
+    return {pair: reason for pair, reason in found.items() if reason is not None}
 
 
 def _why_not(
@@ -155,18 +163,23 @@ def _why_not(
     return None
 
 
-def _share(profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSettings) -> float:
-    """GPUs of a pool that an endpoint takes at its peak, in input tokens per second."""
+def pool_load(profile: PoolProfile, requests_per_s: float, settings: PoolableSettings) -> PoolLoad:
+    """A model whose latency is known, and its requests."""
     assert profile.latency is not None, "the caller asked why not"
-    load = PoolLoad(
+    return PoolLoad(
         **{name: profile.latency[name] for name in LATENCY_FIELDS},
-        requests_per_s=peak_tokens_per_s / settings.prompt_tokens,
+        requests_per_s=requests_per_s,
         input_tokens=settings.prompt_tokens,
         output_tokens=settings.output_tokens,
         tbt_s=settings.tbt_s,
         round_s=settings.round_s,
         gpus=profile.gpus,
     )
+
+
+def _share(profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSettings) -> float:
+    """GPUs of a pool that an endpoint takes at its peak, in input tokens per second."""
+    load = pool_load(profile, peak_tokens_per_s / settings.prompt_tokens, settings)
     return max(_IDLE_SHARE, occupancy_of(load).total)
 
 
@@ -189,7 +202,7 @@ def _worker_gpus(facts: PoolableFacts) -> dict[str, set[int]]:
     return sizes
 
 
-def _slot_gpus(facts: PoolableFacts) -> dict[RegionGpu, int]:
+def slot_gpus(facts: PoolableFacts) -> dict[RegionGpu, int]:
     """GPUs of the smallest slot of each place."""
     sizes: dict[RegionGpu, int] = {}
     for node in facts.nodes:

@@ -1,0 +1,153 @@
+"""Which endpoints a shared reserve can hold, on which GPU type, and why others keep quantile and minimum of their own.
+
+The node keeps one copy of each model's weights for all its slots, so the models of a reserve must fit in the host
+memory of any one node together. Where they do not, those that save most GPUs for their bytes are held.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.placement.decision import Placement
+from controlplane.policies.placement.facts import PlacementFacts
+from controlplane.policies.placement.poolable import (
+    PoolableFacts,
+    PoolableSettings,
+    pool_load,
+    slot_gpus,
+    why_not_poolable,
+)
+from controlplane.policies.placement.reserve_facts import ReserveEndpoint, ReserveFacts, ReservePlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateFacts:
+    """The fleet and the coming hour. `placement`: with the upper forecasts, and `placed`, its answer. `poolable`: the
+    same fleet as pools see it. `medians`: of the demand, by window.
+    """
+
+    placement: PlacementFacts
+    placed: Placement
+    poolable: PoolableFacts
+    medians: Mapping[Endpoint, tuple[float, ...]]
+
+
+def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveFacts:
+    """The endpoints that reserves can hold, each on the GPU type on which it costs least, and the capacity that pools
+    and the other endpoints leave them. Those that are pooled need none.
+    """
+    placed = facts.placement
+    pooled = {one.endpoint for one in facts.placed.pooled}
+    why_not, slots = why_not_poolable(facts.poolable), slot_gpus(facts.poolable)
+    found: list[ReserveEndpoint] = []
+    left_out: dict[Endpoint, str] = {}
+    pairs = _cheapest_first(placed)
+    for endpoint in sorted(facts.poolable.endpoints - pooled):
+        keys = list(_priced(placed, endpoint, pairs[endpoint.model]))
+        if not keys:
+            continue
+        open_keys = [key for key in keys if key.pair not in why_not and key.place in slots]
+        if endpoint in placed.overrides:
+            left_out[endpoint] = "an override says how many instances it has"
+        elif not open_keys:
+            left_out[endpoint] = why_not.get(keys[0].pair, f"no node with {keys[0].gpu_type} serves")
+        else:
+            found.append(_candidate(facts, open_keys[0], settings))
+    held = list(_that_fit(found, facts))
+    fitting = {one.key for one in held}
+    for one in found:
+        if one.key not in fitting:
+            left_out[one.key.endpoint] = "the host memory of a node does not hold it with the others of the reserve"
+    taken = _taken(facts, {one.key.endpoint for one in held})
+    places = {
+        one.key.place: ReservePlace(
+            slot_gpus=slots[one.key.place],
+            free_gpus=max(0, placed.capacity.get(one.key.place, 0) - taken[one.key.place]),
+        )
+        for one in held
+    }
+    return ReserveFacts(endpoints=tuple(held), places=places, left_out=left_out)
+
+
+def _cheapest_first(facts: PlacementFacts) -> Mapping[str, list[ModelGpu]]:
+    """The GPU types of each model, by what a token/s costs there."""
+    pairs: dict[str, list[ModelGpu]] = defaultdict(list)
+    for pair in facts.profiles:
+        pairs[pair.model].append(pair)
+
+    def price(pair: ModelGpu) -> tuple[float, ModelGpu]:
+        profile = facts.profiles[pair]
+        return facts.gpu_cost_per_hour[pair.gpu_type] * profile.gpus / profile.tokens_per_s, pair
+
+    for found in pairs.values():
+        found.sort(key=price)
+    return pairs
+
+
+def _priced(facts: PlacementFacts, endpoint: Endpoint, pairs: Iterable[ModelGpu]) -> Iterable[EndpointGpu]:
+    """Where an endpoint can be placed."""
+    for pair in pairs:
+        key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
+        if facts.capacity.get(key.place, 0) and key not in facts.unfit:
+            yield key
+
+
+def _candidate(facts: CandidateFacts, key: EndpointGpu, settings: PoolableSettings) -> ReserveEndpoint:
+    endpoint, profile = key.endpoint, facts.placement.profiles[key.pair]
+    fewest, most = facts.placement.limits_of(endpoint)
+    upper = facts.placement.peak_of(endpoint)
+    median = max(facts.medians.get(endpoint, (upper,)))
+    return ReserveEndpoint(
+        key=key,
+        median=min(median, upper),
+        upper=upper,
+        tokens_per_s=profile.tokens_per_s,
+        gpus=profile.gpus,
+        load=pool_load(facts.poolable.profiles[key.pair], 0.0, settings),
+        fewest=fewest,
+        most=1_000_000 if most is None else most,
+    )
+
+
+def _taken(facts: CandidateFacts, held: Set[Endpoint]) -> Counter[RegionGpu]:
+    """GPUs of pools, and of endpoints that reserves do not hold."""
+    taken: Counter[RegionGpu] = Counter()
+    for pool in facts.placed.pools:
+        taken[RegionGpu(region=pool.region, gpu_type=pool.gpu_type)] += pool.after
+    for entry in facts.placed.entries:
+        if entry.endpoint not in held:
+            pair = ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)
+            place = RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)
+            taken[place] += entry.after * facts.placement.profiles[pair].gpus
+    return taken
+
+
+def _that_fit(found: Iterable[ReserveEndpoint], given: CandidateFacts) -> Iterable[ReserveEndpoint]:
+    """Those whose weights fit, together and with those of pooled models, in every node's host memory; the most worth
+    keeping first.
+    """
+    facts = given.poolable
+    host_bytes: dict[RegionGpu, int] = {}
+    for node in facts.nodes:
+        if node.host_bytes is not None:
+            host_bytes[node.place] = min(node.host_bytes, host_bytes.get(node.place, node.host_bytes))
+    used: Counter[RegionGpu] = Counter()
+    for pooled in given.placed.pooled:
+        place = RegionGpu(region=pooled.endpoint.region, gpu_type=pooled.gpu_type)
+        used[place] += _weights(pooled.endpoint.model, facts)
+
+    def worth(one: ReserveEndpoint) -> tuple[float, EndpointGpu]:
+        spared = one.gpus * (one.alone - one.median / one.tokens_per_s)
+        return -spared / max(1, _weights(one.key.model, facts)), one.key
+
+    for one in sorted(found, key=worth):
+        place, weights = one.key.place, _weights(one.key.model, facts)
+        if used[place] + weights <= host_bytes[place]:
+            used[place] += weights
+            yield one
+
+
+def _weights(model: str, facts: PoolableFacts) -> int:
+    size = facts.sizes.get(model)
+    return 0 if size is None else size.weights_bytes
