@@ -6,6 +6,7 @@ The planner reads a snapshot from PostgreSQL and Redis, the simulator from its w
     every 15 seconds   pool_slot_facts, scaling_facts, slot_rooms -> policies.scale.choose_scale
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,15 +14,15 @@ from functools import cached_property
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
-from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
+from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsMemory, why_unfit
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
-from controlplane.policies.routing import is_usable, utilization_of
+from controlplane.policies.routing import is_usable, predicted_wait_s, utilization_of
 from controlplane.policies.scaling.choose import kind_for
 from controlplane.policies.scaling.facts import Counts, EndpointScaleFacts, KindFacts, ScalingFacts
 from controlplane.policies.step_correction import corrected_latency
-from dataplane.protocol.tiers import InstanceKind
+from dataplane.protocol.tiers import InstanceKind, Tier
 
 Demand = Mapping[Endpoint, tuple[float, ...]]
 """Input tokens per second for each window of the coming hour."""
@@ -30,14 +31,22 @@ NO_STEPS: Mapping[ModelGpu, tuple[float, float]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPools:
-    """The pools of a plan: GPUs by region and GPU type, and the share of one GPU that each pooled endpoint takes."""
+    """The pools of a plan: GPUs by region and GPU type, and the share of one GPU that each pooled endpoint takes.
+    `held`: endpoints of pools that are the reserve of their region, and have instances of their own beside it.
+    """
 
     gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
     occupancy: Mapping[EndpointGpu, float] = field(default_factory=dict)
+    held: frozenset[EndpointGpu] = frozenset()
 
     @cached_property
     def endpoints(self) -> frozenset[Endpoint]:
         return frozenset(key.endpoint for key in self.occupancy)
+
+    @cached_property
+    def reserved(self) -> Mapping[Endpoint, str]:
+        """The endpoints that reserves hold, and the GPU type of each."""
+        return {key.endpoint: key.gpu_type for key in self.held}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +179,8 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
     return PoolSlotFacts(
         pool_gpus=snapshot.pools.gpus,
         occupancy=snapshot.pools.occupancy,
+        held=snapshot.pools.held,
+        leaving=frozenset(key for key in snapshot.pools.held if not wanted.get(key)),
         slots=slot_rooms(snapshot),
         instances=snapshot.pooled,
         served=frozenset(_served(planned, snapshot.limits_in_force, serving)),
@@ -222,21 +233,65 @@ def scaling_facts(
         tokens_per_s[key.model][key.gpu_type] = profile.tokens_per_s
     regions = Counter(endpoint.model for endpoint in snapshot.limits)
     alone = {key.endpoint: {key.gpu_type: 1} for key in stranded}
+    reports = _reports(snapshot, stale_s)
+    in_reserve = Counter(each.endpoint for each in snapshot.pooled if each.serving and each.ready)
     endpoints = []
     for endpoint in snapshot.limits:
         if endpoint in snapshot.pools.endpoints and endpoint not in alone:
             continue
         backlog = snapshot.backlogs.get(endpoint.model)
+        facts = _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s)
+        if (reserve := snapshot.pools.reserved.get(endpoint)) is not None and endpoint not in snapshot.overrides:
+            facts = _held_facts(facts, reserve, in_reserve[endpoint], reports[endpoint])
         endpoints.append(
             replace(
-                _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s),
-                planned=alone.get(endpoint, None if snapshot.planned is None else snapshot.planned.get(endpoint)),
+                facts,
+                planned=alone.get(endpoint, _planned_of(snapshot, endpoint)),
                 tokens_per_s=tokens_per_s[endpoint.model],
                 backlog_tokens=0.0 if backlog is None else backlog.tokens / regions[endpoint.model],
                 backlog_due_s=None if backlog is None else backlog.due_s,
             )
         )
     return ScalingFacts(endpoints=tuple(endpoints), window_start_s=snapshot.window_start_s)
+
+
+def _reports(snapshot: FleetSnapshot, stale_s: float) -> Mapping[Endpoint, list[InstanceFacts]]:
+    """The usable reports of endpoints that reserves hold."""
+    found: dict[Endpoint, list[InstanceFacts]] = defaultdict(list)
+    for each in snapshot.instances if snapshot.pools.held else ():
+        if each.report is not None and is_usable(each.report, stale_s):
+            found[each.endpoint].append(each.report)
+    return found
+
+
+def _held_facts(
+    facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reports: list[InstanceFacts]
+) -> EndpointScaleFacts:
+    """An endpoint that a reserve of this GPU type holds, with so many ready instances there. `reports`: of all its
+    instances.
+    """
+    waits = [wait_s for one in reports if (wait_s := _outlook_s(one)) is not None]
+    return replace(
+        facts,
+        min=max(0, facts.min - in_reserve),
+        reserve=gpu_type,
+        in_flight=sum(one.requests for one in reports),
+        batch_max=min((one.batch_max for one in reports if one.batch_max is not None), default=None),
+        wait_s=min(waits, default=None),
+    )
+
+
+def _outlook_s(report: InstanceFacts) -> float | None:
+    """When an instance would begin a request; never, as far as is known, while it runs as many as it can."""
+    full = report.batch_max is not None and report.requests >= report.batch_max
+    return math.inf if full else predicted_wait_s(report, Tier.IW_F)
+
+
+def _planned_of(snapshot: FleetSnapshot, endpoint: Endpoint) -> Counts | None:
+    """The plan's instances of an endpoint; one that a reserve holds may have none."""
+    if snapshot.planned is None:
+        return None
+    return snapshot.planned.get(endpoint, {} if endpoint in snapshot.pools.reserved else None)
 
 
 def _endpoint_facts(

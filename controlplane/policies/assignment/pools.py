@@ -8,9 +8,12 @@ A pool grows by slots that are in it already, then by free slots, then by slots 
 that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last: these are
 stopped, or get notice first. A pool takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves
 the pool is to have instances of its own, its pooled instance gets the GPUs of the slot.
+
+A pool that is the reserve of its region has an instance of every endpoint that it holds on each of its slots, beside
+the endpoints' own instances, which scaling goes on to scale.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +30,8 @@ class PoolSlotFacts:
     Attributes:
         pool_gpus: GPUs that the plan gives to the pool of a region and GPU type.
         occupancy: endpoints that the plan pools, with the share of one GPU each takes there.
+        held: endpoints of pools that are reserves.
+        leaving: of these, the ones that are to have no instance of their own.
         slots: all slots.
         instances: pooled instances, draining ones included.
         served: endpoints that need no pooled instance where the plan does not pool them: they have ready dedicated
@@ -43,6 +48,8 @@ class PoolSlotFacts:
     served: frozenset[Endpoint]
     dedicated: tuple[PlacedInstance, ...] = ()
     missing: Mapping[EndpointGpu, int] = field(default_factory=dict)
+    held: frozenset[EndpointGpu] = frozenset()
+    leaving: frozenset[EndpointGpu] = frozenset()
     sizes: Mapping[str, ModelSize] = field(default_factory=dict)
 
 
@@ -95,7 +102,7 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         stale_s: no instance starts on a node that is silent for longer.
     """
     filling = _Filling(facts, stale_s)
-    for place in sorted({*facts.pool_gpus, *(key.place for key in facts.occupancy)}):
+    for place in sorted({*facts.pool_gpus, *(key.place for key in (*facts.occupancy, *facts.held))}):
         filling.fill(place)
     dedicates = tuple(filling.dedicates())
     staying = {change.instance_id for change in dedicates}
@@ -106,8 +113,8 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         dedicates=dedicates,
         unplaced=tuple(filling.unplaced),
         slots=frozenset({*filling.chosen, *(each.ref for each in facts.instances if each.instance_id not in staying)}),
-        ready=frozenset(each.endpoint for each in filling.kept.values() if each.ready and not each.draining),
-        stranded=frozenset(each.key for each in filling.kept.values() if each.stuck),
+        ready=frozenset(each.endpoint for each in filling.pooled_kept() if each.ready and not each.draining),
+        stranded=frozenset(each.key for each in filling.pooled_kept() if each.stuck),
     )
 
 
@@ -134,18 +141,20 @@ class _Filling:
         for placed in facts.dedicated:
             self._dedicated_on[placed.ref].append(placed)
         self._keys: dict[RegionGpu, list[EndpointGpu]] = defaultdict(list)
-        for key in sorted(facts.occupancy):
+        for key in sorted({*facts.occupancy, *facts.held}):
             self._keys[key.place].append(key)
 
     def fill(self, place: RegionGpu) -> None:
         """Choose the slots of one pool and a slot for each of its endpoints: first for endpoints that have one already,
-        then by falling occupancy.
+        then by falling occupancy. Endpoints that a reserve holds are on all of them.
         """
         slots = {slot.room.ref: slot for slot in self._sized(place)}
         self.chosen |= slots
         open_slots = {at: slot for at, slot in slots.items() if not slot.leased}
+        self._hold(place, open_slots.values())
         occupancy = self._facts.occupancy
-        for key in sorted(self._keys[place], key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
+        pooled = [key for key in self._keys[place] if key in occupancy]
+        for key in sorted(pooled, key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
             fitting = {at: slot for at, slot in open_slots.items() if self._holds_weights(key, slot.room)}
             slot = self._keep(key, fitting) or self._start(key, fitting)
             if slot is not None:
@@ -155,6 +164,29 @@ class _Filling:
                 what = f"slot of {place.gpu_type} in {place.region} for the pool"
                 reason = unfit or (f"no {what} but leased ones" if slots else f"no free {what}")
                 self.unplaced.append(Unplaced(endpoint=key.endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
+
+    def pooled_kept(self) -> Iterator[PlacedInstance]:
+        """Instances that stay, of endpoints that have no others."""
+        return (each for each in self.kept.values() if each.key in self._facts.occupancy)
+
+    def _hold(self, place: RegionGpu, slots: Iterable[_PoolSlot]) -> None:
+        """Keep or start an instance of each endpoint that a reserve holds on each of its slots."""
+        for slot in slots:
+            here: dict[EndpointGpu, PlacedInstance] = {}
+            for each in self._pooled_on[slot.room.ref]:
+                if each.key not in here or here[each.key].draining:
+                    here[each.key] = each
+            for key in self._keys[place]:
+                if key not in self._facts.held or not self._holds_weights(key, slot.room):
+                    continue
+                if (mine := here.get(key)) is None:
+                    self.adds.append(_add_on(slot, key.endpoint, "the reserve holds it"))
+                    continue
+                self.kept[mine.instance_id] = mine
+                if mine.draining:
+                    self.revives.append(
+                        InstanceChange(instance_id=mine.instance_id, reason="the reserve holds it again")
+                    )
 
     def _holds_weights(self, key: EndpointGpu, room: SlotRoom) -> bool:
         size = self._facts.sizes.get(key.model)
@@ -169,12 +201,14 @@ class _Filling:
         """Pooled instances that are alone on a slot that leaves the pool and are to have GPUs of their own."""
         fresh = {slot.ref for slots in self._usable.values() for slot in slots}
         pooled = {key.endpoint for key in self._facts.occupancy}
+        missing = Counter(self._facts.missing)
         for ref, instances in sorted(self._pooled_on.items()):
             running = [each for each in instances if not each.draining]
             if ref in self.chosen or ref not in fresh or len(running) != 1 or self._dedicated_on[ref]:
                 continue
             [last] = running
-            if last.ready and last.endpoint not in pooled and self._facts.missing.get(last.key, 0) > 0:
+            if last.ready and last.endpoint not in pooled and missing[last.key] > 0:
+                missing[last.key] -= 1
                 yield InstanceChange(instance_id=last.instance_id, reason="the slot is its own now")
 
     def drains(self) -> Iterator[InstanceChange]:
@@ -187,7 +221,10 @@ class _Filling:
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
             if each.instance_id in self.kept or each.draining:
                 continue
-            if each.endpoint in pooled:
+            if each.key in self._facts.held:
+                replaced = each.endpoint in ready or each.endpoint in self._facts.served or not each.ready
+                reason = "the reserve leaves its slot"
+            elif each.endpoint in pooled:
                 replaced = each.endpoint in (ready if each.ready or each.stuck else kept_endpoints)
                 reason = "the plan keeps it elsewhere"
             else:
@@ -198,7 +235,9 @@ class _Filling:
 
     def _sized(self, place: RegionGpu) -> list[_PoolSlot]:
         """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
-        wanted = max(1, self._facts.pool_gpus.get(place, 0)) if self._keys[place] else 0
+        wanted = self._facts.pool_gpus.get(place, 0) if self._keys[place] else 0
+        if any(key in self._facts.occupancy for key in self._keys[place]):
+            wanted = max(1, wanted)
         ranked = sorted(
             ((rank, slot) for slot in self._usable[place] if (rank := self._rank(slot)) is not None),
             key=lambda each: each[0],
@@ -220,7 +259,8 @@ class _Filling:
             kind = Holds.DONATED
         else:
             kind = Holds.LEAVING
-        leaves = all(each.donation is not None or each.key in self._facts.occupancy for each in dedicated)
+        going = {*self._facts.occupancy, *self._facts.leaving}
+        leaves = all(each.donation is not None or each.key in going for each in dedicated)
         return (kind, -slot.workers, float(len(dedicated)), slot.ref) if leaves else None
 
     def _is_leased(self, slot: SlotRoom) -> bool:
@@ -263,14 +303,13 @@ class _Filling:
             return slot.room.node_id in failed_on, slot.fullness(share), not here, slot.room.ref
 
         slot = min(found, key=rank)
-        self.adds.append(
-            SlotAdd(
-                endpoint=key.endpoint,
-                gpu_type=slot.room.gpu_type,
-                node_id=slot.room.node_id,
-                slot=slot.room.slot,
-                gpus=0,
-                reason="the plan pools it",
-            )
-        )
+        self.adds.append(_add_on(slot, key.endpoint, "the plan pools it"))
         return slot
+
+
+def _add_on(slot: _PoolSlot, endpoint: Endpoint, reason: str) -> SlotAdd:
+    """A pooled instance to start."""
+    room = slot.room
+    return SlotAdd(
+        endpoint=endpoint, gpu_type=room.gpu_type, node_id=room.node_id, slot=room.slot, gpus=0, reason=reason
+    )

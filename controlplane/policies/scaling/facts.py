@@ -59,6 +59,12 @@ class EndpointScaleFacts:
         backlog_tokens: input tokens of deferred requests that wait for this endpoint.
         backlog_due_s: Unix time by which the most urgent of them is due; None = none waits.
         donated_same, donated_other: donated instances that could be reclaimed, of this model and of others.
+        reserve: GPU type of the reserve that holds the endpoint: its instances there count for `min`, which is what is
+            left of it. None = no reserve does. Only then the following are known:
+        in_flight: its requests on instances of its own and in the reserve. batch_max: how many one instance runs at
+            once; None = not reported.
+        wait_s: until one of these instances would begin an IW-F request that arrives now, infinite if all run as many
+            as they can; None = not reported.
     """
 
     endpoint: Endpoint
@@ -79,6 +85,10 @@ class EndpointScaleFacts:
     backlog_due_s: float | None = None
     donated_same: Counts = field(default_factory=dict)
     donated_other: Counts = field(default_factory=dict)
+    reserve: str | None = None
+    in_flight: int = 0
+    batch_max: int | None = None
+    wait_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -159,6 +169,8 @@ class ScalingSettings:
         retry_s: an endpoint whose replacement instance is stuck too gets another one so long after it was scaled.
         window_s, last_s: LT-UA may leave the plan in the last `last_s` seconds of a window of `window_s`.
         beyond_at, below_at: observed over forecast tokens/s from which LT-UA goes beyond the plan, and below it.
+        late_s: an endpoint of a reserve leaves its plan when all its instances, the reserve's too, would begin a
+            request later than this. hold_s: and returns to it so long after it was scaled last.
         room_out, room_in: multiples of the observed demand up to which LT-D scales out, and above which it scales in.
         silo_niw_share: share of an endpoint's maximum that Siloed keeps for deferred requests (paper: 4 of 20).
         chiron_theta: share of the interactive instances that may be busy (paper: 0.6).
@@ -174,6 +186,8 @@ class ScalingSettings:
     last_s: float = 1200.0
     beyond_at: float = 5.0
     below_at: float = 0.5
+    late_s: float = 1.0
+    hold_s: float = 120.0
     room_out: float = 1.1
     room_in: float = 1.4
     silo_niw_share: float = 0.2

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from controlplane.policies.scaling.facts import EndpointScaleFacts, Moment, ScaleStep, step_of
 from controlplane.policies.scaling.limits import above_maximum, below_minimum
+from controlplane.policies.scaling.reserve_led import beyond_reserve
 
 
 def scale_to_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
@@ -14,8 +15,10 @@ def scale_to_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep,
     limits.
 
     A serving instance is removed when its replacement is ready. At the maximum, GPU types are exchanged one instance at
-    a time; where minimum and maximum are equal no exchange is possible, and the present instances stay.
+    a time; where minimum and maximum are equal no exchange is possible, and the present instances stay. An endpoint
+    that a reserve holds goes beyond the plan while the reserve does not keep up.
     """
+    facts, plan = beyond_reserve(facts, moment), facts.planned
     wanted = _within_limits(facts)
     changes = _changes(facts, wanted)
     outs = _outs(facts, changes)
@@ -25,6 +28,9 @@ def scale_to_plan(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep,
         for gpu_type in changes
         if deltas.get(gpu_type)
     ]
+    if facts.planned != plan:
+        words = f"{facts.in_flight} requests in flight are more than the plan and the reserve begin in time"
+        steps = [replace(step, reason=words) for step in steps]
     planned = sum(wanted.values())
     if planned < facts.min:
         words = f"minimum {facts.min}, nothing planned or present"

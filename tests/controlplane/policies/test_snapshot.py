@@ -1,5 +1,6 @@
 """What policies take from a snapshot, and what changes in the whole fleet."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,3 +161,43 @@ def test_kinds_follow_the_strategy() -> None:
     """Siloed has no mixed instances, but where there can be one instance only."""
     decision = choose(fleet(None, own(B), own(C, 1), pools=PlanPools()), StrategyName.SILOED)
     assert decision.kinds == {"b0": InstanceKind.IW, "c1": InstanceKind.MIXED}
+
+
+RESERVE = PlanPools(gpus={PLACE: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
+
+
+def test_an_instance_on_each_slot_of_the_reserve_counts_for_the_minimum() -> None:
+    """`b` needs two at least, and has one in the reserve that serves and one that starts."""
+    there = (pooled(B, 0), replace(pooled(B, 1, ready=False), instance_id="second"))
+    limits = {A: (0, 4), B: (2, 4), C: (0, 1)}
+    found = scaled(fleet({B: 0}, *there, pools=RESERVE, limits=limits))[B]
+    assert (found.min, found.planned, found.reserve) == (1, {"H800": 0}, "H800")
+    pinned = scaled(fleet({B: 0}, *there, pools=RESERVE, limits=limits, overrides={B: 2}))[B]
+    assert (pinned.min, pinned.reserve) == (2, None)
+
+
+def test_the_plan_may_give_a_held_endpoint_no_instance_of_its_own() -> None:
+    found = scaled(fleet({}, own(A), pools=RESERVE))
+    assert found[A].planned == {}
+    assert found[C].planned is None
+
+
+def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint() -> None:
+    """The minimum of `b` is one: its own instance stays until the reserve's is ready."""
+    report = InstanceFacts(
+        instance_id="b3",
+        node_id="n1",
+        endpoint=B,
+        gpu_type="H800",
+        accepting=True,
+        age_s=0.0,
+        kv_used_bytes=1,
+        kv_capacity_bytes=100,
+        remaining_tokens=0,
+    )
+    mine = own(B, 3, report=report)
+    waits = choose(fleet({B: 0}, mine, pools=RESERVE)).slots
+    assert (waits.drains, waits.donates) == ((), ())
+    assert {(add.endpoint.model, add.gpus) for add in waits.adds} == {("a", 0), ("b", 0)}
+    goes = choose(fleet({B: 0}, mine, pooled(B, 0), pools=RESERVE)).slots
+    assert [change.instance_id for change in (*goes.drains, *goes.donates)] == ["b3"]

@@ -306,3 +306,75 @@ def test_it_comes_to_rest(data: st.DataObject) -> None:
         raise AssertionError("it never comes to rest")
     assert sorted(each.endpoint.model for each in instances) == models
     assert not choose(replace(facts(gpus, occupancy, slots, instances), served=frozenset())).unplaced
+
+
+def reserve(
+    gpus: int, held: str, slots: tuple[SlotRoom, ...], *instances: PlacedInstance, **more: Any
+) -> PoolSlotFacts:
+    """A pool that is the reserve of these models."""
+    given = facts(gpus, {}, slots, instances, **more)
+    return replace(given, held=frozenset(key(model) for model in held))
+
+
+def places(decision: PoolSlotDecision) -> list[tuple[str, str]]:
+    return sorted((add.endpoint.model, add.node_id) for add in decision.adds)
+
+
+def test_a_reserve_has_each_model_on_each_of_its_slots() -> None:
+    decision = choose(reserve(2, "ab", (room("n1"), room("n2"), room("n3"))))
+    assert places(decision) == [("a", "n1"), ("a", "n2"), ("b", "n1"), ("b", "n2")]
+    assert all(add.gpus == 0 for add in decision.adds)
+    assert decision.slots == {("n1", 0), ("n2", 0)}
+
+
+def test_a_reserve_keeps_what_stands_and_calls_back_what_drains() -> None:
+    slots = (room("n1", free=0), room("n2", free=0), room("n3"))
+    there = (pooled("a", "n1"), pooled("b", "n1", draining=True), pooled("a", "n2"))
+    decision = choose(reserve(2, "ab", slots, *there))
+    assert places(decision) == [("b", "n2")]
+    assert [change.instance_id for change in decision.revives] == ["b@n1"]
+    assert not decision.drains
+
+
+def test_own_instances_of_a_held_model_stay() -> None:
+    slots = (room("n1", free=0), room("n2", free=0))
+    decision = choose(reserve(1, "a", slots, pooled("a", "n1"), dedicated=(own("a", "n2"),)))
+    assert not decision.ready, "its own instances are not let go"
+    assert not decision.stranded
+
+
+def test_a_reserve_that_shrinks_leaves_a_slot_and_one_that_ends_waits_for_own_instances() -> None:
+    slots = (room("n1", free=0), room("n2", free=0))
+    there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
+    smaller = choose(reserve(1, "ab", slots, *there))
+    assert [change.instance_id for change in smaller.drains] == ["a@n2", "b@n2"]
+    ended = choose(facts(0, {}, slots, there, served=("b",)))
+    assert [change.instance_id for change in ended.drains] == ["b@n1", "b@n2"]
+
+
+def test_a_model_that_the_reserve_no_longer_holds_leaves_when_it_is_served() -> None:
+    slots = (room("n1", free=0),)
+    there = (pooled("a", "n1"), pooled("b", "n1"))
+    assert not choose(reserve(1, "a", slots, *there)).drains
+    assert [change.instance_id for change in choose(reserve(1, "a", slots, *there, served=("b",))).drains] == ["b@n1"]
+
+
+def test_a_model_too_large_for_a_slot_is_not_started_there() -> None:
+    small, large = WeightsMemory(weights_bytes=5), WeightsMemory(weights_bytes=50)
+    slots = (replace(room("n1"), weights=small), replace(room("n2"), weights=large))
+    given = replace(reserve(2, "ab", slots), sizes={"a": ModelSize(weights_bytes=20), "b": ModelSize(weights_bytes=2)})
+    assert places(choose(given)) == [("a", "n2"), ("b", "n1"), ("b", "n2")]
+
+
+def test_a_reserve_begins_where_an_endpoint_leaves_that_is_to_have_no_instance_of_its_own() -> None:
+    slots = (room("n1", free=0), room("n2", free=0))
+    given = reserve(1, "ab", slots, dedicated=(own("a", "n1"), own("b", "n2")))
+    assert not choose(given).adds
+    assert places(choose(replace(given, leaving=frozenset({key("a")})))) == [("a", "n1"), ("b", "n1")]
+
+
+def test_as_many_slots_become_own_as_are_missing() -> None:
+    """A reserve of one model that ends: of two slots that leave, one becomes the instance that the plan wants."""
+    slots = (room("n1", free=0), room("n2", free=0))
+    decision = choose(facts(0, {}, slots, (pooled("a", "n1"), pooled("a", "n2")), missing=("a",)))
+    assert [change.instance_id for change in decision.dedicates] == ["a@n1"]

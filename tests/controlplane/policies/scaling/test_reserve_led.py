@@ -1,0 +1,55 @@
+"""Endpoints of a reserve: by their plan while somebody begins in time, beyond it while nobody does."""
+
+import math
+from typing import Any
+
+import pytest
+
+from controlplane.policies.scaling.facts import EndpointScaleFacts
+from tests.controlplane.policies.scaling.endpoints import NOW, decide, deltas, endpoint
+
+
+def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> EndpointScaleFacts:
+    """A plan of four, instances that run 10 requests at once; so each is for 7 below the upper threshold."""
+    values: dict[str, Any] = {
+        "planned": {"H": 4},
+        "reserve": "H",
+        "in_flight": in_flight,
+        "batch_max": 10,
+        "wait_s": wait_s,
+    }
+    return endpoint({"H": present}, limits=(0, 30), **values | changes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (held(4, 20, 0.0), {}),
+        (held(4, 200, 0.9), {}),  # somebody begins in time: the plan
+        (held(4, 70, 1.1), {"H": 12}),  # 70 / 7 = 10, six lack, and six more are to come
+        (held(4, 70, math.inf), {"H": 12}),
+        (held(4, 20, 1.1), {}),  # late, and three would do: what is there stays
+        (held(10, 84, 1.1, starting={"H": 6}), {"H": 4}),  # those that start count: 12 + 2
+        (held(4, 500, 1.1), {"H": 26}),  # never past the maximum
+        (held(4, 200, None), {}),
+        (held(4, 200, 1.1, batch_max=None), {}),  # not reported
+        (held(4, 200, 1.1, reserve=None), {}),  # LT-I
+        (held(20, 20, 0.0, last_scaled_s=NOW - 100), {}),  # not so soon after it was scaled
+        (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -16}),
+        (held(20, 50, 0.0, last_scaled_s=NOW - 130), {"H": -12}),  # those of 50 requests stay
+        (held(3, 70, 1.1, planned={}), {"H": 14}),
+    ],
+)
+def test_it_leaves_the_plan_while_nobody_begins_in_time(facts: EndpointScaleFacts, expected: dict[str, int]) -> None:
+    assert deltas(decide("lt-i", facts)) == expected
+
+
+def test_so_does_lt_d() -> None:
+    """The plan is its ceiling, but not while nobody begins in time."""
+    facts = held(4, 200, 1.1, tokens_per_s={"H": 100.0}, observed_tokens_per_s=350.0)
+    assert deltas(decide("lt-d", facts)) == {"H": 26}
+
+
+def test_a_step_says_why() -> None:
+    [step] = decide("lt-i", held(4, 200, 1.1)).steps
+    assert step.reason == "200 requests in flight are more than the plan and the reserve begin in time"
