@@ -114,6 +114,7 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     decodes. `batch_max`: sequences that run at once; `input_tokens_per_s`: of the prompts that it received in the last
     minute; None: its node does not report it. `prefill_s`, `decode_s`: of the steps of `reference_steps`, as observed
     there; None: not known.
+    `pooled`: it shares its slot, in a pool or a reserve.
 
     A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
     `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
@@ -143,6 +144,7 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     input_tokens_per_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
+    pooled: bool = False
     deferred_requests: int = 0
     deferred_tokens: float = 0.0
 

@@ -265,12 +265,14 @@ def _utilization_by_others(
 
 
 def _endpoints(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> dict[Endpoint, list[InstanceFacts]]:
-    """The instances that take deferred requests and reported recently, by endpoint."""
+    """The instances that take deferred requests and reported recently, by endpoint: those with GPUs of their own, where
+    there are any, so that a reserve stays free.
+    """
     endpoints: dict[Endpoint, list[InstanceFacts]] = {}
     for instance in instances:
         if is_usable(instance, settings.stale_s) and instance.kind.serves(Tier.NIW):
             endpoints.setdefault(instance.endpoint, []).append(instance)
-    return endpoints
+    return {at: [one for one in found if not one.pooled] or found for at, found in endpoints.items()}
 
 
 def _by_model(groups: Iterable[GroupFacts]) -> dict[str, list[GroupFacts]]:

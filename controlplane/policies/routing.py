@@ -10,6 +10,8 @@ gets no request for what it has cached, so that a prompt that many share becomes
     b                 3              6,000        0       6,000
     c                21             10,000    3,000      10,000   (21 is over 1.5 * 11 + 4: no hit counts)
 
+Instances of a shared reserve or a pool are for what no instance with GPUs of its own would begin in time.
+
 Requests and instances are judged one by one: one overloaded instance does not switch the cache off for others.
 """
 
@@ -32,7 +34,9 @@ class RoutingSettings:
     A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. A
     cached token counts as `hit_weight` fewer in the queue, on instances with at most `hit_load_max` times the mean
     requests and `hit_requests` more. The home instance of a conversation counts as if it had cached `home_share` of the
-    prompt: another process may have sent the turns before this one there.
+    prompt: another process may have sent the turns before this one there. `switch_s`: about what a slot that models
+    share takes to change its model. `reserve_share`: of the objective for the first token, within which instances with
+    GPUs of their own must make it where a reserve would make it in time.
     """
 
     utilization_max: float = 0.7
@@ -42,6 +46,8 @@ class RoutingSettings:
     hit_load_max: float = 1.5
     hit_requests: float = 4.0
     home_share: float = 0.3
+    switch_s: float = 0.3
+    reserve_share: float = 0.5
 
 
 def is_usable(instance: InstanceFacts, stale_s: float) -> bool:
@@ -71,12 +77,46 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
     return wait_s + instance.sent_input_tokens * instance.prefill_token_s
 
 
-def _in_time(instances: list[InstanceFacts], facts: RoutingFacts) -> list[InstanceFacts]:
-    """The instances that would begin in time or whose wait is unknown; all if there are none."""
+def _in_time(instances: list[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings) -> list[InstanceFacts]:
+    """The instances that would begin in time or whose wait is unknown; all if there are none. Those that share a slot
+    are left out where others are to be had, see `_before_reserve`.
+    """
     tier, ttft_s = facts.tier, facts.ttft_s
-    if ttft_s is None or len(instances) == 1:
+    if len(instances) == 1:
+        return instances
+    if any(one.pooled for one in instances):
+        return _before_reserve(instances, facts, settings)
+    if ttft_s is None:
         return instances
     return [one for one in instances if (predicted_wait_s(one, tier) or 0.0) <= ttft_s] or instances
+
+
+def _before_reserve(
+    instances: list[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings
+) -> list[InstanceFacts]:
+    """The instances with GPUs of their own that would make the first token well in time, else those of reserves and
+    pools that would make it in time, else the former that would; else the one that begins first. Waits are about what
+    was reported a second ago, and a first token takes the prompt's own prefill as well.
+    """
+    own = [one for one in instances if not one.pooled]
+    if facts.ttft_s is None:
+        return own or instances
+    shared = [one for one in instances if one.pooled]
+    for some, share in ((own, settings.reserve_share), (shared, 1.0), (own, 1.0)):
+        if timely := [one for one in some if _makes(one, facts, share * facts.ttft_s)]:
+            return timely
+    return [min(instances, key=lambda one: (predicted_wait_s(one, facts.tier) or 0.0, one.pooled, one.instance_id))]
+
+
+def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
+    """Whether a first token would be made in time, as far as is known: prompts before it leave time, and a sequence
+    more can run. Of a prompt that takes longer on any instance, whether it begins at once.
+    """
+    if instance.batch_max is not None and instance.requests + instance.sent_requests >= instance.batch_max:
+        return False
+    wait_s = predicted_wait_s(instance, facts.tier)
+    own_s = facts.input_tokens * (instance.prefill_token_s or 0.0)
+    return wait_s is None or wait_s <= max(0.0, ttft_s - own_s)
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
@@ -103,10 +143,13 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     if not candidates:
         return NoRoute(reason=_why_none(facts, settings))
     by_region: dict[str, list[InstanceFacts]] = {}
-    for instance in _in_time(candidates, facts):
+    for instance in _in_time(candidates, facts, settings):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
     region, utilization = _choose_region(by_region, _order(by_region, facts, settings), settings.utilization_max)
-    chosen = _shortest_queue(by_region[region], facts, settings)
+    there = by_region[region]
+    chosen = (
+        _fewest_switches(there, facts.tier, settings) if there[0].pooled else _shortest_queue(there, facts, settings)
+    )
     return Route(
         instance_id=chosen.instance_id,
         node_id=chosen.node_id,
@@ -170,6 +213,19 @@ def _shortest_queue(
         if tokens < fewest or (tokens == fewest and _precedes(instance.instance_id, chosen.instance_id, home)):
             chosen, fewest = instance, tokens
     return chosen
+
+
+def _fewest_switches(instances: Sequence[InstanceFacts], tier: Tier, settings: RoutingSettings) -> InstanceFacts:
+    """Of slots that models share and that keep up, the one that begins first, where one that works for the model
+    already begins `switch_s` sooner than it says; of several the emptiest.
+    """
+
+    def rank(one: InstanceFacts) -> tuple[bool, float, float, str]:
+        works = one.remaining_tokens + one.sent_tokens > 0
+        wait_s = (predicted_wait_s(one, tier) or 0.0) - works * settings.switch_s
+        return one.load > 1, wait_s, one.kv_used_bytes / max(1, one.kv_capacity_bytes), one.instance_id
+
+    return min(instances, key=rank)
 
 
 def _precedes(name: str, other: str, home: str) -> bool:

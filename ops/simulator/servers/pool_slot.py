@@ -117,6 +117,7 @@ class PooledServer:
                 accepting=self.accepting,
                 kind=self.kind,
                 load=self._node_load(),
+                pooled=True,
             )
 
     def open(self, kind: InstanceKind) -> None:

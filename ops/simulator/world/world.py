@@ -272,12 +272,12 @@ class World:
             instances=instances,
             excluded=tried,
             ttft_s=self.settings.targets[tier].ttft_s,
+            input_tokens=request.prompt_tokens,
         )
         if not request.blocks:
             return facts
         return replace(
             facts,
-            input_tokens=request.prompt_tokens,
             cached_tokens=self._prompts.cached_tokens(request),
             home_key=self._prompts.home_key(request),
         )

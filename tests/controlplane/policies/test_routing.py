@@ -268,3 +268,55 @@ def test_regions_are_preferred_by_latency() -> None:
     assert choose_preference(regions, "c", {}) == ("c", "a", "b", "d")
     assert choose_preference(regions, None, far) == regions
     assert choose_preference(regions, "b", {("b", other): 5.0 for other in "acd"}) == ("b", "a", "c", "d")
+
+
+def timed(name: str, wait_s: float | None, region: str = "east", **changes: Any) -> InstanceFacts:
+    """An instance that would begin after so long, at 1,000 prompt tokens a second."""
+    values = {"prefill_wait_s": wait_s, "prefill_urgent_wait_s": wait_s, "prefill_token_s": 0.001} | changes
+    return instance(name, region, **values)
+
+
+def shared(name: str, wait_s: float | None, region: str = "east", **changes: Any) -> InstanceFacts:
+    return timed(name, wait_s, region, pooled=True, **changes)
+
+
+RESERVE_ROWS = [
+    # name, instances, tokens of the prompt, the one chosen
+    ("its own go first", [timed("own", 0.1), shared("slot", 0.0)], 300, "own"),
+    ("... unless it is not well in time", [timed("own", 0.3), shared("slot", 0.0)], 300, "slot"),
+    ("... and the reserve is", [timed("own", 0.3), shared("slot", 0.8)], 300, "own"),
+    ("a slot that runs all it can", [timed("own", 0.3), shared("slot", 0.0, requests=8, batch_max=8)], 300, "own"),
+    (
+        "own ones elsewhere go before the reserve",
+        [timed("own", 2.0), timed("w", 0.1, "west"), shared("s", 0.0)],
+        1,
+        "w",
+    ),
+    ("a wait that is not known is none", [timed("own", None), shared("slot", 0.0)], 500, "own"),
+    ("no own one", [shared("slot", 0.0)], 500, "slot"),
+    ("the reserve of the nearest region", [timed("own", 2.0), shared("w", 0.0, "west"), shared("e", 0.1)], 1, "e"),
+    ("nobody is in time: who begins first", [timed("own", 3.0), shared("slot", 2.0)], 1, "slot"),
+    ("... its own where both do", [timed("own", 3.0), shared("slot", 3.0)], 1, "own"),
+    ("a prompt that is late anywhere begins at once", [timed("own", 0.2), shared("slot", 0.0)], 5000, "slot"),
+    ("a slot that works for it already", [shared("s1", 0.0), shared("s2", 0.2, remaining_tokens=9)], 1, "s2"),
+    ("... unless it does not keep up", [shared("s1", 0.0), shared("s2", 0.2, remaining_tokens=9, load=1.1)], 1, "s1"),
+    ("the emptiest slot", [shared("s1", 0.0, used=50), shared("s2", 0.0, used=40)], 1, "s2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("instances", "tokens", "chosen"), [row[1:] for row in RESERVE_ROWS], ids=[r[0] for r in RESERVE_ROWS]
+)
+def test_the_reserve_takes_what_no_own_instance_makes_in_time(
+    instances: list[InstanceFacts], tokens: int, chosen: str
+) -> None:
+    for order in (instances, instances[::-1]):
+        route = choose_route(facts(*order, ttft_s=1.0, input_tokens=tokens), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert route.instance_id == chosen
+
+
+def test_without_an_objective_the_reserve_is_left_alone() -> None:
+    route = choose_route(facts(timed("own", 900.0), shared("slot", 0.0), ttft_s=None), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == "own"
