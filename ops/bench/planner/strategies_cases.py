@@ -52,7 +52,7 @@ class StrategyFigures:
     """One strategy's run.
 
     Attributes:
-        instance_hours: serving, warming and draining; spot ones are somebody else's.
+        instance_hours: serving, warming, draining, and the GPUs of pools and reserves; spot ones are somebody else's.
         warming_hours: of those, what starts took.
         redeploys: starts in the place of another model's spot instance.
         ttft_p95_s, ttft_p99_s, late: of IW-F requests; `late` is the share whose first token was.
@@ -91,7 +91,7 @@ def figures_of(result: Result, tokens_per_s: Mapping[str, float], instances_min:
     high = [[(value or 0.0) > HIGH for value in one.utilization] for one in result.series.endpoints]
     slow = [(p95_s or 0.0) > SLOW_S for one in result.series.tiers if one.tier == "IW-F" for p95_s in one.ttft_p95_s]
     interactive = [row for row in result.tiers if row.tier != "NIW"]
-    instance_hours = sum(hours.get(state, 0.0) for state in ("serving", "warming", "draining"))
+    instance_hours = sum(hours.get(state, 0.0) for state in ("serving", "warming", "draining", "pooled"))
     return StrategyFigures(
         requests=result.requests,
         instance_hours=instance_hours,
@@ -212,7 +212,8 @@ binds nobody; these are captive, and 60 as for one model alone, dealt by what re
 ask for 46 instances of all models, but the models' own for 54, and us-east's for 25 and 31: with headroom and whole
 instances there is room for the former, and for the latter only if models give VMs to each other.
 """
-_FOUR = ("fleet.nodes=[" + ", ".join(f'{{region="{at}", count={n}, slots=1}}' for at, n in FOUR_VMS.items()) + "]",)
+_NODES = (f'{{region="{at}", count={n}, slots=1, host_bytes=1400000000000}}' for at, n in FOUR_VMS.items())
+_FOUR = (f"fleet.nodes=[{', '.join(_NODES)}]",)
 
 CASES: Mapping[str, Case] = {
     "a-day": _A_DAY,
@@ -247,6 +248,8 @@ CASES: Mapping[str, Case] = {
 second of them, where LT-UA may leave the plan.
 """
 
+_RESERVE = ("planning.reserve=true", "planning.pool_prompt_tokens=2200", "planning.pool_output_tokens=500")
+
 VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "siloed": ("siloed", ()),
     "reactive": ("reactive", ()),
@@ -257,7 +260,9 @@ VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lt-ua": ("lt-ua", ()),
     "lt-i-median": ("lt-i", ("planning.quantile=0.51",)),
     "lt-ua-median": ("lt-ua", ("planning.quantile=0.51",)),
+    "lt-i-reserve": ("lt-i", _RESERVE),
     "lt-d": ("lt-d", ()),
+    "lt-d-reserve": ("lt-d", _RESERVE),
     "chiron": ("chiron", ()),
     "oracle": ("oracle", ()),
 }

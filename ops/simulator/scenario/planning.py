@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.placement.poolable import PoolableSettings
+from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.scaling.facts import ScalingSettings, StrategyName
 from forecasts.models.forecasters import FORECASTERS
 from forecasts.settings import DEFAULT_FORECASTERS
@@ -80,6 +81,8 @@ class PlanningPart(Part):
 
     `pools`: whether endpoints may share GPUs where that is cheaper; a model larger than `fleet.weights_bytes` is left
     out. The keys after it, `pool_*`, are as in the service's settings: see `PoolableSettings`.
+
+    `reserve`: whether the endpoints of a region share a reserve instead; see `ReserveSettings`.
     """
 
     learn_s: Annotated[float, Field(ge=0, multiple_of=60, allow_inf_nan=False)] = 0.0
@@ -95,6 +98,24 @@ class PlanningPart(Part):
     pool_output_tokens: Positive = 256.0
     pool_tbt_s: Positive = 0.1
     pool_round_s: Positive = 12.0
+    reserve: bool = False
+    reserve_quantile: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
+    reserve_correlation: Annotated[float, Field(ge=0, le=1)] = 0.2
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether plans let models share GPUs."""
+        return self.pools or self.reserve
+
+    def sharing(self) -> ReserveSettings:
+        return ReserveSettings(
+            enabled=self.reserve,
+            quantile=self.reserve_quantile,
+            upper_quantile=self.quantile,
+            correlation=self.reserve_correlation,
+            fill=self.pool_fill,
+            epsilon=self.epsilon,
+        )
 
     def poolable(self) -> PoolableSettings:
         return PoolableSettings(

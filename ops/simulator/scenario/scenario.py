@@ -215,12 +215,13 @@ class Scenario(Part):
     @model_validator(mode="after")
     def _pooled(self) -> "Scenario":
         """Check what plans need for pools."""
-        if self.planning.pools:
+        if self.planning.shares_gpus:
+            key = "planning.reserve" if self.planning.reserve else "planning.pools"
             for index, node in enumerate(self.fleet.nodes):
                 if node.host_bytes is None:
-                    raise ValueError(f"fleet.nodes.{index}.host_bytes: is needed where planning.pools is set")
+                    raise ValueError(f"fleet.nodes.{index}.host_bytes: is needed where {key} is set")
                 if (node.weights_bytes or self.fleet.weights_bytes) is None:
-                    raise ValueError("fleet.weights_bytes: is needed where planning.pools is set")
+                    raise ValueError(f"fleet.weights_bytes: is needed where {key} is set")
         return self
 
     def _of_scaling(self) -> Iterator[str]:

@@ -142,7 +142,7 @@ def _latencies(
     scenario: Scenario, profiles: Mapping[ModelGpu, Profile], means: Mapping[str, Means]
 ) -> dict[ModelGpu, dict[str, float]]:
     """Latencies of the models that may be pooled: those that fit in a slot's memory for weights."""
-    if not scenario.planning.pools:
+    if not scenario.planning.shares_gpus:
         return {}
     found = {}
     for key, profile in profiles.items():
@@ -176,6 +176,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         niw_share=planning.niw_share,
         pools=planning.poolable(),
         correction=CorrectionSettings() if planning.correct_profiles else None,
+        reserve=planning.sharing(),
     )
 
 

@@ -11,12 +11,13 @@ from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.demand import demand_to_plan, forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, RegionGpu
 from controlplane.policies.fit import ModelSize
-from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementSettings, Profile
-from controlplane.policies.placement.poolable import PoolableSettings, choose_poolable
+from controlplane.policies.placement.poolable import PoolableSettings
+from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.profile_correction import CorrectionSettings
-from controlplane.policies.snapshot import FleetSnapshot, PlanPools, placement_facts, poolable_facts
+from controlplane.policies.snapshot import FleetSnapshot, PlanPools
 from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
@@ -48,6 +49,7 @@ class PlanSettings:
     niw_share: float = 0.1
     pools: PoolableSettings = field(default_factory=lambda: PoolableSettings(enabled=False))
     correction: CorrectionSettings | None = None
+    reserve: ReserveSettings = field(default_factory=ReserveSettings)
 
     def snapshot(self, fleet: Fleet, reports: Mapping[str, InstanceFacts]) -> FleetSnapshot:
         """The fleet as plans and scaling both take it. `reports`: of instances, by id."""
@@ -130,17 +132,17 @@ class Planner:
             endpoint: self._demand.mean(endpoint, since_s=since_s, until_s=until_s, deferred=True)
             for endpoint in self._settings.limits
         }
-        demand = demand_to_plan(paths, deferred, niw_share=self._settings.niw_share)
+        niw_share = self._settings.niw_share
+        demand = demand_to_plan(paths, deferred, niw_share=niw_share)
+        medians = demand_to_plan(self._paths(window_start_s, upper=False), deferred, niw_share=niw_share)
         self._profiles.correct(now_s)
         snapshot = self._settings.snapshot(fleet, {}).corrected(self.factors)
-        pools = choose_poolable(poolable_facts(snapshot, demand, stale_s=0.0), self._settings.pools)
-        facts = placement_facts(snapshot, demand, pool=pools.facts, stale_s=0.0)
-        placement = choose_placement(facts, now_s, self._settings.placement)
-        if placement.objective_per_hour is not None:
+        hour = choose_hour(snapshot, demand, medians, now_s, self._hour_settings())
+        if hour.placement.objective_per_hour is not None:
             self.plan = Plan(
                 window_start_s=window_start_s,
-                counts=_counts(placement),
-                pools=_pools(placement),
+                counts=_counts(hour.placement),
+                pools=_pools(hour),
                 expected={endpoint: max(path) for endpoint, path in demand.items()},
                 forecasts=dict(self._forecasts),
             )
@@ -173,10 +175,15 @@ class Planner:
         """GPUs of its pools, for the recorder."""
         return {} if self.plan is None else self.plan.pools.gpus
 
-    def _paths(self, window_start_s: float) -> dict[Endpoint, tuple[float, ...]]:
-        """Upper forecasts, or the true demand of the hour, by window."""
+    def _hour_settings(self) -> HourSettings:
+        settings = self._settings
+        return HourSettings(placement=settings.placement, pools=settings.pools, reserve=settings.reserve, stale_s=0.0)
+
+    def _paths(self, window_start_s: float, *, upper: bool = True) -> dict[Endpoint, tuple[float, ...]]:
+        """Upper or median forecasts, or the true demand of the hour, by window."""
         if self._truth is None:
-            return {endpoint: each.windows_upper for endpoint, each in self._forecasts.items() if each.known}
+            known = {endpoint: each for endpoint, each in self._forecasts.items() if each.known}
+            return {endpoint: each.windows_upper if upper else each.windows for endpoint, each in known.items()}
         windows_s = self._settings.forecast.bucket_s
         return {
             endpoint: tuple(self._true_hour(endpoint, window_start_s).rebin(windows_s).values.tolist())
@@ -195,11 +202,12 @@ def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:
     return counts
 
 
-def _pools(placement: Placement) -> PlanPools:
+def _pools(hour: HourPlan) -> PlanPools:
     return PlanPools(
-        gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
+        gpus={pool.place: pool.after for pool in hour.pool_sizes},
         occupancy={
             EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.gpu_type): one.occupancy
-            for one in placement.pooled
+            for one in hour.placement.pooled
         },
+        held=hour.reserve.held,
     )

@@ -1,0 +1,55 @@
+"""Simulated fleets whose endpoints share a reserve."""
+
+from typing import Any
+
+import pytest
+
+from ops.bench.planner.strategies_cases import figures_of
+from ops.simulator.run import build_world, simulate
+from ops.simulator.scenario.scenario import Scenario
+from tests.ops.simulator.pooling import MODELS, pooled
+from tests.ops.simulator.scaled import run_checked
+
+THETAS = dict.fromkeys(MODELS, 3000.0)
+
+
+def scenario(**planning: Any) -> Scenario:
+    """Three models on nine nodes with a minimum of two each, learnt from for an hour, then served for one."""
+    wanted = {"learn_s": 3600, "pools": False, "reserve": True} | planning
+    return pooled(
+        planning=wanted,
+        traffic={"duration_s": 7200.0, "rate_per_s": 0.6},
+        scaling={"instances_min": 2},
+        fleet={
+            "instances": [{"model": name, "region": "east", "count": 2} for name in MODELS],
+            "nodes": [{"region": "east", "count": 9, "slots": 1, "host_bytes": 10**12}],
+        },
+    )
+
+
+def test_a_quiet_hour_is_served_from_fewer_gpus_than_the_minimums_of_all() -> None:
+    alone = simulate(scenario(reserve=False)).result
+    shared = simulate(scenario()).result
+    assert shared.requests == alone.requests
+    assert shared.failures == alone.failures == {}
+    hours = {
+        name: figures_of(run, THETAS, 2, 0.0).instance_hours for name, run in (("alone", alone), ("shared", shared))
+    }
+    assert hours["alone"] == pytest.approx(6.0, rel=0.1), "two of each model for an hour"
+    assert hours["shared"] < 0.75 * hours["alone"]
+    gpu_hours = shared.totals.gpu_hours
+    assert gpu_hours["pooled"] > 0
+    assert hours["shared"] == pytest.approx(sum(gpu_hours.values()) - gpu_hours.get("spot", 0.0)), "its slots count"
+
+
+def test_no_endpoint_is_ever_without_an_instance() -> None:
+    """Own instances leave when those in the reserve serve."""
+    world, fleet, _ = build_world(scenario(), 1)
+    assert fleet is not None
+
+    def check() -> None:
+        serving = {one.endpoint.model for one in fleet.hosted.values() if one.server.accepting}
+        assert serving == set(MODELS)
+
+    run_checked(world, check)
+    assert any(one.pooled for one in fleet.hosted.values())
