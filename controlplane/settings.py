@@ -344,6 +344,12 @@ class Settings(BaseSettings):
     """correct the profiles' tokens/s by what instances do; false: they count as stated"""
     profile_correction_max: float = Field(2.0, ge=1, le=10)
     """a corrected profile is at most so many times what is stated, and at least that part of it"""
+    plan_reserve: bool = False
+    """let the models of a region that are not pooled share a reserve instead of an upper quantile and a minimum each"""
+    plan_reserve_quantile: float = Field(0.9, ge=0.5, lt=1)
+    """quantile of the demand beyond own instances, of all models together, that a shared reserve provides for"""
+    plan_reserve_correlation: float = Field(0.2, ge=0, le=1)
+    """correlation of the errors of the forecasts of different endpoints, by which a shared reserve is sized"""
     plan_approval: str = Field("automatic", pattern="^(automatic|limits|always)$")
     """automatic: hourly plans apply by themselves; limits: unless they exceed a limit below; always: approve each"""
     plan_gpus_moved_max: int | None = Field(None, ge=0)

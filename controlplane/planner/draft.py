@@ -1,17 +1,16 @@
 """The rows of a plan from the solver's answer: its inputs, its changes, and whether an operator must approve it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from controlplane.planner.correct import ProfilesInForce
 from controlplane.planner.expected import Expected
 from controlplane.policies.facts import ModelGpu, RegionGpu
+from controlplane.policies.hour import HourPlan
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.document import to_document
-from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
-from controlplane.policies.placement.poolable import PlannedPools
+from controlplane.policies.placement.facts import PlacementSettings
+from controlplane.policies.placement.reserve_facts import Reserve
 from controlplane.policies.plan_approval import (
     ApprovalFacts,
     ApprovalRule,
@@ -42,20 +41,18 @@ class DraftOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The inputs of a placement. `index`: the fleet's index when the facts were read."""
+    """The inputs of a plan, and what was planned. `index`: the fleet's index when the facts were read."""
 
     index: int
-    facts: PlacementFacts
-    pools: PlannedPools
+    hour: HourPlan
     settings: PlacementSettings
     expected: Expected
     profiles: ProfilesInForce
 
 
-def draft_of(
-    placement: Placement, problem: Problem, of: DraftOf, *, now_s: float, solve_time_s: float, settings: Settings
-) -> Draft:
+def draft_of(problem: Problem, of: DraftOf, *, now_s: float, solve_time_s: float, settings: Settings) -> Draft:
     """The rows of a plan: a draft, or a failed attempt if no solver answered."""
+    hour, placement = problem.hour, problem.hour.placement
     failed = placement.status == PlacementStatus.FAILED
     plan = Plan(
         id=new_plan_id(),
@@ -70,17 +67,17 @@ def draft_of(
         gap=placement.gap,
         solve_time_s=solve_time_s,
         unserved=_shortfalls(placement),
-        pools=_pools(placement),
+        pools=pools_record(hour),
         reason=placement.reason
         if failed
-        else _reason(placement.reason, problem.pools.summary(), problem.profiles.summary()),
+        else _reason(placement.reason, hour.pools.summary(), problem.profiles.summary()),
         inputs={
-            "problem": to_document(problem.facts, problem.settings),
+            "problem": to_document(hour.facts, problem.settings),
             "forecasts": problem.expected.record(),
-            "pools": problem.pools.record(),
+            "pools": hour.pools.record() | {"reserve": _reserve_settings(settings)},
             "corrections": problem.profiles.record(),
         },
-        approval_reason=None if failed else _approval_reason(placement, problem.facts, now_s, settings),
+        approval_reason=None if failed else _approval_reason(hour, now_s, settings),
         created_by=of.created_by,
     )
     entries = [
@@ -123,14 +120,15 @@ def failed_draft(of: DraftOf, *, index: int, reason: str) -> Draft:
     return Draft(plan=plan, entries=[])
 
 
-def _approval_reason(placement: Placement, facts: PlacementFacts, now_s: float, settings: Settings) -> str | None:
+def _approval_reason(hour: HourPlan, now_s: float, settings: Settings) -> str | None:
     """Why an operator must approve the plan; None: it needs no approval."""
+    changes, prices = _changes(hour), hour.facts.gpu_cost_per_hour
     approval = choose_approval(
         ApprovalFacts(
-            changes=_changes(placement, facts.profiles),
-            fleet_gpus=sum(facts.capacity.values()),
-            cost_before_per_hour=_cost_before(placement, facts),
-            cost_after_per_hour=placement.gpu_cost_per_hour,
+            changes=changes,
+            fleet_gpus=sum(hour.facts.capacity.values()),
+            cost_before_per_hour=sum(change.before * prices[change.place.gpu_type] for change in changes),
+            cost_after_per_hour=hour.placement.gpu_cost_per_hour,
         ),
         now_s,
         ApprovalSettings(
@@ -143,23 +141,16 @@ def _approval_reason(placement: Placement, facts: PlacementFacts, now_s: float, 
     return None if approval.automatic else "; ".join(approval.reasons)
 
 
-def _changes(placement: Placement, profiles: Mapping[ModelGpu, Any]) -> tuple[GpuChange, ...]:
-    """Every cell and every pool, in GPUs."""
+def _changes(hour: HourPlan) -> tuple[GpuChange, ...]:
+    """Every cell, and every pool with its reserve, in GPUs."""
     cells = []
-    for entry in placement.entries:
-        gpus = profiles[ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)].gpus
+    for entry in hour.placement.entries:
+        pair = ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)
+        gpus = hour.facts.profiles[pair].gpus
         place = RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)
         cells.append(GpuChange(place=place, before=entry.before * gpus, after=entry.after * gpus))
-    pools = [
-        GpuChange(place=RegionGpu(region=p.region, gpu_type=p.gpu_type), before=p.before, after=p.after)
-        for p in placement.pools
-    ]
+    pools = (GpuChange(place=pool.place, before=pool.before, after=pool.after) for pool in hour.pool_sizes)
     return (*cells, *pools)
-
-
-def _cost_before(placement: Placement, facts: PlacementFacts) -> float:
-    changes = _changes(placement, facts.profiles)
-    return sum(change.before * facts.gpu_cost_per_hour[change.place.gpu_type] for change in changes)
 
 
 def _shortfalls(placement: Placement) -> list[dict[str, object]]:
@@ -174,19 +165,46 @@ def _shortfalls(placement: Placement) -> list[dict[str, object]]:
     ]
 
 
-def _pools(placement: Placement) -> list[dict[str, object]]:
-    """Every pool with its size before and after and the endpoints it serves."""
+def _reserve_settings(settings: Settings) -> dict[str, float] | None:
+    """How reserves were planned; None: none was."""
+    if not settings.plan_reserve:
+        return None
+    return {"quantile": settings.plan_reserve_quantile, "correlation": settings.plan_reserve_correlation}
+
+
+def pools_record(hour: HourPlan) -> list[dict[str, object]]:
+    """Every pool with its size before and after, the endpoints that it serves, and the reserve that is a part of it."""
     return [
         {
-            "region": pool.region,
-            "gpu_type": pool.gpu_type,
+            "region": pool.place.region,
+            "gpu_type": pool.place.gpu_type,
             "before": pool.before,
             "after": pool.after,
             "pooled": [
                 {"model": p.endpoint.model, "occupancy": p.occupancy, "before": p.before, "reason": p.reason}
-                for p in placement.pooled
-                if (p.endpoint.region, p.gpu_type) == (pool.region, pool.gpu_type)
+                for p in hour.placement.pooled
+                if (p.endpoint.region, p.gpu_type) == (pool.place.region, pool.place.gpu_type)
             ],
         }
-        for pool in placement.pools
+        | _reserve_record(hour.reserve, pool.place)
+        for pool in hour.pool_sizes
     ]
+
+
+def _reserve_record(reserve: Reserve, place: RegionGpu) -> dict[str, object]:
+    """The reserve of a place with the endpoints that it holds; nothing where there is none."""
+    held = [
+        {"model": one.key.model, "instances": one.instances, "reason": one.reason}
+        for one in reserve.endpoints
+        if one.key.place == place
+    ]
+    if not held:
+        return {}
+    size = next((size for size in reserve.sizes if size.place == place), None)
+    found = {
+        "gpus": 0 if size is None else size.gpus,
+        "missing_gpus": 0 if size is None else size.missing_gpus,
+        "reason": "own instances suffice" if size is None else size.reason,
+    }
+    left_out = {at.model: reason for at, reason in sorted(reserve.left_out.items()) if at.region == place.region}
+    return {"reserve": found | {"held": held, "left_out": left_out}}

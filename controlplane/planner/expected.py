@@ -41,6 +41,12 @@ class ExpectedSeries:
     path: tuple[float, ...]
     fallback: str | None = None
 
+    @property
+    def median_path(self) -> tuple[float, ...]:
+        """The path at the median; it has the shape of the upper one."""
+        share = min(1.0, self.peak_q50 / self.peak_upper) if self.peak_upper > 0 else 1.0
+        return tuple(share * value for value in self.path)
+
     def record(self) -> Json:
         """The series as a plan stores it."""
         return {
@@ -55,12 +61,15 @@ class ExpectedSeries:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The coming hour. `demand`: per window, upper forecasts and the share of NIW; windows are of one length."""
+    """The coming hour. `demand`: per window, upper forecasts and the share of NIW; windows are of one length.
+    `medians`: the same with median forecasts.
+    """
 
     origin_s: int
     quantile: float
     series: tuple[ExpectedSeries, ...]
     demand: dict[Endpoint, tuple[float, ...]]
+    medians: dict[Endpoint, tuple[float, ...]]
 
     def record(self) -> Json:
         """The forecasts as a plan stores them."""
@@ -94,8 +103,14 @@ def expected_demand(
         series = (*known, *made, *_fallbacks(session, lacking, at_s=at_s))
         deferred = mean_demand(session, kind=NIW, since_s=at_s - _HOUR_S, until_s=at_s)
     paths = {each.endpoint: each.path for each in series}
-    demand = demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share)
-    return Expected(origin_s=at_s, quantile=settings.forecast_quantile, series=series, demand=demand)
+    medians = {each.endpoint: each.median_path for each in series}
+    return Expected(
+        origin_s=at_s,
+        quantile=settings.forecast_quantile,
+        series=series,
+        demand=demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share),
+        medians=demand_to_plan(medians, deferred, niw_share=settings.niw_demand_share),
+    )
 
 
 def _made_here(

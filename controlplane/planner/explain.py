@@ -113,9 +113,18 @@ def _pools(plan: Plan) -> tuple[PoolSummary, ...]:
             endpoints=tuple(each["model"] for each in pool["pooled"]),
             new=tuple(each["model"] for each in pool["pooled"] if not each["before"]),
             occupied=sum(each["occupancy"] for each in pool["pooled"]),
+            reserve=_reserve(pool.get("reserve")),
         )
         for pool in plan.pools
     )
+
+
+def _reserve(reserve: Mapping[str, Any] | None) -> str | None:
+    """The reserve of a region in words."""
+    if reserve is None:
+        return None
+    left_out = "".join(f"; {model} is left out: {reason}" for model, reason in reserve["left_out"].items())
+    return f"reserve of {reserve['gpus']} GPUs for {len(reserve['held'])} endpoints: {reserve['reason']}{left_out}"
 
 
 def _shortfall(each: Mapping[str, Any]) -> str:

@@ -9,11 +9,11 @@ from controlplane.planner.correct import profiles_in_force
 from controlplane.planner.draft import Draft, DraftOf, Problem, draft_of, failed_draft
 from controlplane.planner.expected import expected_demand
 from controlplane.planner.snapshot import PLAN_SILENT_S, read_to_plan
+from controlplane.policies.hour import HourSettings, choose_hour
 from controlplane.policies.lifecycle import PlanState
-from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import PlacementSettings
-from controlplane.policies.placement.poolable import PoolableSettings, choose_poolable
-from controlplane.policies.snapshot import placement_facts, poolable_facts
+from controlplane.policies.placement.poolable import PoolableSettings
+from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.settings import Settings
 from controlplane.store.fleet import fleet_index
 from controlplane.store.plans import (
@@ -108,28 +108,35 @@ def draft_plan(
         index = fleet_index(session)
         fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
         profiles = profiles_in_force(session, settings)
-    pools = choose_poolable(poolable_facts(fleet, expected.demand, stale_s=PLAN_SILENT_S), poolable_settings(settings))
-    facts = placement_facts(fleet, expected.demand, pool=pools.facts, stale_s=PLAN_SILENT_S)
-    problem = Problem(
-        index=index,
-        facts=facts,
-        pools=pools,
-        settings=_placement_settings(settings),
-        expected=expected,
-        profiles=profiles,
-    )
+    chosen = hour_settings(settings)
     began_s = time.monotonic()
-    stop_s = began_s + problem.settings.time_limit_s
-    placement = choose_placement(facts, now_s, problem.settings, should_stop=lambda: time.monotonic() > stop_s)
+    stop_s = began_s + settings.placement_time_limit_s
+    hour = choose_hour(
+        fleet, expected.demand, expected.medians, now_s, chosen, should_stop=lambda: time.monotonic() > stop_s
+    )
     solve_time_s = time.monotonic() - began_s
-    return draft_of(placement, problem, of, now_s=now_s, solve_time_s=solve_time_s, settings=settings)
+    problem = Problem(index=index, hour=hour, settings=chosen.placement, expected=expected, profiles=profiles)
+    return draft_of(problem, of, now_s=now_s, solve_time_s=solve_time_s, settings=settings)
 
 
-def _placement_settings(settings: Settings) -> PlacementSettings:
-    return PlacementSettings(
-        epsilon=settings.placement_epsilon,
-        time_limit_s=settings.placement_time_limit_s,
-        gap=settings.placement_gap,
+def hour_settings(settings: Settings) -> HourSettings:
+    """How hours are planned, as the service is set."""
+    return HourSettings(
+        placement=PlacementSettings(
+            epsilon=settings.placement_epsilon,
+            time_limit_s=settings.placement_time_limit_s,
+            gap=settings.placement_gap,
+        ),
+        pools=poolable_settings(settings),
+        reserve=ReserveSettings(
+            enabled=settings.plan_reserve,
+            quantile=settings.plan_reserve_quantile,
+            upper_quantile=settings.forecast_quantile,
+            correlation=settings.plan_reserve_correlation,
+            fill=settings.pool_fill,
+            epsilon=settings.placement_epsilon,
+        ),
+        stale_s=PLAN_SILENT_S,
     )
 
 

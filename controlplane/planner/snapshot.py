@@ -248,11 +248,12 @@ def _planned(session: Session, plan_id: str, endpoints: Container[Endpoint]) -> 
 
 
 def _pools(plan: Plan, poolable: Container[Endpoint]) -> PlanPools:
-    """A plan's pools. An override takes its endpoint out of its pool, and so does its deletion, or a maximum of 0:
-    only what is `poolable` is in them.
+    """A plan's pools and reserves. An override takes its endpoint out of them, and so does its deletion, or a maximum
+    of 0: only what is `poolable` is in them.
     """
     gpus: dict[RegionGpu, int] = {}
     occupancy: dict[EndpointGpu, float] = {}
+    held: set[EndpointGpu] = set()
     for pool in plan.pools:
         region, gpu_type = pool["region"], pool["gpu_type"]
         gpus[RegionGpu(region=region, gpu_type=gpu_type)] = pool["after"]
@@ -260,7 +261,11 @@ def _pools(plan: Plan, poolable: Container[Endpoint]) -> PlanPools:
             key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
             if key.endpoint in poolable:
                 occupancy[key] = each["occupancy"]
-    return PlanPools(gpus=gpus, occupancy=occupancy)
+        for each in pool.get("reserve", {}).get("held", ()):
+            key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
+            if key.endpoint in poolable:
+                held.add(key)
+    return PlanPools(gpus=gpus, occupancy=occupancy, held=frozenset(held))
 
 
 def _observed(session: Session, now_s: float) -> dict[Endpoint, float]:

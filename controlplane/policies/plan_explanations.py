@@ -59,7 +59,7 @@ class CellSummary:
 @dataclass(frozen=True, kw_only=True)
 class PoolSummary:
     """GPUs of a pool, and the endpoints that it serves, and those of them that are `new` in it. `occupied`: GPUs that
-    they take together at their peaks.
+    they take together at their peaks. `reserve`: of its GPUs, those of the reserve of other endpoints, with its reason.
     """
 
     name: str
@@ -68,6 +68,7 @@ class PoolSummary:
     endpoints: tuple[str, ...]
     new: tuple[str, ...] = ()
     occupied: float = 0.0
+    reserve: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,8 @@ def _pools(pools: Sequence[PoolSummary]) -> Iterator[str]:
         if pool.new:
             more = ", ..." if len(pool.new) > SERIES_MAX else ""
             line += f"; {len(pool.new)} new: {', '.join(pool.new[:SERIES_MAX])}{more}"
+        if pool.reserve is not None:
+            line += f"; {pool.reserve}"
         yield line
 
 

@@ -321,6 +321,7 @@ def _restored_pools(now: Sequence[Json], before: Sequence[Json]) -> list[Any]:
             "after": wanted[place]["after"] if place in wanted else 0,
             "pooled": wanted[place]["pooled"] if place in wanted else [],
         }
+        | ({"reserve": wanted[place]["reserve"]} if "reserve" in wanted.get(place, {}) else {})
         for place in sorted({*present, *wanted})
     ]
 

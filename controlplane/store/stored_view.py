@@ -27,6 +27,7 @@ def stored_view(session: Session, *, heard_s: float) -> FleetView:
             slot=instance.slot,
             state="ready",
             kind=InstanceKind(instance.kind),
+            pooled=instance.pooled,
         )
         found.setdefault(node.name, (node, []))[1].append(report)
     now_s = float(session.scalar(select(func.extract("epoch", func.now()))) or 0)

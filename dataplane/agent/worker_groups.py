@@ -220,6 +220,7 @@ class WorkerGroup:
             state=state,
             error=self._error(instance.instance_id) if state == "failed" else None,
             waits_for=self._waits_for(instance.instance_id) if state == "loading" else None,
+            pooled=not instance.gpus,
         )
         stats = self._stats(instance.instance_id)
         sums = {name: sum(getattr(one, name) for _, one in stats) for name in _SUMMED}

@@ -384,7 +384,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     of what is free, equal to that of other ready instances of its model; for a pooled instance, both are those of the
     whole slot. `context_tokens`: the limit for prompt and answer together. `batch_max`: sequences that run at once, on
     all its workers. `input_tokens_per_s`: of the prompts received in the last minute. `prefill_s`, `decode_s`: of the
-    steps of `reference_steps`, as observed. None: not known, not loaded, or from a node of an older version.
+    steps of `reference_steps`, as observed. `pooled`: it shares its slot. None: not known, not loaded, or older node.
     """
 
     instance_id: str
@@ -407,6 +407,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens_per_s: float | None = None
     prefill_s: float | None = None
     decode_s: float | None = None
+    pooled: bool = False
 
 
 class KvReport(msgspec.Struct, frozen=True, array_like=True):

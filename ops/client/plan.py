@@ -33,11 +33,24 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
     }
     print_table(title, columns, answer["entries"])
     for pool in answer["pools"]:
-        names = ", ".join(each["model"] for each in pool["pooled"])
-        place = f"{pool['gpu_type']} in {pool['region']}"
-        output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs for {names}", markup=False)
+        _show_pool(pool)
     for unserved in answer["unserved"]:
         output().print("not served:", _unserved_text(unserved), markup=False)
+
+
+def _show_pool(pool: dict[str, Any]) -> None:
+    names = ", ".join(each["model"] for each in pool["pooled"])
+    place = f"{pool['gpu_type']} in {pool['region']}"
+    of = f" for {names}" if names else ""
+    output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs{of}", markup=False)
+    if (reserve := pool.get("reserve")) is None:
+        return
+    missing = f", {reserve['missing_gpus']} missing" if reserve["missing_gpus"] else ""
+    output().print(f"reserve in it: {reserve['gpus']} GPUs{missing}; {reserve['reason']}", markup=False)
+    for each in reserve["held"]:
+        output().print(f"  holds {each['model']}: {each['reason']}", markup=False)
+    for model, reason in reserve["left_out"].items():
+        output().print(f"  does not hold {model}: {reason}", markup=False)
 
 
 def _unserved_text(unserved: Any) -> str:

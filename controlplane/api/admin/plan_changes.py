@@ -65,6 +65,15 @@ class Change(BaseModel):
     tokens_per_s: float | None = Field(description="of one instance at its objectives")
 
 
+class ReserveChange(BaseModel):
+    """The GPUs of a pool that are the reserve of endpoints with instances of their own."""
+
+    gpus: int
+    missing_gpus: int = Field(description="that it should have more, without capacity for them")
+    endpoints: int = Field(description="that it holds")
+    reason: str
+
+
 class PoolChange(BaseModel):
     """The GPUs of a pool before and after."""
 
@@ -74,6 +83,7 @@ class PoolChange(BaseModel):
     after: int
     endpoints: int = Field(description="that the pool serves")
     joined: list[str] = Field(description=f"models that were not pooled there before, at most {POOL_MODELS_MAX}")
+    reserve: ReserveChange | None = Field(None, description="null: it is none")
 
 
 class Shortfall(BaseModel):
@@ -251,4 +261,13 @@ def _totals(session: Session, plan_id: str, against: str | None, which: ChangeFi
 def _pool(pool: dict[str, Any]) -> PoolChange:
     joined = [each["model"] for each in pool["pooled"] if not each["before"]]
     size = {name: pool[name] for name in ("region", "gpu_type", "before", "after")}
-    return PoolChange(**size, endpoints=len(pool["pooled"]), joined=joined[:POOL_MODELS_MAX])
+    return PoolChange(
+        **size, endpoints=len(pool["pooled"]), joined=joined[:POOL_MODELS_MAX], reserve=_reserve(pool.get("reserve"))
+    )
+
+
+def _reserve(reserve: dict[str, Any] | None) -> ReserveChange | None:
+    if reserve is None:
+        return None
+    fields = {name: reserve[name] for name in ("gpus", "missing_gpus", "reason")}
+    return ReserveChange(**fields, endpoints=len(reserve["held"]))

@@ -70,7 +70,9 @@ class PlanWhole(BaseModel):
     plan: PlanView
     entries: list[EntryView]
     unserved: list[Any]
-    pools: list[Any] = Field(description="pool GPUs by region and GPU type, with the endpoints each serves")
+    pools: list[Any] = Field(
+        description="pool GPUs by region and GPU type, with the endpoints each serves or holds in reserve"
+    )
     index: int = Field(description="send this when applying")
 
 

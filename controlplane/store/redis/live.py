@@ -344,6 +344,7 @@ def instance_facts(
                     input_tokens_per_s=report.input_tokens_per_s,
                     prefill_s=report.prefill_s,
                     decode_s=report.decode_s,
+                    pooled=report.pooled,
                 )
             )
     return tuple(facts)

@@ -186,7 +186,7 @@ def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
         raise LiveError(f"no node of {' or '.join(sorted(profiled))} is alive")
     rates = {key: row for key, row in rates.items() if key[1] in gpu_types}
     models = [row for row in fleet.models if row["name"] in {model for model, _ in rates}]
-    wanted = fleet.pooling is not None and fleet.pooling["enabled"]
+    wanted = fleet.pooling is not None and (fleet.pooling["enabled"] or fleet.pooling.get("reserve") is not None)
     reported = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
     return _Kept(
         gpu_types=gpu_types, models=models, rates=rates, pooling=fleet.pooling if wanted and reported else None
@@ -208,7 +208,10 @@ def _pooling(kept: _Kept) -> dict[str, Any]:
     if kept.pooling is None:
         return {}
     names = ("fill", "prompt_tokens", "output_tokens", "tbt_s", "round_s")
-    return {"pools": True} | {f"pool_{name}": kept.pooling[name] for name in names}
+    pools = {"pools": kept.pooling["enabled"]} | {f"pool_{name}": kept.pooling[name] for name in names}
+    if (reserve := kept.pooling.get("reserve")) is None:
+        return pools
+    return pools | {"reserve": True} | {f"reserve_{name}": reserve[name] for name in ("quantile", "correlation")}
 
 
 def _model(model: Row, kept: _Kept) -> dict[str, Any]:

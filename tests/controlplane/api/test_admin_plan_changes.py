@@ -45,6 +45,13 @@ def plan_id(fleet: None, database: Database) -> str:
                     {"model": "a", "occupancy": 0.5, "before": True, "reason": "x"},
                     {"model": "b", "occupancy": 0.5, "before": False, "reason": "x"},
                 ],
+                "reserve": {
+                    "gpus": 2,
+                    "missing_gpus": 1,
+                    "reason": "the sum",
+                    "held": [{"model": "c", "instances": 1, "reason": "x"}],
+                    "left_out": {},
+                },
             }
         ],
         inputs={
@@ -87,6 +94,7 @@ def test_a_summary_adds_up_what_a_plan_costs_and_moves(ask: Ask, plan_id: str) -
     assert [each["tokens_per_s"] for each in summary["largest_shortfalls"]] == [900.0, 40.0, 0.0]
     [pool] = summary["pools"]
     assert (pool["before"], pool["after"], pool["endpoints"], pool["joined"]) == (0, 3, 2, ["b"])
+    assert pool["reserve"] == {"gpus": 2, "missing_gpus": 1, "endpoints": 1, "reason": "the sum"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from controlplane.planner.expected import expected_demand
 from controlplane.planner.forecast import forecast_one, series_to_forecast
 from controlplane.planner.plan import draft_plan, hour_nearest, plan_hour
 from controlplane.planner.snapshot import read_to_plan
+from controlplane.policies import hour
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement, PlacementStatus
@@ -306,7 +307,7 @@ def test_a_failure_keeps_the_last_plan_says_so_and_is_tried_again(
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("the solver fell over")
 
-    monkeypatch.setattr(planning, "choose_placement", broken)
+    monkeypatch.setattr(hour, "choose_placement", broken)
     failed = [plan_hour(fleet.database, settings, now_s=NOW_S + 3600 + late_s) for late_s in (0, 300)]
     for plan_id in failed:
         assert plan_id is not None
@@ -339,7 +340,7 @@ def test_no_answer_from_a_solver_is_a_failed_plan(
             reason="highs: out of memory",
         )
 
-    monkeypatch.setattr(planning, "choose_placement", no_answer)
+    monkeypatch.setattr(hour, "choose_placement", no_answer)
     plan_id = plan_hour(fleet.database, settings, now_s=NOW_S)
     assert plan_id is not None
     failed = plan_of(fleet, plan_id)

@@ -106,6 +106,14 @@ which aims at 90%; the weighted error of the median was 12.0%."""
             {"pools": (PoolSummary(name="H800 in east", before=1, after=2, endpoints=("x", "y")),)},
             "1 -> 2 GPUs for 2 end",
         ),
+        (
+            {
+                "pools": (
+                    PoolSummary(name="H800 in east", before=1, after=1, endpoints=(), reserve="reserve of 1 GPUs"),
+                )
+            },
+            "- H800 in east: 1 GPUs for 0 endpoints; reserve of 1 GPUs",
+        ),
     ],
 )
 def test_what_is_said_when(changes: dict[str, object], words: str) -> None:

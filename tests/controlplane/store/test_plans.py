@@ -227,6 +227,7 @@ def counts_of(world: World, plan_id: str) -> dict[str, tuple[int, int]]:
 
 def test_a_rollback_restores_the_plan_before_as_one_of_its_own(world: World) -> None:
     pool = {"region": "us-east", "gpu_type": "H800", "before": 0, "after": 2, "pooled": [{"model": "small"}]}
+    pool |= {"reserve": {"gpus": 1, "held": [{"model": "large"}]}}
     first = world.in_force([(MODEL, "us-east", 3), (MODEL, "us-west", 1)], pools=[pool])
     second = world.in_force([(MODEL, "us-east", 1), (MODEL, "eu", 2)])
     index = index_of(world)

@@ -107,6 +107,16 @@ def test_plans_pool_as_the_plan_in_force_did() -> None:
     assert made.document["fleet"]["instances"] == [], "a fleet may be pooled as a whole"
 
 
+def test_a_reserve_is_taken_over_with_and_without_pools() -> None:
+    reserve = {"reserve": {"quantile": 0.8, "correlation": 0.1}}
+    for enabled in (True, False):
+        made = scenario(node("A", 1, host_bytes=7), pooling=POOLING | reserve | {"enabled": enabled})
+        planning = made.document["planning"]
+        assert planning["pools"] is enabled
+        assert planning["reserve"] is True
+        assert (planning["reserve_quantile"], planning["reserve_correlation"]) == (0.8, 0.1)
+
+
 @pytest.mark.parametrize("pooling", [POOLING, POOLING | {"enabled": False}, None])
 def test_without_host_memory_or_a_plan_that_pools_there_are_none(pooling: dict[str, Any] | None) -> None:
     host_bytes = None if pooling == POOLING else 7
