@@ -6,7 +6,7 @@ and all gateways learn together, at a tick, from the answers that ended since th
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Protocol
 
@@ -15,9 +15,6 @@ import numpy as np
 from dataplane.protocol.answer_lengths import AnswerLengths
 from ops.simulator.kernel.requests import Served
 
-Progress = tuple[int, int]
-"""How many tokens of an answer are made, and how many will be made yet."""
-
 _RENEWED_AFTER_MAX = 512
 """The table is made anew when more answers have ended than it knows of, or more than this."""
 _LAST_S = attrgetter("last_s")
@@ -25,13 +22,24 @@ _NO_LIMIT = 2**30
 """Requests come without `max_tokens`."""
 
 
+class Unfinished(Protocol):
+    """Answers that are being made."""
+
+    @property
+    def left(self) -> int:
+        """The tokens that they will all still have in truth."""
+
+    def summed(self, rests: Sequence[int]) -> int:
+        """The sum of what `rests` says of the tokens that each has; its last value is of any more."""
+
+
 class Answers(Protocol):
     """The answers of one model."""
 
     def rest(self, made: int, left: int) -> int:
-        """The tokens that one answer still has to come."""
+        """The tokens that an answer still has to come: it has `made`, and `left` are left in truth."""
 
-    def to_come(self, answers: Iterable[Progress]) -> int:
+    def rests(self, answers: Unfinished) -> int:
         """The tokens that they all still have to come."""
 
     def ended(self, served: Served) -> None:
@@ -47,8 +55,8 @@ class TrueAnswers:
     def rest(self, made: int, left: int) -> int:
         return left
 
-    def to_come(self, answers: Iterable[Progress]) -> int:
-        return sum([left for _, left in answers])
+    def rests(self, answers: Unfinished) -> int:
+        return answers.left
 
     def ended(self, served: Served) -> None:
         """There is nothing to learn."""
@@ -71,10 +79,8 @@ class ExpectedAnswers:
         rests = self._rests
         return rests[made] if made < len(rests) else rests[-1]
 
-    def to_come(self, answers: Iterable[Progress]) -> int:
-        rests = self._rests
-        last = len(rests) - 1
-        return sum([rests[made if made < last else last] for made, _ in answers])
+    def rests(self, answers: Unfinished) -> int:
+        return answers.summed(self._rests)
 
     def ended(self, served: Served) -> None:
         self._ended.append(served)

@@ -1,11 +1,11 @@
 """The sequences that an instance decodes together, and their KV. Steps are taken many at once: see `fast_forwards`."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Table
 from heapq import heapify, heappop, heappush
 
 from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.scheduling.costs import LatencyModel
-from ops.simulator.kernel.answers import Progress
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Sequence
 from ops.simulator.kernel.timeline import Timeline
@@ -33,10 +33,24 @@ class Batch:
         return (sequence for _, _, _, sequence in self._ends)
 
     @property
-    def progress(self) -> list[Progress]:
-        """How far the answers are, in the order of the sequences."""
+    def left(self) -> int:
+        """Tokens that its answers will still have."""
+        return sum([end for end, _, _, _ in self._ends]) - self._timeline.step * self.size
+
+    def summed(self, rests: Table[int]) -> int:
+        """See `answers.Unfinished`."""
         step = self._timeline.step
-        return [(step - began, end - step) for end, _, began, _ in self._ends]
+        try:
+            return sum([rests[step - began] for _, _, began, _ in self._ends])
+        except IndexError:
+            last = len(rests) - 1
+            return sum([rests[min(step - began, last)] for _, _, began, _ in self._ends])
+
+    @property
+    def made(self) -> dict[int, int]:
+        """Tokens that each answer has, by the number of its request."""
+        step = self._timeline.step
+        return {sequence.served.request.number: step - began for _, _, began, sequence in self._ends}
 
     @property
     def kv_tokens(self) -> int:

@@ -97,10 +97,9 @@ class Instance:
     @property
     def remaining_tokens(self) -> int:
         """Prompt tokens to prefill, and the tokens that answers have to come."""
-        tokens = self._prompt_tokens + self._answers.to_come(self._batch.progress)
-        if others := self._unbatched:
-            tokens += self._answers.to_come([(one.served.made, one.served.left) for one in others])
-        return tokens
+        answers = self._answers
+        others = [answers.rest(one.served.made, one.served.left) for one in self._unbatched]
+        return self._prompt_tokens + answers.rests(self._batch) + sum(others)
 
     @property
     def inside(self) -> list[Served]:

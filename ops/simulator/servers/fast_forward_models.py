@@ -43,8 +43,7 @@ class FastForwardModel(ReplayModel):
     @property
     def batched_made(self) -> dict[int, int]:
         """How many tokens each batched request has made, by the number of the request."""
-        pairs = zip(self._batch, self._batch.progress, strict=True)
-        return {sequence.served.request.number: made for sequence, (made, _) in pairs}
+        return self._batch.made
 
     def tokens_to_come(self, sequence: ReplaySequence) -> int:
         """See `ServedModel`: the limit of a replayed request is its answer's true length."""

@@ -103,12 +103,12 @@ class PoolServer:
 
     def left_tokens(self, model: str) -> int:
         """Prompt tokens to prefill and tokens of answers to come, of a model's requests."""
-        mine = self._of_model[model]
+        mine, answers = self._of_model[model], self._answers[model]
         made = {number: served.made for number, served in mine.items()}
         for process in self._processes:
             made |= process.engine.batched_made(model)
-        progress = [(made[number], served.request.output_tokens - made[number]) for number, served in mine.items()]
-        return self._prompt_tokens[model] + self._answers[model].to_come(progress)
+        rests = [answers.rest(made[number], one.request.output_tokens - made[number]) for number, one in mine.items()]
+        return self._prompt_tokens[model] + sum(rests)
 
     def inside(self, model: str) -> list[Served]:
         """A model's requests in flight, ordered by arrival."""

@@ -6,9 +6,11 @@ import pytest
 
 from dataplane.protocol.answer_lengths import AnswerLengths
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.kernel.answers import Answers, ExpectedAnswers, TrueAnswers, answers_by_model
-from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.kernel.requests import Request, Sequence, Served
+from ops.simulator.servers.batch import Batch
 
 NO_LIMIT = 2**30
 
@@ -49,10 +51,28 @@ def test_without_any_answer_it_is_the_live_guess_and_beyond_all_answers_again() 
 
 
 def test_a_sum_is_that_of_its_answers() -> None:
-    for answers in (learnt(lengths(100)), TrueAnswers()):
-        progress = [(0, 50), (12, 3), (9_999, 1)]
-        assert answers.to_come(progress) == sum(answers.rest(made, left) for made, left in progress)
-    assert TrueAnswers().to_come([(1, 2), (3, 4)]) == 6
+    """Of a batch that decodes, within the table and beyond."""
+    latency = LatencyModel(
+        prefill_base_s=0.0,
+        prefill_per_token_s=1e-4,
+        prefill_per_token2_s=0.0,
+        decode_base_s=0.01,
+        decode_per_context_token_s=0.0,
+        decode_per_sequence_s=0.0,
+    )
+    for longest in (40, 9_000):
+        batch, lefts, progress = Batch(latency, 10**9), {1: 30, 2: longest - 8, 3: longest}, {}
+        for number, left in lefts.items():
+            request = Request(number, 0.0, "m", "r", Tier.IW_N, 1, left + number)
+            batch.join(Sequence(Served(request, TIER_OBJECTIVES[Tier.IW_N], made=number), number, cached=1))
+        forward = batch.fast_forward(0.0, 25, 0)
+        assert forward is not None
+        batch.advance(forward, 1.0)
+        for number, left in lefts.items():
+            progress[number] = number + 25, left - 25
+        assert batch.made == {number: made for number, (made, _) in progress.items()}
+        for answers in (learnt(lengths(100)), TrueAnswers(), learnt([3, 4])):
+            assert answers.rests(batch) == sum(answers.rest(made, left) for made, left in progress.values())
 
 
 def test_it_does_not_matter_who_is_told_first() -> None:
