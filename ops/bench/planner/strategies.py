@@ -276,6 +276,7 @@ def main(
     setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hours against lateness, a panel for each case.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the table between its marks in this page.")] = None,
+    kept: Annotated[bool, typer.Option("--kept", help="Simulate nothing: show the finished runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Instance hours, wasted starts and TTFT of scaling strategies, on days and weeks of recordings and on a burst.
@@ -302,11 +303,9 @@ def main(
                 for loaded in [case_scenario(CASES[name], variant, data, folder, scenario, setting or ())]
                 for number in seed or [1]
             ]
-            missing = [one for one in wanted if one.figures() is None]
-            progress = Progress(len(missing))
-            for one in missing:
-                one.measure(progress)
-                progress.over()
+            if kept:
+                wanted = [one for one in wanted if one.figures() is not None]
+            measure_missing(wanted)
     except (ScenarioError, ProfileError, DemandFileError) as error:
         raise typer.BadParameter(str(error)) from error
     rows = [row for name in cases for row in compared([*_rows(name, [one for one in wanted if one.case == name])])]
@@ -319,6 +318,15 @@ def main(
         draw_frontier(rows, plot)
     if markdown is not None:
         write_page(markdown, rows)
+
+
+def measure_missing(wanted: Sequence[Run]) -> None:
+    """Simulate the runs that are not finished."""
+    missing = [one for one in wanted if one.figures() is None]
+    progress = Progress(len(missing))
+    for one in missing:
+        one.measure(progress)
+        progress.over()
 
 
 def check_page(page: Path | None) -> None:

@@ -69,6 +69,9 @@ def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
     assert reactive["instance_hours"] in (low, high)
     assert both["instance_hours"] == pytest.approx((low + high) / 2)
     assert simulated == [2]
+    shown = rows_of(data, "--kept", "--seed", "1", "--seed", "2", "--seed", "3")
+    assert [(row["strategy"], row["seeds"]) for row in shown] == [("reactive", 2), ("lt-ua", 1)]
+    assert simulated == [2]
     rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
     assert simulated == [2, 1], "a run of another scenario was taken for this one"
     [kept] = (data / "runs").glob("*-lt-ua-1.json")
