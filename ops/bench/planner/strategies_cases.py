@@ -276,6 +276,8 @@ POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reactive-40-20": ("reactive", ("scaling.out_above=0.4", "scaling.in_below=0.2")),
     "lt-i-75": ("lt-i", ("planning.quantile=0.75",)),
     "lt-d-median": ("lt-d", ("planning.quantile=0.51",)),
+    "lt-i-reserve-median": ("lt-i", (*_RESERVE, "planning.reserve_quantile=0.51")),
+    "lt-d-reserve-median": ("lt-d", (*_RESERVE, "planning.reserve_quantile=0.51")),
     "lt-d-tight": ("lt-d", ("scaling.room_out=1.0", "scaling.room_in=1.2")),
     "lt-d-wide": ("lt-d", ("scaling.room_out=1.3", "scaling.room_in=1.7")),
 }
