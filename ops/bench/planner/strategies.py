@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +30,7 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
-from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, write_page
+from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, tail, write_page
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -208,7 +208,7 @@ class Run:
         if not self.path.exists():
             return None
         found: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        complete = found.keys() >= {figure.name for figure in fields(StrategyFigures)}
+        complete = found.keys() >= {figure.name for figure in fields(StrategyFigures) if figure.default is MISSING}
         return found if complete and found["digest"] == digest_of(self.scenario) else None
 
     def measure(self, progress: Progress) -> None:
@@ -223,7 +223,8 @@ class Run:
             progress.show(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
 
         result = simulate(scenario, seed=self.seed, report=report).result
-        figures = figures_of(result, thetas_of(scenario), scenario.scaling.instances_min, time.process_time() - began_s)
+        cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
+        figures = figures_of(result, thetas_of(scenario), least, cpu_s, until_s - learn_s)
         document = {"digest": digest_of(scenario), **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
@@ -251,18 +252,25 @@ def digest_of(scenario: Scenario) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def row_of(case: str, variant: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A line of the table: means over seeds, and ranges of some."""
-    keys = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+def row_of(case: str, variant: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A line of the table: means over seeds, and ranges of some. `instance_hours` are those while requests came, and
+    `tail_hours` beside them, None where they are not known and counted in.
+    """
+    runs = [one | {"instance_hours": one["instance_hours"] - (one.get("tail_hours") or 0.0)} for one in runs]
+    keys = [key for key in runs[0] if all(isinstance(one.get(key), int | float) for one in runs)]
     means = {key: fmean(one[key] for one in runs) for key in keys}
-    return means | {
-        "case": case,
-        "strategy": variant,
-        "seeds": len(runs),
-        **{f"{key}_range": [choose(one[key] for one in runs) for choose in (min, max)] for key in _RANGED},
-        "published": PUBLISHED.get(variant),
-        "parts": {part: fmean(one["parts"][part] for one in runs) for part in _PARTS},
-    }
+    return (
+        {"tail_hours": None}
+        | means
+        | {
+            "case": case,
+            "strategy": variant,
+            "seeds": len(runs),
+            **{f"{key}_range": [choose(one[key] for one in runs) for choose in (min, max)] for key in _RANGED},
+            "published": PUBLISHED.get(variant),
+            "parts": {part: fmean(one["parts"][part] for one in runs) for part in _PARTS},
+        }
+    )
 
 
 def main(
@@ -357,6 +365,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     first: Columns = {"case": "case", "strategy": "strategy", "seeds": "seeds"}
     figures: Columns = {
         "instance-h": lambda row: spread(row["instance_hours"], row["instance_hours_range"], ".1f"),
+        "after the end": tail,
         **DISTANCES,
         "published": lambda row: _percent(row["published"]),
         "warming h": lambda row: f"{row['warming_hours']:.2f}",

@@ -9,19 +9,22 @@ import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from forecasts.importers.lines import DemandFileError, open_csv
-from ops.simulator.results.results import EndpointSeries, Result
+from ops.simulator.results.results import EndpointSeries, Result, Series, State
 from ops.simulator.scenario.scenario import Scenario, load_scenario
 
 HIGH = 0.7
 """Above this effective memory utilization an endpoint is short of room."""
 SLOW_S = 2.0
 """A minute is slow if IW-F's 95th percentile of TTFT is above: twice the objective."""
+_OURS: tuple[State, ...] = ("serving", "warming", "draining", "pooled")
+"""States whose hours are ours."""
 _WINDOW = 5
 _HOUR = 60
 
@@ -61,6 +64,8 @@ class StrategyFigures:
         high_longest: the longest that one was, in minutes.
         slow_minutes, slow_longest: minutes that were slow, and the longest time without one that was not.
         cpu_s: what the simulation took.
+        tail_hours: of `instance_hours`, after the last request came, until deferred work that was left is done. None:
+            not known, of a run that was stored before this was measured.
     """
 
     requests: int
@@ -81,17 +86,24 @@ class StrategyFigures:
     parts: Parts
     cpu_s: float
     event_log_hash: str
+    tail_hours: float | None = None
 
 
-def figures_of(result: Result, tokens_per_s: Mapping[str, float], instances_min: int, cpu_s: float) -> StrategyFigures:
-    """What a table says of a run. `tokens_per_s`: theta, by model."""
+def figures_of(
+    result: Result,
+    tokens_per_s: Mapping[str, float],
+    instances_min: int,
+    cpu_s: float,
+    served_s: float | None = None,
+) -> StrategyFigures:
+    """What a table says of a run. `tokens_per_s`: theta, by model. `served_s`: for how long requests came."""
     hours = result.totals.gpu_hours
     tiers = {row.tier: row for row in result.tiers}
     urgent = tiers.get("IW-F")
     high = [[(value or 0.0) > HIGH for value in one.utilization] for one in result.series.endpoints]
     slow = [(p95_s or 0.0) > SLOW_S for one in result.series.tiers if one.tier == "IW-F" for p95_s in one.ttft_p95_s]
     interactive = [row for row in result.tiers if row.tier != "NIW"]
-    instance_hours = sum(hours.get(state, 0.0) for state in ("serving", "warming", "draining", "pooled"))
+    instance_hours = sum(hours.get(state, 0.0) for state in _OURS)
     return StrategyFigures(
         requests=result.requests,
         instance_hours=instance_hours,
@@ -111,7 +123,15 @@ def figures_of(result: Result, tokens_per_s: Mapping[str, float], instances_min:
         parts=parts_of(result.series.endpoints, tokens_per_s, instances_min, instance_hours),
         cpu_s=cpu_s,
         event_log_hash=result.event_log_hash,
+        tail_hours=None if served_s is None else tail_hours(result.series, served_s),
     )
+
+
+def tail_hours(series: Series, served_s: float) -> float:
+    """Instance hours in the whole minutes after a time from the beginning on."""
+    first = ceil(served_s / series.step_s)
+    ours = [column[first:] for state, column in series.gpus.items() if state in _OURS]
+    return sum(map(sum, ours)) / _HOUR
 
 
 def parts_of(

@@ -67,6 +67,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"`{case}`" if not place else "",
                 NAMES.get(row["strategy"], row["strategy"]),
                 f"**{hours}**" if dearer else hours,
+                tail(row),
                 distance(row, "reactive"),
                 distance(row, "reactive-50-25"),
                 spread(100 * row["late"], [100 * each for each in row["late_range"]], ".1f"),
@@ -76,7 +77,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"{row['redeploys']:.0f}",
             ]
             lines.append(cells)
-    head = ("case", "strategy", "instance hours", "to 70/30", "to 50/25", "late, %", "TTFT p95, s")
+    head = ("case", "strategy", "instance hours", "after the end", "to 70/30", "to 50/25", "late, %", "TTFT p95, s")
     return table((*head, "slow minutes", "starts", "displacing"), lines)
 
 
@@ -84,6 +85,11 @@ def spread(mean: float, ends: Sequence[float], form: str) -> str:
     """A mean over seeds, and its range if it has one."""
     low, high = (format(end, form) for end in ends)
     return format(mean, form) if low == high else f"{mean:{form}} ({low} to {high})"
+
+
+def tail(row: Row) -> str:
+    """Instance hours after the last request came."""
+    return "-" if row["tail_hours"] is None else f"{row['tail_hours']:.1f}"
 
 
 def distance(row: Row, reference: str) -> str:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from ops.bench.planner import strategies
 from ops.bench.planner.strategies import FRONTIER, compared, hours_at
-from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of
+from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of, tail_hours
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.simulator.results.results import EndpointSeries
+from ops.simulator.results.results import EndpointSeries, Series, State
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 from ops.simulator.traffic.traffic_parts import MixedPart
 
@@ -75,6 +75,12 @@ def test_strategies_are_compared_on_one_model_of_a_recording_and_runs_are_kept(
     rows_of(data, "--strategy", "reactive", "--set", "scaling.cooldown_s=30")
     assert simulated == [2, 1], "a run of another scenario was taken for this one"
     [kept] = (data / "runs").glob("*-lt-ua-1.json")
+    before = json.loads(kept.read_text())
+    assert planned["instance_hours"] == pytest.approx(before["instance_hours"] - before["tail_hours"])
+    del before["tail_hours"]
+    kept.write_text(json.dumps(before))
+    [shown] = rows_of(data, "--kept", "--strategy", "lt-ua")
+    assert (shown["instance_hours"], shown["tail_hours"]) == (before["instance_hours"], None)
     kept.write_text(kept.read_text().replace('"ttft_p99_s"', '"ttft_p90_s"'))
     rows_of(data, "--strategy", "lt-ua")
     assert simulated == [2, 1, 1], "a run that does not tell all was taken for one that does"
@@ -189,6 +195,13 @@ def series(demand: float, forecast: float | None, planned: int | None, minutes: 
         spot=nothing,
         utilization=[None] * minutes,
     )
+
+
+def test_hours_after_the_last_request_are_a_tail() -> None:
+    gpus: dict[State, list[float]] = {"serving": [2.0] * 90, "spot": [9.0] * 90, "draining": [0.0] * 60 + [1.0] * 30}
+    whole = Series(start_s=0.0, step_s=60.0, gpus=gpus, switches=[], endpoints=[], pools=[], queues=[], tiers=[])
+    assert tail_hours(whole, 3600.0) == pytest.approx(1.5)
+    assert tail_hours(whole, 5400.0) == 0
 
 
 def test_instance_hours_are_told_apart() -> None:
