@@ -59,7 +59,11 @@ def test_the_project_asks_for_no_address_or_exact_hash_of_its_own() -> None:
 
 def test_make_installs_the_torch_that_the_extra_names() -> None:
     shown = subprocess.run(
-        ["make", "--eval", "show:;@echo $(TORCH)", "show"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "--eval", "show:;@echo $(TORCH)", "show"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert f"torch=={shown.stdout.split()[-1]}" in extras["torch"]

@@ -10,9 +10,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from controlplane.api.admin import pins, plans, rollouts, spot, what_if
+from controlplane.policies.facts import ModelGpu
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.policies.profile_correction import Correction
+from controlplane.policies.step_correction import StepCorrection
 from controlplane.settings import Settings
 from controlplane.store.plans import get_plan
+from controlplane.store.profile_corrections import put_correction
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Instance, Node
@@ -77,6 +81,13 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
             session.get_one(Node, "n2").last_seen_at = datetime.now(UTC) - timedelta(hours=1)
         return "n2"
 
+    def correction() -> str:
+        observed = Correction(factor=0.85, reason="it does less", estimate=600.0, windows=72, moved_s=1.0)
+        steps = StepCorrection(prefill_factor=1.0, decode_factor=1.0, reason="as stated")
+        with database.transaction() as session:
+            put_correction(session, ModelGpu(model="extra", gpu_type="H800"), observed, steps, stated_tokens_per_s=9.0)
+        return ""
+
     def newest(kind: str) -> Name:
         return lambda: ask("GET", f"/admin/{kind}", role="admin", params={"limit": 100})["data"][-1]["id"]
 
@@ -128,6 +139,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/term/raise", CHANGED, "", {}),
         ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
         ("DELETE /admin/models/{name}", GONE, "new", {}),
+        ("DELETE /admin/profile-corrections", GONE, correction, {"params": {"model": "extra", "gpu_type": "H800"}}),
         ("DELETE /admin/profiles", GONE, "", {"params": {"model": "extra", "gpu_type": "H800"}}),
         ("DELETE /admin/region-latencies", GONE, "", {"params": {"origin": "us-east", "destination": "us-west"}}),
         ("DELETE /admin/endpoints", GONE, "", {"params": aside}),

@@ -84,7 +84,7 @@ def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
     assert ask("GET", "/admin/plans")["data"] == []
     draft = ask("POST", "/admin/plans", json={})
     inputs = ask("GET", f"/admin/plans/{draft['plan']['id']}/inputs", role="viewer")
-    assert set(inputs) == {"problem", "forecasts", "pools"}
+    assert set(inputs) == {"problem", "forecasts", "pools", "corrections"}
     assert inputs["forecasts"]["series"] == []
     told = ask("GET", f"/admin/plans/{draft['plan']['id']}/explanation", role="viewer")["text"]
     assert "no endpoint had interactive demand" in told

@@ -12,7 +12,7 @@ LOCAL = {
     "planner/expected.py": {"make"},
     "planner/predict.py": {"read_progress", "read_speeds", "read_takers", "write_ends", "write_speeds"},
     "planner/runs.py": {"note_failure", "note_success"},
-    "planner/schedule.py": {"forecast_one", "measure"},
+    "planner/schedule.py": {"forecast_one", "measure", "observe"},
     "serving/objectives.py": {"add_objectives"},
     "serving/usage.py": {"put_usage"},
 }

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controlplane.policies import hour
 from controlplane.policies.facts import RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts
@@ -18,7 +19,6 @@ from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.means import model_costs
 from ops.simulator.scenario.planning import Strategy
 from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
-from ops.simulator.world import planning
 from tests.ops.simulator.examples import EXAMPLES, changed
 from tests.ops.simulator.scaled import KV_BYTES, PATHS, PROFILE, REGIONS, node, scaled
 
@@ -39,13 +39,13 @@ def volatile(result: Result) -> Mapping[str, Any]:
 def placements(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PlacementFacts, Placement]]:
     """Every plan that is made, and from what."""
     made: list[tuple[PlacementFacts, Placement]] = []
-    real = planning.choose_placement
+    real = hour.choose_placement
 
-    def watch(facts: PlacementFacts, *rest: Any) -> Placement:
-        made.append((facts, real(facts, *rest)))
+    def watch(facts: PlacementFacts, *rest: Any, **named: Any) -> Placement:
+        made.append((facts, real(facts, *rest, **named)))
         return made[-1][1]
 
-    monkeypatch.setattr(planning, "choose_placement", watch)
+    monkeypatch.setattr(hour, "choose_placement", watch)
     return made
 
 
@@ -65,8 +65,13 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
     fleet = {"nodes": nodes, "instances": [{"model": model, "region": "east"} for model in placed]}
     with pytest.MonkeyPatch.context() as monkeypatch:
         made: list[Placement] = []
-        real = planning.choose_placement
-        monkeypatch.setattr(planning, "choose_placement", lambda *each: made.append(real(*each)) or made[-1])
+        real = hour.choose_placement
+
+        def watch(*each: Any, **named: Any) -> Placement:
+            made.append(real(*each, **named))
+            return made[-1]
+
+        monkeypatch.setattr(hour, "choose_placement", watch)
         scenario = scaled(strategy, models=models(a=on[0], b=on[1]), fleet=fleet, traffic={"zipf": 0.5})
         outcome = simulate(scenario, seed=seed)
     assert outcome.fleet is not None

@@ -159,7 +159,7 @@ def test_what_decides_in_the_loops_is_the_live_loops_own() -> None:
         (live_scale, sim_loops, ("choose_scale", "FleetSnapshot")),
         (live_snapshot, sim_planning, ("FleetSnapshot", "forecast_at")),
         (live_expected, sim_planning, ("demand_to_plan",)),
-        (live_plan, sim_planning, ("choose_placement", "choose_poolable", "placement_facts", "poolable_facts")),
+        (live_plan, sim_planning, ("choose_hour",)),
         (live_forecast, sim_planning, ("forecast_peak",)),
     ]
     for live, simulated, names in pairs:
@@ -183,8 +183,7 @@ def test_no_policy_is_written_twice() -> None:
     assert used >= routing | {"choose_turn", "choose_group"} | {
         "choose_scale",
         "choose_slots",
-        "choose_placement",
-        "choose_poolable",
+        "choose_hour",
     }
 
 
@@ -198,11 +197,12 @@ def test_no_policy_is_written_twice() -> None:
         ("scaled", "ops.simulator.world.world.choose_admission"),
         ("scaled", "ops.simulator.world.loops.choose_scale"),
         ("scaled", "ops.simulator.world.loops.choose_slots"),
-        ("scaled", "ops.simulator.world.planning.choose_placement"),
+        ("scaled", "controlplane.policies.hour.choose_placement"),
+        ("scaled", "ops.simulator.world.planning.choose_hour"),
         ("scaled", "ops.simulator.world.planning.demand_to_plan"),
         ("scaled", "ops.simulator.world.planning.forecast_at"),
         ("scaled", "ops.simulator.world.planning.forecast_peak"),
-        ("pooling", "ops.simulator.world.planning.choose_poolable"),
+        ("pooling", "controlplane.policies.hour.choose_poolable"),
         ("pooled", "ops.simulator.world.routing.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
         ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),

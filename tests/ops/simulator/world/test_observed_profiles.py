@@ -4,18 +4,19 @@ from typing import Any
 
 import pytest
 
+from controlplane.policies import hour
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
-from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings, Profile
+from controlplane.policies.placement.facts import PlacementFacts, Profile
 from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.scale import ScaleDecision, choose_scale
 from controlplane.policies.snapshot import FleetSnapshot
 from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.formats import traffic_of
-from ops.simulator.world import loops, planning
+from ops.simulator.world import loops
 from ops.simulator.world.observed_profiles import ObservedProfiles
 from tests.ops.simulator.scaled import scaled
 
@@ -54,8 +55,8 @@ def observed(settings: CorrectionSettings | None) -> ObservedProfiles:
 def test_a_wrong_profile_is_corrected_step_by_step() -> None:
     """Until what was observed is within the band of 5 %."""
     profiles = observed(CorrectionSettings())
-    for hour, factor in enumerate((0.85, 0.7225, 0.614, 0.614)):
-        profiles.correct(6 * HOUR_S + HOUR_S * hour)
+    for number, factor in enumerate((0.85, 0.7225, 0.614, 0.614)):
+        profiles.correct(6 * HOUR_S + HOUR_S * number)
         assert profiles.factors[PAIR] == pytest.approx(factor, rel=1e-3)
 
 
@@ -72,16 +73,16 @@ def test_plans_and_scaling_count_with_the_corrected_rate(monkeypatch: pytest.Mon
     def halve(profiles: ObservedProfiles, now_s: float) -> None:
         profiles.factors[PAIR] = 0.5
 
-    def place(facts: PlacementFacts, now_s: float, settings: PlacementSettings) -> Placement:
+    def place(facts: PlacementFacts, *others: Any, **named: Any) -> Placement:
         planned.add(facts.profiles[PAIR].tokens_per_s)
-        return choose_placement(facts, now_s, settings)
+        return choose_placement(facts, *others, **named)
 
     def scale(snapshot: FleetSnapshot, *others: Any) -> ScaleDecision:
         scaled_with.add(snapshot.profiles[PAIR].tokens_per_s)
         return choose_scale(snapshot, *others)
 
     monkeypatch.setattr(ObservedProfiles, "correct", halve)
-    monkeypatch.setattr(planning, "choose_placement", place)
+    monkeypatch.setattr(hour, "choose_placement", place)
     monkeypatch.setattr(loops, "choose_scale", scale)
     simulate(scaled(planning={"correct_profiles": True}), seed=1)
     assert planned == scaled_with == {200.0}, "half of what the scenario says"
