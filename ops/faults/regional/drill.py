@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from controlplane.errors import InvalidValueError
 from ops.failover.run import RefusedError, decide, fail_over
 from ops.faults.check import outcomes
 from ops.faults.load import Streamed
@@ -138,7 +139,7 @@ class _Drill:
         while True:
             try:
                 return await asyncio.to_thread(self._fail_over)
-            except RefusedError as refused:
+            except (RefusedError, InvalidValueError) as refused:
                 if time.monotonic() > until_s:
                     raise
                 self._notify(f"the operator tries again: {refused}")
