@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from controlplane.planner.correct import ProfilesInForce
 from controlplane.planner.expected import Expected
-from controlplane.policies.facts import ModelGpu, RegionGpu
+from controlplane.policies.facts import RegionGpu
 from controlplane.policies.hour import HourPlan
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.decision import Placement, PlacementStatus
@@ -145,10 +145,8 @@ def _changes(hour: HourPlan) -> tuple[GpuChange, ...]:
     """Every cell, and every pool with its reserve, in GPUs."""
     cells = []
     for entry in hour.placement.entries:
-        pair = ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)
-        gpus = hour.facts.profiles[pair].gpus
-        place = RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)
-        cells.append(GpuChange(place=place, before=entry.before * gpus, after=entry.after * gpus))
+        gpus = hour.facts.profiles[entry.key.pair].gpus
+        cells.append(GpuChange(place=entry.key.place, before=entry.before * gpus, after=entry.after * gpus))
     pools = (GpuChange(place=pool.place, before=pool.before, after=pool.after) for pool in hour.pool_sizes)
     return (*cells, *pools)
 
@@ -176,14 +174,14 @@ def pools_record(hour: HourPlan) -> list[dict[str, object]]:
     """Every pool with its size before and after, the endpoints that it serves, and the reserve that is a part of it."""
     return [
         {
-            "region": pool.place.region,
-            "gpu_type": pool.place.gpu_type,
+            "region": pool.region,
+            "gpu_type": pool.gpu_type,
             "before": pool.before,
             "after": pool.after,
             "pooled": [
                 {"model": p.endpoint.model, "occupancy": p.occupancy, "before": p.before, "reason": p.reason}
                 for p in hour.placement.pooled
-                if (p.endpoint.region, p.gpu_type) == (pool.place.region, pool.place.gpu_type)
+                if p.key.place == pool.place
             ],
         }
         | _reserve_record(hour.reserve, pool.place)

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.decision import Constraint, Placement, PlacementEntry, PlacementStatus
+from controlplane.policies.placement.decision import Constraint, Placement, PlacementEntry, PlacementStatus, PoolSize
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.poolable import PlannedPools, PoolableSettings, choose_poolable
 from controlplane.policies.placement.reserve import choose_reserve
@@ -33,15 +33,6 @@ class HourSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacePool:
-    """GPUs that models share in a place, before and after."""
-
-    place: RegionGpu
-    before: int
-    after: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class HourPlan:
     """What is planned. `facts`: the problem that was solved. `pools`: what could be pooled. `reserve`: empty where none
     is planned. `placement`: with the own instances of what the reserve holds. `pools_before`: GPUs that models share.
@@ -54,15 +45,15 @@ class HourPlan:
     pools_before: Mapping[RegionGpu, int]
 
     @property
-    def pool_sizes(self) -> tuple[PlacePool, ...]:
+    def pool_sizes(self) -> tuple[PoolSize, ...]:
         """The GPUs that models share in pools and reserves, wherever there are any or endpoints are held."""
         after: Counter[RegionGpu] = Counter(self.reserve.gpus)
         for pool in self.placement.pools:
-            after[RegionGpu(region=pool.region, gpu_type=pool.gpu_type)] += pool.after
+            after[pool.place] += pool.after
         places = {*self.pools_before, *after, *(key.place for key in self.reserve.held)}
         return tuple(
-            PlacePool(place=place, before=self.pools_before.get(place, 0), after=after[place])
-            for place in sorted(places)
+            PoolSize(region=at.region, gpu_type=at.gpu_type, before=self.pools_before.get(at, 0), after=after[at])
+            for at in sorted(places)
         )
 
 
@@ -141,7 +132,7 @@ def _cost(entries: Iterable[PlacementEntry], placement: Placement, reserve: Rese
 
 
 def _gpus(entry: PlacementEntry, facts: PlacementFacts) -> int:
-    return entry.after * facts.profiles[ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)].gpus
+    return entry.after * facts.profiles[entry.key.pair].gpus
 
 
 def _entries(reserve: Reserve, present: Mapping[EndpointGpu, int]) -> list[PlacementEntry]:

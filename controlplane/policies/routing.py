@@ -10,7 +10,8 @@ gets no request for what it has cached, so that a prompt that many share becomes
     b                 3              6,000        0       6,000
     c                21             10,000    3,000      10,000   (21 is over 1.5 * 11 + 4: no hit counts)
 
-Instances of a shared reserve or a pool are for what no instance with GPUs of its own would begin in time.
+Where a region has instances of the model with GPUs of their own and others that share their slots, the latter are its
+reserve: they are for what no instance with GPUs of its own, in any region, would begin in time.
 
 Requests and instances are judged one by one: one overloaded instance does not switch the cache off for others.
 """
@@ -84,11 +85,17 @@ def _in_time(instances: list[InstanceFacts], facts: RoutingFacts, settings: Rout
     tier, ttft_s = facts.tier, facts.ttft_s
     if len(instances) == 1:
         return instances
-    if any(one.pooled for one in instances):
+    if _has_reserve(instances):
         return _before_reserve(instances, facts, settings)
     if ttft_s is None:
         return instances
     return [one for one in instances if (predicted_wait_s(one, tier) or 0.0) <= ttft_s] or instances
+
+
+def _has_reserve(instances: Iterable[InstanceFacts]) -> bool:
+    """Whether in some region pooled instances stand beside others. Those of a pool are alone in their region."""
+    pooled = {one.endpoint.region for one in instances if one.pooled}
+    return bool(pooled) and any(not one.pooled and one.endpoint.region in pooled for one in instances)
 
 
 def _before_reserve(

@@ -9,6 +9,7 @@ import typer
 from ops.cli.examples import examples
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
+from ops.profiling.cards import CARDS
 
 if TYPE_CHECKING:
     from ops.profiling.memory_plan import Fit, MemoryPlan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 )
 def plan_node_memory(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of checkpoints, https:// or hf://.")],
-    card: Annotated[str, typer.Option(metavar="GPU", help="A10, A100, B200, H100, H20, H200, H800, L4 or L40S.")],
+    card: Annotated[str, typer.Option(metavar="GPU", help=f"{', '.join(sorted(CARDS))}.")],
     context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer together.")] = 4096,
     memory_share: Annotated[
         float, typer.Option(min=0.1, max=1.0, help="Of the card's memory, for weights and KV.")
@@ -36,7 +37,6 @@ def plan_node_memory(
     Sizes are exact for the checkpoint's own type. Times are a guess by the card's data sheet: `tidepool node profile`
     measures them. Nothing is fetched but headers.
     """
-    from ops.profiling.cards import CARDS
     from ops.profiling.memory_plan import plan_memory
 
     if card not in CARDS:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
 
 
 class PlacementStatus(StrEnum):
@@ -55,6 +55,10 @@ class PlacementEntry:
     constraint: Constraint = Constraint.NONE
     cost_if_not: float = 0.0
 
+    @property
+    def key(self) -> EndpointGpu:
+        return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSize:
@@ -64,6 +68,10 @@ class PoolSize:
     gpu_type: str
     before: int
     after: int
+
+    @property
+    def place(self) -> RegionGpu:
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +90,10 @@ class PooledEndpoint:
     before: bool
     reason: str
     cost_if_not: float = 0.0
+
+    @property
+    def key(self) -> EndpointGpu:
+        return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
 
 
 @dataclass(frozen=True, kw_only=True)

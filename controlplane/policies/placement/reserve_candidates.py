@@ -114,12 +114,10 @@ def _taken(facts: CandidateFacts, held: Set[Endpoint]) -> Counter[RegionGpu]:
     """GPUs of pools, and of endpoints that reserves do not hold."""
     taken: Counter[RegionGpu] = Counter()
     for pool in facts.placed.pools:
-        taken[RegionGpu(region=pool.region, gpu_type=pool.gpu_type)] += pool.after
+        taken[pool.place] += pool.after
     for entry in facts.placed.entries:
         if entry.endpoint not in held:
-            pair = ModelGpu(model=entry.endpoint.model, gpu_type=entry.gpu_type)
-            place = RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)
-            taken[place] += entry.after * facts.placement.profiles[pair].gpus
+            taken[entry.key.place] += entry.after * facts.placement.profiles[entry.key.pair].gpus
     return taken
 
 
@@ -134,8 +132,7 @@ def _that_fit(found: Iterable[ReserveEndpoint], given: CandidateFacts) -> Iterab
             host_bytes[node.place] = min(node.host_bytes, host_bytes.get(node.place, node.host_bytes))
     used: Counter[RegionGpu] = Counter()
     for pooled in given.placed.pooled:
-        place = RegionGpu(region=pooled.endpoint.region, gpu_type=pooled.gpu_type)
-        used[place] += _weights(pooled.endpoint.model, facts)
+        used[pooled.key.place] += _weights(pooled.endpoint.model, facts)
 
     def worth(one: ReserveEndpoint) -> tuple[float, EndpointGpu]:
         spared = one.gpus * (one.alone - one.median / one.tokens_per_s)

@@ -20,7 +20,7 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     settings, working = moment.settings, facts.working
     needed = math.ceil(facts.in_flight / (settings.out_above * facts.batch_max))
     if facts.wait_s is not None and facts.wait_s > settings.late_s:
-        count = max(working, needed + max(0, needed - working))
+        count = max(working, 2 * needed - working)
     elif facts.last_scaled_s is not None and moment.now_s - facts.last_scaled_s < settings.hold_s:
         count = working
     else:

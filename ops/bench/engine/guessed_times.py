@@ -17,7 +17,12 @@ from ops.profiling.cards import CARDS
 from ops.profiling.guess import guess_times
 from ops.profiling.published_points import PointSet, read_points
 
-KV_BYTES_PER_TOKEN = {"qwen2_5_7b": 57_344, "internlm2_5_7b_chat": 131_072, "yi1_5_6b_chat": 65_536}
+KV_BYTES_PER_TOKEN = {
+    "internlm2_5_7b_chat": 131_072,
+    "qwen2_5_7b": 57_344,
+    "yi1_5_6b_chat": 65_536,
+    "yi1_5_9b_chat": 98_304,
+}
 """Of models with fewer KV heads than heads; others have as many, and width and layers by their size."""
 _WIDTH_AND_LAYERS = ((8e9 * 2, 4096 * 32), (15e9 * 2, 5120 * 40))
 _VALUES_BYTES = 4

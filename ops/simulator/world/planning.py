@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.demand import demand_to_plan, forecast_at
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu, RegionGpu
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Placement
@@ -205,9 +205,6 @@ def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:
 def _pools(hour: HourPlan) -> PlanPools:
     return PlanPools(
         gpus={pool.place: pool.after for pool in hour.pool_sizes},
-        occupancy={
-            EndpointGpu(model=one.endpoint.model, region=one.endpoint.region, gpu_type=one.gpu_type): one.occupancy
-            for one in hour.placement.pooled
-        },
+        occupancy={one.key: one.occupancy for one in hour.placement.pooled},
         held=hour.reserve.held,
     )

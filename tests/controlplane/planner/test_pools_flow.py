@@ -106,6 +106,18 @@ async def ask_on(gateway: Gateway, model: str, stopping: asyncio.Event) -> int:
     return answers
 
 
+@contextlib.asynccontextmanager
+async def being_asked(gateway: Gateway, model: str) -> AsyncIterator[None]:
+    """Meanwhile the model is asked all the time, and every request is answered."""
+    stopping = asyncio.Event()
+    asking = asyncio.create_task(ask_on(gateway, model, stopping))
+    try:
+        yield
+    finally:
+        stopping.set()
+    assert await asking > 0, "and every one was answered"
+
+
 def plan(world: World, settings: Settings, tokens_per_s: dict[str, float], *, now_s: float) -> str:
     expect(world, tokens_per_s, origin_s=int(now_s) // 60 * 60)
     assert plan_hour(world.database, settings, now_s=now_s + 60) is not None
@@ -115,21 +127,31 @@ def plan(world: World, settings: Settings, tokens_per_s: dict[str, float], *, no
         return explanation_of(session, applied.id)
 
 
-def test_a_plan_pools_the_long_tail_and_lets_go_who_grows(world: World, settings: Settings) -> None:
+@contextlib.asynccontextmanager
+async def sharing_a_slot(
+    world: World, settings: Settings, planned: str, *, now_s: float
+) -> AsyncIterator[tuple[Fleet, Gateway]]:
+    """Three nodes and a gateway, when a plan that says `planned` has put all models on one slot, where each answers."""
     add_models(world, *MODELS)
+    async with running_fleet(world, settings, *(agent_settings(node=name) for name in ("n1", "n2", "n3"))) as fleet:
+        fleet.beat()
+        words = await asyncio.to_thread(plan, world, settings, dict.fromkeys(MODELS, 20.0), now_s=now_s)
+        assert planned in words
+        rows = await fleet.until_rest(" ".join(f"{model}:True" for model in MODELS))
+        assert len({(row.node, row.slot) for row in rows}) == 1, "they take turns on one slot"
+        with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
+            for model in MODELS:
+                assert await asyncio.to_thread(ask, gateway, model) == 5
+            yield fleet, gateway
+
+
+def test_a_plan_pools_the_long_tail_and_lets_go_who_grows(world: World, settings: Settings) -> None:
+    planned = "H800 in us-east: 0 -> 1 GPUs for 4 endpoints (ebb, flood, neap, surge)"
 
     async def run() -> None:
-        async with running_fleet(world, settings, *(agent_settings(node=name) for name in ("n1", "n2", "n3"))) as fleet:
-            fleet.beat()
-            now_s = time.time()
-            words = await asyncio.to_thread(plan, world, settings, dict.fromkeys(MODELS, 20.0), now_s=now_s)
-            assert "H800 in us-east: 0 -> 1 GPUs for 4 endpoints (ebb, flood, neap, surge)" in words
-            rows = await fleet.until_rest(" ".join(f"{model}:True" for model in MODELS))
-            assert len({(row.node, row.slot) for row in rows}) == 1, "they take turns on one slot"
-            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                for model in MODELS:
-                    assert await asyncio.to_thread(ask, gateway, model) == 5
-                await leave_the_pool(world, settings, fleet, gateway, now_s=now_s + 3600)
+        now_s = time.time()
+        async with sharing_a_slot(world, settings, planned, now_s=now_s) as (fleet, gateway):
+            await leave_the_pool(world, settings, fleet, gateway, now_s=now_s + 3600)
 
     asyncio.run(run())
 
@@ -139,13 +161,8 @@ async def leave_the_pool(world: World, settings: Settings, fleet: Fleet, gateway
     demand = dict.fromkeys(MODELS, 20.0) | {"surge": 1500.0}
     words = await asyncio.to_thread(plan, world, settings, demand, now_s=now_s)
     assert "1 GPUs for 3 endpoints (ebb, flood, neap)" in words
-    stopping = asyncio.Event()
-    asking = asyncio.create_task(ask_on(gateway, "surge", stopping))
-    try:
+    async with being_asked(gateway, "surge"):
         rows = await fleet.until_rest("ebb:True flood:True neap:True surge:False surge:False", "surge")
-    finally:
-        stopping.set()
-    assert await asking > 0, "and every one was answered"
     assert not fleet.gaps
     assert len({(row.node, row.slot) for row in rows if row.model == "surge"}) == 2
     with pytest.raises(openai.NotFoundError):

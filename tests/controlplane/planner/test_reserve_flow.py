@@ -7,16 +7,12 @@ import asyncio
 import time
 
 import pytest
-from pydantic import SecretStr
 
 from controlplane.settings import Settings
 from controlplane.store.plans import plan_in_force
-from tests.controlplane.api.gateway import running_gateway
-from tests.controlplane.planner.pool_fleet import add_models
-from tests.controlplane.planner.test_pools_flow import MODELS, Fleet, ask, plan, running_fleet
+from tests.controlplane.api.gateway import Gateway
+from tests.controlplane.planner.test_pools_flow import MODELS, Fleet, being_asked, plan, sharing_a_slot
 from tests.controlplane.world import World
-from tests.dataplane.replay_node import KEY
-from tests.dataplane.replay_node import settings as agent_settings
 
 
 @pytest.fixture
@@ -26,29 +22,22 @@ def settings(settings: Settings) -> Settings:
 
 
 def test_a_night_in_the_reserve_and_a_morning_beside_it(world: World, settings: Settings) -> None:
-    add_models(world, *MODELS)
+    planned = "reserve of 1 GPUs for 4 endpoints: 4 models need"
 
     async def run() -> None:
-        async with running_fleet(world, settings, *(agent_settings(node=name) for name in ("n1", "n2", "n3"))) as fleet:
-            fleet.beat()
-            now_s = time.time()
-            words = await asyncio.to_thread(plan, world, settings, dict.fromkeys(MODELS, 20.0), now_s=now_s)
-            assert "reserve of 1 GPUs for 4 endpoints: 4 models need" in words
-            rows = await fleet.until_rest(" ".join(f"{model}:True" for model in MODELS))
-            assert len({(row.node, row.slot) for row in rows}) == 1, "all are on the reserve's slot"
-            with running_gateway(world, node_key=SecretStr(KEY)) as gateway:
-                for model in MODELS:
-                    assert await asyncio.to_thread(ask, gateway, model) == 5
-            await morning(world, settings, fleet, now_s=now_s + 3600)
+        now_s = time.time()
+        async with sharing_a_slot(world, settings, planned, now_s=now_s) as (fleet, gateway):
+            await morning(world, settings, fleet, gateway, now_s=now_s + 3600)
 
     asyncio.run(run())
 
 
-async def morning(world: World, settings: Settings, fleet: Fleet, *, now_s: float) -> None:
+async def morning(world: World, settings: Settings, fleet: Fleet, gateway: Gateway, *, now_s: float) -> None:
     fleet.beat()
     demand = dict.fromkeys(MODELS, 20.0) | {"surge": 1900.0}
     await asyncio.to_thread(plan, world, settings, demand, now_s=now_s)
-    await fleet.until_rest("ebb:True flood:True neap:True surge:False surge:False surge:True", "surge")
+    async with being_asked(gateway, "surge"):
+        await fleet.until_rest("ebb:True flood:True neap:True surge:False surge:False surge:True", "surge")
     assert not fleet.gaps
     with world.database.transaction() as session:
         applied = plan_in_force(session)

@@ -316,6 +316,14 @@ def test_the_reserve_takes_what_no_own_instance_makes_in_time(
         assert route.instance_id == chosen
 
 
+def test_a_pool_is_no_reserve() -> None:
+    """Alone in its region, it serves that region's requests, whoever has instances of their own elsewhere."""
+    for order in ([shared("slot", 0.2), timed("own", 0.0, "west")], [timed("own", 0.0, "west"), shared("slot", 0.2)]):
+        route = choose_route(facts(*order, ttft_s=1.0, input_tokens=300), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert route.instance_id == "slot"
+
+
 def test_without_an_objective_the_reserve_is_left_alone() -> None:
     route = choose_route(facts(timed("own", 900.0), shared("slot", 0.0), ttft_s=None), 0.0, SETTINGS)
     assert isinstance(route, Route)

@@ -79,7 +79,7 @@ def test_each_type_has_its_own_gpus_latency_memory_and_price(
     for plan in made:
         planned = Counter[RegionGpu]()
         for entry in plan.entries:
-            planned[RegionGpu(region=entry.endpoint.region, gpu_type=entry.gpu_type)] += entry.after
+            planned[entry.key.place] += entry.after
         assert all(count <= capacity[place] for place, count in planned.items())
     for one in outcome.fleet.hosted.values():
         gpu_type, [report] = one.node.gpu_type, one.server.reports()

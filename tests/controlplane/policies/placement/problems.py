@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.decision import Placement, PlacementEntry, PooledEndpoint
+from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
@@ -113,14 +113,10 @@ def place(facts: PlacementFacts, how: PlacementSettings = EXACT) -> Placement:
 
 def answer_of(placement: Placement) -> Answer:
     """What a placement decides, as the cost function takes it."""
-
-    def key(each: PlacementEntry | PooledEndpoint) -> EndpointGpu:
-        return EndpointGpu(model=each.endpoint.model, region=each.endpoint.region, gpu_type=each.gpu_type)
-
     return Answer(
-        counts={key(entry): entry.after for entry in placement.entries},
-        pooled=frozenset(key(each) for each in placement.pooled),
-        pool_gpus={RegionGpu(region=pool.region, gpu_type=pool.gpu_type): pool.after for pool in placement.pools},
+        counts={entry.key: entry.after for entry in placement.entries},
+        pooled=frozenset(each.key for each in placement.pooled),
+        pool_gpus={pool.place: pool.after for pool in placement.pools},
     )
 
 
