@@ -19,6 +19,10 @@ NAMES: Mapping[str, str] = {
     "lt-i": "LT-I, 0.9: ours",
     "lt-d-median": "LT-D, median",
     "lt-d": "LT-D, 0.9",
+    "lt-i-reserve": "LT-I, shared reserve, 0.9",
+    "lt-i-reserve-median": "LT-I, shared reserve, median",
+    "lt-d-reserve": "LT-D, shared reserve, 0.9",
+    "lt-d-reserve-median": "LT-D, shared reserve, median",
     "oracle": "oracle: LT-I with the hour's true demand",
 }
 """What the table calls the strategies that are not named by themselves."""
