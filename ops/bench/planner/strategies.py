@@ -30,7 +30,7 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
-from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, tail, write_page
+from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, tail, work, write_page
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -233,13 +233,13 @@ def thetas_of(scenario: Scenario) -> dict[str, float]:
     """Tokens per second of an instance, by model.
 
     Raises:
-        ScenarioError: it depends on the GPU type; hours are not attributed then.
+        ScenarioError: it is not given, or depends on the GPU type; hours are not attributed then.
     """
     thetas: dict[str, float] = {}
     for index, model in enumerate(scenario.models):
-        if isinstance(model.tokens_per_s, dict):
+        if not isinstance(model.tokens_per_s, int | float):
             raise ScenarioError(f"{scenario.name}: models.{index}.tokens_per_s: must be one number here")
-        thetas[model.name] = model.tokens_per_s or 0.0
+        thetas[model.name] = model.tokens_per_s
     return thetas
 
 
@@ -254,13 +254,13 @@ def digest_of(scenario: Scenario) -> str:
 
 def row_of(case: str, variant: str, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A line of the table: means over seeds, and ranges of some. `instance_hours` are those while requests came, and
-    `tail_hours` beside them, None where they are not known and counted in.
+    `tail_hours` beside them, None where they are not known and counted in; `work_hours` None where not known.
     """
     runs = [one | {"instance_hours": one["instance_hours"] - (one.get("tail_hours") or 0.0)} for one in runs]
     keys = [key for key in runs[0] if all(isinstance(one.get(key), int | float) for one in runs)]
     means = {key: fmean(one[key] for one in runs) for key in keys}
     return (
-        {"tail_hours": None}
+        {"tail_hours": None, "work_hours": None}
         | means
         | {
             "case": case,
@@ -378,7 +378,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
         "failed IW, NIW": lambda row: f"{row['iw_failed']:.1%}, {row['niw_failed']:.1%}",
     }
     print_table("Strategies; late and TTFT of IW-F", {**first, **figures}, rows)
-    parts: Columns = {part: _part(part) for part in _PARTS}
+    parts: Columns = {"work": work, **{part: _part(part) for part in _PARTS}}
     print_table("What the instance hours were for", {**first, **parts}, rows)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forecasts.importers.lines import DemandFileError, open_csv
-from ops.simulator.results.results import EndpointSeries, Result, Series, State
+from ops.simulator.results.results import EndpointSeries, Result, Row, Series, State
 from ops.simulator.scenario.scenario import Scenario, load_scenario
 
 HIGH = 0.7
@@ -66,6 +66,8 @@ class StrategyFigures:
         cpu_s: what the simulation took.
         tail_hours: of `instance_hours`, after the last request came, until deferred work that was left is done. None:
             not known, of a run that was stored before this was measured.
+        work_hours: what all requests, deferred ones too, ask for at theta. Fewer hours need more of KV memory than the
+            profile says is well. None: not known, as above.
     """
 
     requests: int
@@ -87,6 +89,7 @@ class StrategyFigures:
     cpu_s: float
     event_log_hash: str
     tail_hours: float | None = None
+    work_hours: float | None = None
 
 
 def figures_of(
@@ -124,7 +127,13 @@ def figures_of(
         cpu_s=cpu_s,
         event_log_hash=result.event_log_hash,
         tail_hours=None if served_s is None else tail_hours(result.series, served_s),
+        work_hours=work_hours(result.rows, tokens_per_s),
     )
+
+
+def work_hours(rows: Sequence[Row], tokens_per_s: Mapping[str, float]) -> float:
+    """Instance hours that the requests ask for, each model's input tokens at its theta (`tokens_per_s`)."""
+    return sum(row.input_tokens / tokens_per_s[row.model] for row in rows if row.model is not None) / 3600
 
 
 def tail_hours(series: Series, served_s: float) -> float:

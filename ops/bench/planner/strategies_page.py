@@ -72,6 +72,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 NAMES.get(row["strategy"], row["strategy"]),
                 f"**{hours}**" if dearer else hours,
                 tail(row),
+                work(row),
                 distance(row, "reactive"),
                 distance(row, "reactive-50-25"),
                 spread(100 * row["late"], [100 * each for each in row["late_range"]], ".1f"),
@@ -81,8 +82,8 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"{row['redeploys']:.0f}",
             ]
             lines.append(cells)
-    head = ("case", "strategy", "instance hours", "after the end", "to 70/30", "to 50/25", "late, %", "TTFT p95, s")
-    return table((*head, "slow minutes", "starts", "displacing"), lines)
+    head = ("case", "strategy", "instance hours", "after the end", "work", "to 70/30", "to 50/25")
+    return table((*head, "late, %", "TTFT p95, s", "slow minutes", "starts", "displacing"), lines)
 
 
 def spread(mean: float, ends: Sequence[float], form: str) -> str:
@@ -94,6 +95,11 @@ def spread(mean: float, ends: Sequence[float], form: str) -> str:
 def tail(row: Row) -> str:
     """Instance hours after the last request came."""
     return "-" if row["tail_hours"] is None else f"{row['tail_hours']:.1f}"
+
+
+def work(row: Row) -> str:
+    """Instance hours that all requests ask for at theta."""
+    return "-" if row["work_hours"] is None else f"{row['work_hours']:.1f}"
 
 
 def distance(row: Row, reference: str) -> str:

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from ops.bench.planner import strategies
 from ops.bench.planner.strategies import FRONTIER, compared, hours_at
-from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of, tail_hours
+from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of, tail_hours, work_hours
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.simulator.results.results import EndpointSeries, Series, State
+from ops.simulator.results.results import EndpointSeries, Row, Series, State
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 from ops.simulator.traffic.traffic_parts import MixedPart
 
@@ -202,6 +202,27 @@ def test_hours_after_the_last_request_are_a_tail() -> None:
     whole = Series(start_s=0.0, step_s=60.0, gpus=gpus, switches=[], endpoints=[], pools=[], queues=[], tiers=[])
     assert tail_hours(whole, 3600.0) == pytest.approx(1.5)
     assert tail_hours(whole, 5400.0) == 0
+
+
+def test_work_is_what_all_tiers_ask_for_at_each_models_theta() -> None:
+    def row(model: str | None, tier: str, tokens: int) -> Row:
+        return Row(
+            model=model,
+            tier=tier,
+            requests=1,
+            failed=0,
+            service_attainment=1.0,
+            token_attainment=1.0,
+            ttft_violations=0.0,
+            input_tokens=tokens,
+            output_tokens=9,
+            ttft_s=None,
+            tbt_mean_s=None,
+            service_s=None,
+        )
+
+    rows = [row("a", "IW-F", 3_600_000), row("a", "NIW", 1_800_000), row("b", "IW-F", 720_000), row(None, "IW-F", 7)]
+    assert work_hours(rows, {"a": 1000.0, "b": 100.0}) == pytest.approx(1.0 + 0.5 + 2.0)
 
 
 def test_instance_hours_are_told_apart() -> None:
