@@ -26,6 +26,8 @@ ITEM_BYTES = {
     "U8": 1,
 }
 """Bytes of an element, by the name of its type in the format."""
+FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+"""The types of weights that are not quantized."""
 
 
 @dataclass(frozen=True, kw_only=True)

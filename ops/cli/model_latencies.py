@@ -25,7 +25,7 @@ LatencyFiles = Annotated[
     ),
 ]
 Sizes = Mapping[str, Any]
-"""`weights_bytes` and `kv_bytes_per_token` of a model, as the API has them."""
+"""`weights_bytes`, `kv_bytes_per_token` and, where known, `parameters` of a model, as the API has them."""
 
 
 def latencies_of(files: Sequence[Path], gpu_types: Sequence[str], sizes: Sizes, *, gpus: int) -> dict[str, Any]:
@@ -66,5 +66,6 @@ def _guessed(gpu_type: str, sizes: Sizes, gpus: int) -> dict[str, Any]:
     if gpu_type not in CARDS:
         known = ", ".join(sorted(CARDS))
         raise typer.BadParameter(f"--latency auto does not know the GPU type {gpu_type}, only {known}: give a profile")
-    times = guess_times(sizes["weights_bytes"], sizes["kv_bytes_per_token"], CARDS[gpu_type])
+    card, parameters = CARDS[gpu_type], sizes.get("parameters")
+    times = guess_times(sizes["weights_bytes"], sizes["kv_bytes_per_token"], card, parameters)
     return asdict(times.latency) | {"switch_s": times.switch_s, "source": times.source}

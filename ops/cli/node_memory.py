@@ -57,7 +57,7 @@ def _sizes_of(model: str, private_hosts: tuple[str, ...]) -> Any:
         found = describe_checkpoint(model, private_hosts)
     except CheckpointError as error:
         raise CommandError(str(error)) from error
-    kept = {name: found[name] for name in ("weights_bytes", "kv_bytes_per_token", "context_tokens")}
+    kept = {name: found[name] for name in ("weights_bytes", "kv_bytes_per_token", "context_tokens", "parameters")}
     return ModelSizes(name=model.rstrip("/").rpartition("/")[2], **kept)
 
 

@@ -25,7 +25,7 @@ from dataplane.checkpoints.pooling import (
     read_score_rules,
     task_of,
 )
-from dataplane.checkpoints.safetensors_file import HEADER_BYTES_MAX, ITEM_BYTES, list_tensors, read_json
+from dataplane.checkpoints.safetensors_file import FLOATS, HEADER_BYTES_MAX, ITEM_BYTES, list_tensors, read_json
 from dataplane.checkpoints.sources import FetchError, FetchRules, open_client
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
@@ -141,7 +141,7 @@ def _read(client: httpx.Client, address: str, bytes_max: int, in_time: Callable[
     return bytes(body[:bytes_max])
 
 
-_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+_OF_QUANTIZED = (".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".input_scale")
 _CONFIG_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -159,11 +159,11 @@ def describe_checkpoint(
     """The body of `PUT /admin/models/{name}` for a checkpoint: a folder, `https://HOST/PATH/`, or `hf://ORG/NAME`.
 
     `weights_bytes` is the size of all stored tensors, `parameters` the number of their elements, an output head that is
-    tied to the embedding left out; None where some are of integer or 8-bit types. `kv_bytes_per_token` is 2 x layers x
-    KV heads x head size x bytes of an element in the checkpoint's own type. `context_tokens` is
-    `max_position_embeddings`, or the longest text that an embedding model takes. `task`: what the model shall answer
-    with; None: what its files say. `private_hosts`: names and networks that may be read although they are not public.
-    `time_max_s`: the longest time to read from a registry.
+    tied to the embedding left out; of weights that are quantized by AWQ, GPTQ or to FP8 as many as they stand for; None
+    where some are of other types. `kv_bytes_per_token` is 2 x layers x KV heads x head size x bytes of an element in
+    the checkpoint's own type. `context_tokens` is `max_position_embeddings`, or the longest text that an embedding
+    model takes. `task`: what the model shall answer with; None: what its files say. `private_hosts`: names and networks
+    that may be read although they are not public. `time_max_s`: the longest time to read from a registry.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
@@ -232,7 +232,7 @@ def _describe(
         "path": path,
         "architecture": config.architecture(),
         "weights_bytes": bytes_by_type.total(),
-        "parameters": _parameters(tensors, tied=config.is_tied()),
+        "parameters": _parameters(tensors, tied=config.is_tied(), bits=config.quantized_bits()),
         "kv_bytes_per_token": values * (config.element_bytes() or element_bytes),
         "context_tokens": min(config.positive("max_position_embeddings"), tokens_max or sys.maxsize),
         "task": task,
@@ -265,15 +265,28 @@ class _Config:
     def is_tied(self) -> bool:
         return self._text.get("tie_word_embeddings") is True
 
+    def quantized_bits(self) -> int | None:
+        given = self._whole.get("quantization_config")
+        bits = given.get("bits") if isinstance(given, dict) else None
+        return bits if isinstance(bits, int) and 1 <= bits <= 8 else None
+
     def element_bytes(self) -> int | None:
         return _CONFIG_BYTES.get(str(self._text.get("dtype", self._text.get("torch_dtype"))))
 
 
-def _parameters(tensors: Mapping[str, tuple[str, int]], *, tied: bool) -> int | None:
-    if any(dtype not in _FLOATS for dtype, _ in tensors.values()):
-        return None
-    left_out = {"lm_head.weight"} if tied and len(tensors) > 1 else set()
-    return sum(size // ITEM_BYTES[dtype] for name, (dtype, size) in tensors.items() if name not in left_out)
+def _parameters(tensors: Mapping[str, tuple[str, int]], *, tied: bool, bits: int | None) -> int | None:
+    """`bits`: of a packed weight, by the config. Scales and zero points of quantized weights are no parameters."""
+    counted = 0
+    for name, (dtype, size_bytes) in tensors.items():
+        if name.endswith(_OF_QUANTIZED) or (tied and len(tensors) > 1 and name == "lm_head.weight"):
+            continue
+        if dtype in FLOATS or dtype == "F8_E4M3":
+            counted += size_bytes // ITEM_BYTES[dtype]
+        elif dtype == "I32" and name.endswith(".qweight") and bits is not None:
+            counted += size_bytes * 8 // bits
+        else:
+            return None
+    return counted
 
 
 def _element_bytes(path: str, bytes_by_type: Counter[str]) -> int:

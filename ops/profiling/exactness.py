@@ -37,13 +37,19 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, report: Progr
 
     Raises:
         ModelLoadError: a folder holds no model that the engine runs.
-        ValueError: the device cannot be used, or a model's context is too short for `tokens` and a prompt.
+        ValueError: the device cannot be used, a model is quantized, or its context is too short for `tokens` and a
+            prompt.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device can be used here")
     names = _names(folders)
     dtype = getattr(torch, settings.dtype)
     skeletons = {name: build_skeleton(folder, dtype, torch.device("cpu")) for name, folder in names.items()}
+    for name, skeleton in skeletons.items():
+        if skeleton.is_quantized:
+            raise ValueError(
+                f"{name} is quantized: transformers has no reference for it here. Check the model it was made of"
+            )
     references = {}
     for number, (name, skeleton) in enumerate(skeletons.items()):
         if settings.tokens >= skeleton.geometry.context_tokens:

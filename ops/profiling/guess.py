@@ -1,7 +1,7 @@
 """Step times of a model that nobody has measured on a card, from its size and the card's data sheet.
 
 A prefill is bound by arithmetic, a decode step by reading the weights, and each sequence of its batch by both. With W
-bytes of weights in two bytes a parameter, N = W / 2 parameters, F operations and B bytes a second:
+bytes of weights, N parameters (W / 2 if they are not known), F operations and B bytes a second:
 
     prefill   7 ms + 2 N / (0.65 F) a token + 2 H / (0.3 F) a pair of tokens
     decode    3.5 ms + 1.2 W / B + (KV bytes of a token) / B a context token + (0.1 ms + 2 N / F) a sequence
@@ -33,10 +33,12 @@ class GuessedTimes:
     source: str
 
 
-def guess_times(weights_bytes: int, kv_bytes_per_token: int, card: Card) -> GuessedTimes:
-    """Guess. A mixture of experts counts as if every token passed all of them, so it is guessed too slow."""
+def guess_times(weights_bytes: int, kv_bytes_per_token: int, card: Card, parameters: int | None = None) -> GuessedTimes:
+    """Guess. A mixture of experts counts as if every token passed all of them, so it is guessed too slow. Quantized
+    weights count as if a step read them packed; the torch engine, which unpacks them, is slower.
+    """
     assert weights_bytes > 0
-    parameters = weights_bytes / _PARAMETER_BYTES
+    parameters = parameters or weights_bytes // _PARAMETER_BYTES
     layers = (parameters / (_MATRICES * _WIDTH_PER_LAYER**2)) ** (1 / 3)
     token_s = 2 * parameters / card.flops
     read_s = weights_bytes / card.memory_bytes_per_s

@@ -13,12 +13,15 @@ _KV_SHARE_STEP = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a checkpoint says of itself. `kv_bytes_per_token`: of keys and values of all layers."""
+    """What a checkpoint says of itself. `kv_bytes_per_token`: of keys and values of all layers. `parameters` None: not
+    known.
+    """
 
     name: str
     weights_bytes: int
     kv_bytes_per_token: int
     context_tokens: int
+    parameters: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ def _pooled(models: Sequence[ModelSizes], usable: int, card: Card, tokens: int) 
 
 
 def _fit(model: ModelSizes, kv_bytes: int, card: Card, tokens: int) -> Fit:
-    times = guess_times(model.weights_bytes, model.kv_bytes_per_token, card)
+    times = guess_times(model.weights_bytes, model.kv_bytes_per_token, card, model.parameters)
     length = min(tokens, model.context_tokens)
     kv_tokens = kv_bytes // model.kv_bytes_per_token
     batch = kv_tokens // length

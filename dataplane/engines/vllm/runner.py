@@ -11,7 +11,7 @@ import torch
 from vllm import EngineArgs, LLMEngine, PoolingParams, PoolingRequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 
-from dataplane.checkpoints.safetensors_file import list_tensors, read_json
+from dataplane.checkpoints.safetensors_file import FLOATS, list_tensors, read_json
 from dataplane.engines.vllm import interfaces, sleep
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import check_version, installed_version
@@ -200,14 +200,16 @@ class Runner:
 
 
 def stored_bytes(folder: Path, dtype: str) -> int:
-    """The size of a checkpoint's tensors in a dtype.
+    """The size of a checkpoint's tensors in a dtype. Quantized ones, which are integers or 8 bits wide, stay so.
 
     Raises:
         ModelLoadError: there are no safetensors, or a header does not describe its file.
     """
     item_bytes = 4 if dtype == "float32" else 2
-    shapes = (stored.shape for stored in list_tensors(folder).values())
-    return sum(torch.Size(shape).numel() * item_bytes for shape in shapes)
+    return sum(
+        torch.Size(stored.shape).numel() * item_bytes if stored.dtype in FLOATS else stored.size_bytes
+        for stored in list_tensors(folder).values()
+    )
 
 
 def read_ahead(folder: Path) -> None:

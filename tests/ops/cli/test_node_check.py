@@ -11,6 +11,7 @@ import torch
 from dataplane.engines.torch.model import attention
 from ops.profiling import interleaving
 from ops.profiling.reference import router_margins
+from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.tiny import save_tiny
 from tests.ops.cli.running import Run
 
@@ -45,6 +46,14 @@ def test_the_table_names_the_architectures(folders: list[str], check: Run) -> No
     assert outcome.status == 0
     assert "mistral" in outcome.out
     assert "yes" in outcome.out
+
+
+def test_a_quantized_model_is_refused_with_what_to_check(folders: list[str], check: Run, tmp_path: Path) -> None:
+    quantized, _ = quantized_pair(Path(folders[0]), tmp_path, *FORMATS["gptq"])
+    outcome = check(str(quantized), *QUICK)
+    assert outcome.status == 1
+    assert "quantized is quantized" in outcome.err
+    assert "Check the model it was made of" in outcome.err
 
 
 def test_a_wrong_token_fails_the_check(folders: list[str], check: Run, monkeypatch: pytest.MonkeyPatch) -> None:

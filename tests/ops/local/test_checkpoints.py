@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.checkpoints.safetensors_file import ITEM_BYTES
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -22,11 +23,11 @@ CONFIG: dict[str, Any] = {
 TENSORS = {"a": ("BF16", [4, 8]), "b": ("BF16", [16])}
 
 
-def write_safetensors(file: Path, tensors: dict[str, tuple[str, list[int]]], item_bytes: int = 2) -> int:
+def write_safetensors(file: Path, tensors: dict[str, tuple[str, list[int]]], item_bytes: int | None = None) -> int:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (kind, shape) in tensors.items():
-        start, size = end, item_bytes
+        start, size = end, item_bytes or ITEM_BYTES.get(kind, 2)
         for side in shape:
             size *= side
         end = start + size
@@ -54,6 +55,36 @@ def test_sizes_are_derived(tmp_path: Path) -> None:
         "context_tokens": 2048,
         "task": "generate",
     }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"),
+    [
+        (
+            GPTQ,
+            {
+                "a.qweight": ("I32", [4, 10]),
+                "a.qzeros": ("I32", [2, 2]),
+                "a.g_idx": ("I32", [32]),
+                "a.scales": ("F16", [2, 10]),
+            },
+            320,
+        ),
+        ({"quant_method": "fp8"}, {"a.weight": ("F8_E4M3", [8, 10]), "a.weight_scale_inv": ("F32", [1, 1])}, 80),
+        (GPTQ | {"bits": "four"}, {"a.qweight": ("I32", [4, 10])}, None),
+        ({"quant_method": "other"}, {"a.weight": ("I8", [4, 10])}, None),
+    ],
+)
+def test_quantized_weights_count_as_the_parameters_they_stand_for(
+    config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]], parameters: int | None, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, quantization_config=config)
+    write_safetensors(folder / "model.safetensors", TENSORS | tensors)
+    counted = describe_checkpoint(folder)["parameters"]
+    assert counted == (None if parameters is None else parameters + 32 + 16)
 
 
 def write_modules(folder: Path, *, pooling: dict[str, Any] | None = None) -> None:

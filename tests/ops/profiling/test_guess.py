@@ -26,6 +26,13 @@ def test_a_guess_by_hand() -> None:
     assert "guess" in times.source
 
 
+def test_quantized_weights_are_read_quicker_and_computed_with_as_long() -> None:
+    dense, quantized = guess_times(2 * 10**9, 1_000, SLOW), guess_times(5 * 10**8, 1_000, SLOW, parameters=10**9)
+    assert quantized.latency.prefill_per_token_s == dense.latency.prefill_per_token_s
+    assert quantized.switch_s == pytest.approx(dense.switch_s / 4)
+    assert quantized.latency.decode_base_s < dense.latency.decode_base_s
+
+
 @pytest.mark.parametrize("name", ["7B", "13B", "14B"])
 def test_a_guess_is_within_one_and_a_half_of_measured_profiles(name: str) -> None:
     profile = load_gpu_profile(PROFILES / "h800.toml")

@@ -22,7 +22,7 @@ from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.memory.releases import PendingReleases
 from dataplane.engines.torch.model.checkpoint import list_tensors, read_tensors
 from dataplane.engines.torch.model.layout import cache_key, match_tensors
-from dataplane.engines.torch.model.mapping import as_stored, without_head
+from dataplane.engines.torch.model.mapping import as_stored
 from dataplane.engines.torch.model.pooling import Pooler, make_pooler
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton
 from dataplane.memory.events import Event
@@ -227,7 +227,7 @@ class HostModels:
         if self._cache is not None and skeleton.size_bytes > self._cache.capacity_bytes:
             limit = f"cache_bytes={self._cache.capacity_bytes}"
             raise ModelLoadError(f"{name}: weights of {skeleton.size_bytes} bytes exceed {limit} of the node")
-        stored = without_head(list_tensors(folder)) if task == "embed" else list_tensors(folder)
+        stored = list_tensors(folder, task)
         pairs = match_tensors(folder, as_stored(skeleton.places, stored), stored)
         return HostModel(
             name=name,

@@ -12,27 +12,45 @@ from typing import Any
 import torch
 
 from dataplane.checkpoints import safetensors_file
+from dataplane.checkpoints.pooling import HEADS
 from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import Task
 
 READ_ELEMENTS = 16 * 2**20
 """Elements that one thread reads at a time."""
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
+_TRUNK = "model."
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
+"""Tensors that no model here reads: what follows from the config, and scales of quantized activations and KV."""
 
 
-def list_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint folder by name, over all its files.
+def list_tensors(folder: Path, task: Task = "generate") -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint folder that a model needs for its task, by its name there, over all files. Of a
+    model that embeds these are those without its head; a checkpoint may have been written without one to begin with.
 
     Raises:
         ModelLoadError: there are no safetensors, a header does not describe its file, or a dtype is not supported.
     """
-    tensors = safetensors_file.list_tensors(folder)
+    tensors = {name: one for name, one in safetensors_file.list_tensors(folder).items() if _is_read(name)}
     for stored in tensors.values():
         if stored.dtype not in _DTYPES:
             raise ModelLoadError(
                 f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported are {', '.join(_DTYPES)}"
             )
+    if task == "embed":
+        return {name.removeprefix(_TRUNK): tensor for name, tensor in tensors.items() if name not in HEADS}
     return tensors
+
+
+def can_convert(stored: StoredTensor, dtype: torch.dtype) -> bool:
+    """Whether `read_tensors` gives such numbers in a dtype. Packed and 8-bit ones are read as they are."""
+    return stored.dtype in _FLOATS or _DTYPES[stored.dtype] == dtype
+
+
+def _is_read(name: str) -> bool:
+    return not name.endswith(IGNORED_SUFFIXES)
 
 
 def read_tensors(pairs: Iterable[tuple[StoredTensor, torch.Tensor]], *, threads: int = 4) -> None:

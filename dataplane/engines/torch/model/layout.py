@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 
 from dataplane.checkpoints.safetensors_file import StoredTensor
+from dataplane.engines.torch.model.checkpoint import can_convert
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 from dataplane.protocol.errors import ModelLoadError
 
 LAYOUT_VERSION = 1
 """Part of the cache key: increment it when the layout changes."""
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
-"""Old checkpoints store these; they follow from the config."""
 
 
 def match_tensors(
@@ -32,7 +31,7 @@ def match_tensors(
         else:
             pairs.append((place, stored[name]))
     known = {name for place in places for name in place.names}
-    unexpected = [name for name in sorted(stored) if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
+    unexpected = [name for name in sorted(stored) if name not in known]
     for what, names in (("misses", missing), ("has unexpected", unexpected)):
         if names:
             raise ModelLoadError(
@@ -42,6 +41,10 @@ def match_tensors(
         if place.shape != tensor.shape:
             raise ModelLoadError(
                 f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.shape}"
+            )
+        if not can_convert(tensor, place.dtype):
+            raise ModelLoadError(
+                f"{folder}: tensor {tensor.name} has dtype {tensor.dtype}, which needs a quantization_config"
             )
     return pairs
 

@@ -7,11 +7,9 @@ such a parameter is its stored tensors one after another, so that each is read s
     down_proj    [experts, h, f]     | down 0 [h, f] | down 1 [h, f] | ...
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
-from dataplane.checkpoints.pooling import HEADS
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 
 _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -25,17 +23,6 @@ _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 _RENAMED = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 """Suffix of a parameter's name -> another name it may be stored under."""
-
-
-_TRUNK = "model."
-T = TypeVar("T")
-
-
-def without_head(stored: Mapping[str, T]) -> dict[str, T]:
-    """The stored tensors of a model without its head, by their names there. A checkpoint may have been written without
-    a head to begin with.
-    """
-    return {name.removeprefix(_TRUNK): tensor for name, tensor in stored.items() if name not in HEADS}
 
 
 def as_stored(places: Iterable[PlacedTensor], stored: Container[str]) -> tuple[PlacedTensor, ...]:

@@ -21,7 +21,9 @@ from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
+from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.linear import speed_up
+from dataplane.engines.torch.model.quantized import QuantizedLinear, quantize, read_quantization
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
@@ -137,6 +139,11 @@ class Skeleton:
             stage.register_forward_hook(self._passed(number))
         self.trunk.register_forward_pre_hook(self._gate(0))
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of its weights are packed integers or 8-bit numbers."""
+        return any(isinstance(module, QuantizedLinear) for module in self.model.modules())
+
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each shard begins a slab."""
         return sum(-(-shard.size_bytes // slab_bytes) for shard in self.shards)
@@ -193,12 +200,13 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device, task:
     on `device`, its Parameters on `meta`.
 
     Raises:
-        ModelLoadError: no such folder or config, or an unsupported architecture.
+        ModelLoadError: no such folder or config, or an unsupported architecture or quantization.
     """
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is no folder")
     described = read_json(folder / "config.json")
     _check_supported(folder, described)
+    quantization = read_quantization(folder, described)
     register()
     try:
         config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
@@ -208,6 +216,8 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device, task:
         geometry = _geometry(config)
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
+    if quantization is not None:
+        quantize(folder, model, quantization, list_tensors(folder, task))
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
@@ -230,8 +240,6 @@ def _check_supported(folder: Path, described: dict[str, Any]) -> None:
     if model_type not in MODEL_TYPES:
         supported = ", ".join(sorted(MODEL_TYPES))
         raise ModelLoadError(f"{folder}: unsupported architecture {model_type!r}; supported are {supported}")
-    if described.get("quantization_config") is not None:
-        raise ModelLoadError(f"{folder}: quantized checkpoints are not supported")
 
 
 def _check_rope(folder: Path, rope_parameters: dict[str, Any] | None) -> None:

@@ -52,7 +52,7 @@ SPOILT: list[tuple[str, Callable[[Path], object]]] = [
     ("config.json cannot be read", lambda f: (f / "config.json").write_text("{")),
     ("unsupported architecture 'mamba'", lambda f: change_json(f / "config.json", model_type="mamba")),
     ("describes no model that can be built", lambda f: change_json(f / "config.json", num_attention_heads="many")),
-    ("quantized", lambda f: change_json(f / "config.json", quantization_config={"quant_method": "fp8"})),
+    ("'hqq' is not supported", lambda f: change_json(f / "config.json", quantization_config={"quant_method": "hqq"})),
     (
         "rope type 'dynamic' is not supported",
         lambda f: change_json(f / "config.json", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
