@@ -84,6 +84,7 @@ def _pool_state(pool: PoolStats, age_s: float) -> dict[str, Any]:
                 "started_age_s": engine_now_s - turn.started_s,
                 "ended_age_s": engine_now_s - turn.ended_s,
                 "tokens": turn.tokens,
+                "prompts": turn.prompts,
                 "prompt_tokens": turn.prompt_tokens,
                 "switched": turn.switched,
             }

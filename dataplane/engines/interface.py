@@ -119,13 +119,16 @@ class InstanceStats(Struct, frozen=True, kw_only=True):
     decode_s: float | None = None
 
 
+SliceKind = Literal["prefill", "decode", "mixed"]
+
+
 class TimeSlice(Struct, frozen=True, kw_only=True):
     """A time slice that ended: what ran, from when to when (engine clock), and whether it began with a switch.
-    `tokens`: made in it, one for each prompt whose prefill it completed; `prompt_tokens`: of those, not cached ones.
-    `switch_s`: how long a switch's missing weights take to load, at the measured rate of transfers.
+    `tokens`: made in it, one for each of the `prompts` whose prefill it completed; `prompt_tokens`: of those, not
+    cached ones. `switch_s`: how long a switch's missing weights take to load, at the measured rate of transfers.
     """
 
-    kind: Literal["prefill", "decode"]
+    kind: SliceKind
     model: str
     started_s: float
     ended_s: float
@@ -133,6 +136,7 @@ class TimeSlice(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     switched: bool
     switch_s: float = 0.0
+    prompts: int = 0
 
 
 class KvShapeStats(Struct, frozen=True, kw_only=True):

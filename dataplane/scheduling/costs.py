@@ -1,6 +1,10 @@
 """Costs of a step and a switch in time: the fitted latency models of Aegaeon A.2. Pure arithmetic.
 
 The paper's decode form ignores the batch size; measured profiles do not, so there is a term per sequence.
+
+A mixed step runs prefill and decode in one pass. Each fit has a constant: what a pass costs whatever it computes, most
+of it reading the weights. One pass pays one of them, the larger; all other terms of both fits add up, as if arithmetic
+and memory traffic never overlapped.
 """
 
 import math
@@ -10,6 +14,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from dataplane.protocol.reference_steps import DECODE_CONTEXT_TOKENS, DECODE_SEQUENCES, PREFILL_TOKENS
+
+
+class StepWork(Struct, frozen=True, kw_only=True):
+    """What a step computes: prompt tokens and the growth of their squared lengths (0 without prompts), and the `batch`
+    that decodes (0 without one), whose contexts hold `context_tokens` together.
+    """
+
+    tokens: int = 0
+    squared_tokens: int = 0
+    context_tokens: int = 0
+    batch: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +63,19 @@ class LatencyModel:
             self.decode_base_s + self.decode_per_context_token_s * context_tokens + self.decode_per_sequence_s * batch
         )
 
+    def mixed_s(self, tokens: int, squared_tokens: int, context_tokens: int, batch: int) -> float:
+        """Seconds of a step that does both, in one pass."""
+        shared_s = min(self.prefill_base_s, self.decode_base_s)
+        return self.prefill_s(tokens, squared_tokens) + self.decode_s(context_tokens, batch) - shared_s
+
+    def step_s(self, work: StepWork) -> float:
+        """Seconds of a step, whichever kinds of work it does."""
+        if not work.batch:
+            return self.prefill_s(work.tokens, work.squared_tokens)
+        if not work.tokens:
+            return self.decode_s(work.context_tokens, work.batch)
+        return self.mixed_s(work.tokens, work.squared_tokens, work.context_tokens, work.batch)
+
     def decode_pace_s(self, context_tokens: int, batch: int) -> tuple[float, float]:
         """Seconds of a decode step, and by how many more the next one takes, whose contexts are a token longer each."""
         base_s, token_s, sequences_s = (
@@ -78,11 +106,14 @@ OBSERVATION_WEIGHT = 0.1
 
 
 class CostEstimate(Struct, frozen=True, kw_only=True):
-    """A fitted model and its correction by observed times: one factor per kind of step."""
+    """A fitted model and its correction by observed times: one factor per kind of step. `mixed_factor`: of mixed steps,
+    beyond what the other two say of their parts; such a step changes none of these.
+    """
 
     latency: LatencyModel
     prefill_factor: float = 1.0
     decode_factor: float = 1.0
+    mixed_factor: float = 1.0
 
     def prefill_s(self, tokens: int, squared_tokens: int) -> float:
         """Corrected `LatencyModel.prefill_s`."""
@@ -91,6 +122,19 @@ class CostEstimate(Struct, frozen=True, kw_only=True):
     def decode_s(self, context_tokens: int, batch: int) -> float:
         """Corrected `LatencyModel.decode_s`."""
         return self.decode_factor * self.latency.decode_s(context_tokens, batch)
+
+    def mixed_s(self, tokens: int, squared_tokens: int, context_tokens: int, batch: int) -> float:
+        """Corrected `LatencyModel.mixed_s`: the larger of the two corrected constants, and the terms of both."""
+        prefill, decode = self.prefill_factor, self.decode_factor
+        shared_s = min(prefill * self.latency.prefill_base_s, decode * self.latency.decode_base_s)
+        both_s = self.prefill_s(tokens, squared_tokens) + self.decode_s(context_tokens, batch)
+        return self.mixed_factor * (both_s - shared_s)
+
+    @property
+    def mixed_token_s(self) -> tuple[float, float]:
+        """By how many seconds a token prefilled, and one of squared length, makes a mixed step longer."""
+        factor = self.mixed_factor * self.prefill_factor
+        return factor * self.latency.prefill_per_token_s, factor * self.latency.prefill_per_token2_s
 
     @property
     def reference_prefill_s(self) -> float | None:
@@ -111,6 +155,11 @@ class CostEstimate(Struct, frozen=True, kw_only=True):
         """The estimate after a decode step that took `observed_s`."""
         expected_s = self.decode_s(context_tokens, batch)
         return replace(self, decode_factor=_corrected(self.decode_factor, observed_s, expected_s))
+
+    def observe_mixed(self, observed_s: float, work: StepWork) -> "CostEstimate":
+        """The estimate after a step that did both and took `observed_s`."""
+        expected_s = self.mixed_s(work.tokens, work.squared_tokens, work.context_tokens, work.batch)
+        return replace(self, mixed_factor=_corrected(self.mixed_factor, observed_s, expected_s))
 
 
 def _corrected(factor: float, observed_s: float, expected_s: float) -> float:

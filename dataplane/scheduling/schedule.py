@@ -7,9 +7,14 @@ as a rule. If both do:
    far enough ahead of its deadlines to wait for it; otherwise decode continues.
 2. A kind that has exceeded its share of the time by `burst_s` is second until the other has caught up.
 3. A kind that waits alone runs at once; a kind that does not wait accumulates no share.
+4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, in the time that the
+   objectives of the batches leave (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
+   those of a model whose decode turn comes within `near_s`; unless they are nearly due and would get less than
+   prefill's share, or another model's prompts are nearly due. Meanwhile the time counts for no kind's share.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Literal
@@ -23,9 +28,18 @@ from dataplane.scheduling.decode import (
     DecodeTurn,
     RoundState,
     choose_decode_turn,
+    idle_s,
     let_in,
 )
-from dataplane.scheduling.prefill import GroupChoice, GroupState, PrefillQueue, PrefillSettings, choose_group
+from dataplane.scheduling.mixed_batches import group_beside, keeps_up, spare_s
+from dataplane.scheduling.prefill import (
+    GroupChoice,
+    GroupState,
+    PrefillGroup,
+    PrefillQueue,
+    PrefillSettings,
+    choose_group,
+)
 
 Kind = Literal["prefill", "decode"]
 
@@ -46,7 +60,8 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True, kw_only=True)
 class TurnSettings:
     """`prefill_share`: of the time while both kinds wait. `near_s`: a first token that is due so soon after the prefill
-    could end is nearly due. `burst_s`: by how much a kind may exceed its share.
+    could end is nearly due. `burst_s`: by how much a kind may exceed its share. `mixed_batches`: whether a step may do
+    both.
     """
 
     prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
@@ -54,6 +69,7 @@ class TurnSettings:
     prefill_share: float = 0.5
     near_s: float = 0.25
     burst_s: float = 1.0
+    mixed_batches: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges: no kind may starve.
@@ -70,7 +86,8 @@ class TurnSettings:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """What to run. `group`: for a prefill, ids of the group's requests in order; a step runs as many as it can.
+    """What to run. `group`: ids of a group's requests in order. A prefill runs as many as a step can; a decode turn
+    with a group is mixed: its steps, of `budget_s` each, prefill beside the batch. `counts`: for its kind's share.
 
     `started_s` changes when the kind or the model does. `next_model`: the model to prefetch, None if none follows.
     `alpha`: the slot's load by its decode batches.
@@ -79,10 +96,16 @@ class Turn(Struct, frozen=True, kw_only=True):
     kind: Kind
     model: str
     group: tuple[str, ...] = ()
+    budget_s: float = 0.0
+    counts: bool = True
     started_s: float
     next_model: str | None
     alpha: float
     reason: str
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.kind == "decode" and bool(self.group)
 
 
 class SlotState(Struct, frozen=True, kw_only=True):
@@ -98,16 +121,18 @@ class SlotState(Struct, frozen=True, kw_only=True):
     decode_spent_s: float = 0.0
     owed: Kind | None = None
 
-    def spent(self, kind: Kind, seconds: float, *, ran: bool = True) -> "SlotState":
-        """The state after a step of `seconds`. `ran` False: it only waited, for KV or memory. Neither prefills nor
-        (within limits) waits use up a decode turn, so that it makes at least one step.
+    def spent(self, kind: Kind, seconds: float, *, ran: bool = True, beside_s: float = 0.0) -> "SlotState":
+        """The state after a step of `seconds`. `ran` False: it only waited, for KV or memory. `beside_s`: by how much
+        prompts beside the batch made it longer. Neither prefills nor (within limits) waits use up a decode turn, so
+        that it makes at least one step.
         """
         assert seconds >= 0
         if kind == "prefill":
             return replace(self, prefill_spent_s=self.prefill_spent_s + seconds, round=self.round.later(seconds))
-        decode_spent_s = self.decode_spent_s + seconds
+        counted = self.turn is None or self.turn.counts
+        decode_spent_s = self.decode_spent_s + (seconds if counted else 0.0)
         if ran:
-            return replace(self, decode_spent_s=decode_spent_s)
+            return replace(self, decode_spent_s=decode_spent_s, round=self.round.later(beside_s))
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
     def cut_short(self, now_s: float) -> "SlotState":
@@ -144,10 +169,17 @@ def choose_turn(
         decode=decode is not None,
         settings=settings,
     )
-    if prefill and (decode is None or _prefill_first(facts, state, owed, prefill, now_s, settings)):
+    spare = _spare(batches, groups, round_.alpha) if settings.mixed_batches and prefill and decode else {}
+    mixes = prefill is not None and _is_mixed(facts, spare, round_, prefill, now_s, settings)
+    if prefill and (decode is None or (not mixes and _prefill_first(facts, state, owed, prefill, now_s, settings))):
         turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state
     elif decode:
-        turn, served = _decode_turn(last, prefill, decode, now_s), state.groups
+        turn, served = _decode_turn(last, prefill, decode, now_s, counts=not mixes), state.groups
+        if decode.model in spare:
+            own = prefill if prefill and prefill.group.model == decode.model else None
+            group = own.group if own else group_beside(groups, decode.model, now_s, settings.prefill)
+            turn = _mixed_turn(turn, group, facts, spare[decode.model], now_s, settings)
+            served = own.state if own else served
         if not _goes_on(last, "decode", decode.model):
             round_ = round_.later(facts.switch_s.get(decode.model, 0.0))
     else:
@@ -196,6 +228,48 @@ def settle_shares(
     return over_s, owed
 
 
+def _spare(batches: Sequence[BatchFacts], groups: Sequence[PrefillGroup], alpha: float) -> Mapping[str, float]:
+    """By model with prompts and a batch that can run, by how many seconds they may make each of its steps longer."""
+    waiting = {group.model for group in groups}
+    models = [batch.model for batch in batches if batch.can_run and batch.model in waiting]
+    spare = {model: spare_s(batches, model, alpha=alpha, sharing=len(models)) for model in models}
+    return {model: seconds for model, seconds in spare.items() if seconds > 0}
+
+
+def _is_mixed(
+    facts: SlotFacts,
+    spare: Mapping[str, float],
+    round_: RoundState,
+    choice: GroupChoice,
+    now_s: float,
+    settings: TurnSettings,
+) -> bool:
+    """Rule 4: whether the prompts that would be prefilled first are prefilled beside their model's batch instead."""
+    model = choice.group.model
+    if model not in spare:
+        return False
+    wait_s = idle_s(round_, model, now_s)
+    if wait_s > settings.near_s:
+        return False
+    if _is_near(facts, choice, now_s, settings, others=True):
+        return False
+    step_s = next(batch.step_s for batch in facts.batches if batch.model == model)
+    if wait_s == 0 and keeps_up(spare[model], step_s, settings.prefill_share):
+        return True
+    return not _is_near(facts, choice, now_s + wait_s, settings)
+
+
+def _is_near(
+    facts: SlotFacts, choice: GroupChoice, now_s: float, settings: TurnSettings, *, others: bool = False
+) -> bool:
+    """Whether a first token is nearly due, of any model or of the `others` only."""
+    model = choice.group.model
+    takes_s = facts.switch_s.get(model, 0.0) + facts.prefill_s.get(model, 0.0)
+    groups = [group for group in (choice.group, *choice.following) if not (others and group.model == model)]
+    due_s = min([request.deadline_s for group in groups for request in group.waiting], default=math.inf)
+    return due_s - takes_s - settings.near_s <= now_s
+
+
 def _prefill_first(
     facts: SlotFacts,
     state: SlotState,
@@ -212,10 +286,9 @@ def _prefill_first(
     begun = last is not None and last.kind == "prefill" and state.groups.serving == choice.group.group_id
     if begun or switch_s == 0:
         return True
-    takes_s = switch_s + facts.prefill_s.get(model, 0.0)
-    due_s = min(request.deadline_s for group in (choice.group, *choice.following) for request in group.waiting)
-    if due_s - takes_s - settings.near_s <= now_s:
+    if _is_near(facts, choice, now_s, settings):
         return True
+    takes_s = switch_s + facts.prefill_s.get(model, 0.0)
     back_s = {batch.model: 0.0 if batch.model == model else batch.switch_s for batch in facts.batches}
     return all(batch.slack_s >= takes_s + back_s[batch.model] for batch in facts.batches if batch.can_run)
 
@@ -243,7 +316,9 @@ def _prefill_turn(
     )
 
 
-def _decode_turn(last: Turn | None, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float) -> Turn:
+def _decode_turn(
+    last: Turn | None, prefill: GroupChoice | None, decode: DecodeTurn, now_s: float, *, counts: bool
+) -> Turn:
     waiting = prefill.group.model if prefill and prefill.group.model != decode.model else None
     return Turn(
         kind="decode",
@@ -252,7 +327,19 @@ def _decode_turn(last: Turn | None, prefill: GroupChoice | None, decode: DecodeT
         next_model=waiting or decode.next_model,
         alpha=decode.alpha,
         reason=decode.reason,
+        counts=counts,
     )
+
+
+def _mixed_turn(
+    turn: Turn, group: PrefillGroup | None, facts: SlotFacts, spare_s: float, now_s: float, settings: TurnSettings
+) -> Turn:
+    """A decode turn with a group that is prefilled beside the batch; the same turn without a group."""
+    if group is None:
+        return turn
+    step_s = next(batch.step_s for batch in facts.batches if batch.model == turn.model)
+    ids = tuple([request.request_id for request in group.in_order(now_s, settings.prefill)])
+    return replace(turn, group=ids, budget_s=step_s + spare_s)
 
 
 def _goes_on(last: Turn | None, kind: Kind, model: str) -> bool:

@@ -14,7 +14,7 @@ from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.answer_lengths import AnswerLengths
 from dataplane.protocol.errors import BadRequestError
 from dataplane.protocol.messages import Task
-from dataplane.scheduling.costs import CostEstimate
+from dataplane.scheduling.costs import CostEstimate, StepWork
 from dataplane.scheduling.decode import BatchFacts
 
 _KEY = attrgetter("key")
@@ -107,6 +107,17 @@ class ServedModel(ABC, Generic[KvT]):
     def observe_decode(self, took_s: float, context_tokens: int, batch: int) -> None:
         """Update the estimate by a decode step that waited for no weights."""
         self.estimate = self.estimate.observe_decode(took_s, context_tokens, batch)
+
+    def observe_step(self, took_s: float, work: StepWork) -> None:
+        """Update the estimate by a step that waited for no weights. One that prefilled and decoded changes neither the
+        estimate of the one nor of the other, but that of mixed steps.
+        """
+        if not work.batch:
+            self.observe_prefill(took_s, work.tokens, work.squared_tokens)
+        elif not work.tokens:
+            self.observe_decode(took_s, work.context_tokens, work.batch)
+        else:
+            self.estimate = self.estimate.observe_mixed(took_s, work)
 
     def batch_facts(
         self, *, now_s: float | None, switch_s: float, prefetched: bool, ready: bool, batch_max: int

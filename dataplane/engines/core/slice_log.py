@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 
-from dataplane.engines.interface import TimeSlice
+from dataplane.engines.interface import SliceKind, TimeSlice
 from dataplane.scheduling.pace import PrefillPace, SeenPrefills
 from dataplane.scheduling.schedule import Turn
 
@@ -12,7 +12,9 @@ SLICES_KEPT = 256
 
 class SliceLog:
     """The `slices` that ended, oldest first, and the totals since the start. A time slice is what the scheduler calls a
-    turn: consecutive steps of one kind of one model.
+    turn, consecutive steps of one kind of one model, except that mixed steps are a kind of their own: a decode turn is
+    cut where its steps begin and cease to prefill beside the batch. So the pace of prefills beside a batch is that of
+    whole steps, as prompts behind them wait for these.
     """
 
     def __init__(self) -> None:
@@ -26,6 +28,7 @@ class SliceLog:
         self._prefills = SeenPrefills()
         """Those of `slices`."""
         self._present: Turn | None = None
+        self._began_s = 0.0
         self._switched = False
         self._switch_s = 0.0
         self._model: str | None = None
@@ -44,10 +47,10 @@ class SliceLog:
         """
         present = self._present
         if present is not None:
-            if turn is not None and (turn.kind, turn.model) == (present.kind, present.model):
+            if turn is not None and (_kind(turn), turn.model) == (_kind(present), present.model):
                 return
             self._end(present, now_s)
-        self._present = turn
+        self._present, self._began_s = turn, now_s
         if turn is not None:
             self._switched = turn.model != self._model
             self._switch_s = missing_s if self._switched else 0.0
@@ -72,23 +75,29 @@ class SliceLog:
 
     def _end(self, turn: Turn, now_s: float) -> None:
         slices, prefills = self.slices, self._prefills
-        if len(slices) == SLICES_KEPT and slices[0].kind == "prefill" and slices[0].tokens:
+        if len(slices) == SLICES_KEPT and slices[0].prompts and slices[0].prompt_tokens:
             prefills.forget(*_prompts(slices[0]), switched=slices[0].switched)
+        kind = _kind(turn)
         record = TimeSlice(
-            kind=turn.kind,
+            kind=kind,
             model=turn.model,
-            started_s=turn.started_s,
+            started_s=self._began_s,
             ended_s=now_s,
-            tokens=self._prompts if turn.kind == "prefill" else self.tokens_total - self._tokens_before,
+            tokens=self._prompts if kind == "prefill" else self.tokens_total - self._tokens_before,
+            prompts=self._prompts,
             prompt_tokens=self._prompt_tokens,
             switched=self._switched,
             switch_s=self._switch_s,
         )
         slices.append(record)
-        if record.kind == "prefill" and record.tokens:
+        if record.prompts and record.prompt_tokens:
             prefills.take(*_prompts(record), switched=record.switched)
+
+
+def _kind(turn: Turn) -> SliceKind:
+    return "mixed" if turn.is_mixed else turn.kind
 
 
 def _prompts(prefill: TimeSlice) -> tuple[int, int, float]:
     """The prompts that it completed, their tokens, and its seconds."""
-    return prefill.tokens, prefill.prompt_tokens, prefill.ended_s - prefill.started_s
+    return prefill.prompts, prefill.prompt_tokens, prefill.ended_s - prefill.started_s

@@ -239,12 +239,13 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             batches=len(facts.batches),
         )
         took_s = self._clock() - now_s
-        self.state = self.state.spent(turn.kind, took_s, ran=made is not None)
+        beside_s = _beside_s(turn, facts, took_s)
+        self.state = self.state.spent(turn.kind, took_s, ran=made is not None, beside_s=beside_s)
         if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
             self.state = self.state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
-            self._share = self._share.observe(took_s, decoded=decoded)
+            self._share = self._share.observe(took_s - beside_s, decoded=decoded).observe(beside_s, decoded=False)
         return outputs + self.requests.take_ended()
 
     def _take(self, made: Made[KvT]) -> list[EngineOutput]:
@@ -366,3 +367,13 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prefill_s=model.estimate.reference_prefill_s,
             decode_s=model.estimate.reference_decode_s,
         )
+
+
+def _beside_s(turn: Turn, facts: SlotFacts, took_s: float) -> float:
+    """By how much prompts beside the batch made a step longer than the batch alone is estimated to take; 0 where the
+    step may have waited for weights.
+    """
+    if not turn.is_mixed or facts.switch_s.get(turn.model):
+        return 0.0
+    step_s = next(batch.step_s for batch in facts.batches if batch.model == turn.model)
+    return max(0.0, took_s - step_s)

@@ -7,10 +7,13 @@ from dataplane.engines.core.kv import DEVICE, HOST, SWAPPING_IN, KvMemory, KvT
 from dataplane.engines.core.kv_allocator import KvAllocator
 from dataplane.engines.core.sequences import Chunk, TokenSequence
 from dataplane.engines.core.served_models import ServedModel
+from dataplane.scheduling.costs import StepWork
+from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens
+from dataplane.scheduling.schedule import Turn
 
 
 class StepBatches(Generic[KvT]):
-    """Forms step batches of at most `batch_max` decoding sequences, or `prefill_tokens_max` tokens to prefill."""
+    """Forms step batches of at most `batch_max` decoding sequences, `prefill_tokens_max` tokens to prefill, or both."""
 
     def __init__(
         self, allocator: KvAllocator[KvT], kv: KvMemory[KvT], *, batch_max: int, prefill_tokens_max: int
@@ -20,22 +23,52 @@ class StepBatches(Generic[KvT]):
         self._batch_max = batch_max
         self._prefill_tokens_max = prefill_tokens_max
 
+    def form(self, turn: Turn, model: ServedModel[KvT], group: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
+        """What the turn's next step runs; empty if there is no memory for anything of it. `group`: the turn's."""
+        if turn.kind == "prefill":
+            return self.prefill(group, model)
+        chunks = self.decode(model)
+        if not group:
+            return chunks
+        return chunks + self._beside(turn, model, group, chunks) if chunks else self.prefill(group, model)
+
+    def _beside(
+        self,
+        turn: Turn,
+        model: ServedModel[KvT],
+        group: Sequence[TokenSequence[KvT]],
+        batch: list[Chunk[KvT]],
+    ) -> list[Chunk[KvT]]:
+        """What a mixed step prefills beside its batch, which is not preempted for it."""
+        facts = MixedStepFacts(
+            prompts=tuple([Prompt(sequence.cached, sequence.pending) for sequence in group]),
+            budget_s=turn.budget_s,
+            estimate=model.estimate,
+            context_tokens=sum([chunk.sequence.cached for chunk in batch]),
+            batch=len(batch),
+            tokens_max=self._prefill_tokens_max,
+        )
+        tokens, decoding = choose_prefill_tokens(facts), [chunk.sequence for chunk in batch]
+        return self._prefill(group, tokens, decoding) or self._prefill(model.half_prefilled, tokens, decoding)
+
     def prefill(self, group: Sequence[TokenSequence[KvT]], model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """The next tokens of a group of a model's sequences, in order. If there is no memory for the group, the model's
         partly prefilled sequences, which have theirs, continue: the first of the group may be waiting for them.
         """
-        return self._prefill(group) or self._prefill(model.half_prefilled)
+        tokens = self._prefill_tokens_max
+        return self._prefill(group, tokens, []) or self._prefill(model.half_prefilled, tokens, [])
 
-    def _prefill(self, sequences: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
-        """As many sequences, in order, as one step runs; the last one perhaps in part. Passed over are those whose
-        cached prefix is being transferred, or computed by another.
+    def _prefill(
+        self, sequences: Sequence[TokenSequence[KvT]], tokens: int, decoding: list[TokenSequence[KvT]]
+    ) -> list[Chunk[KvT]]:
+        """As many sequences, in order, as `tokens` allow; the last one perhaps in part. Passed over are those whose
+        cached prefix is being transferred, or computed by another. `decoding`: those that the step decodes.
         """
         chunks: list[Chunk[KvT]] = []
-        tokens = self._prefill_tokens_max
         for sequence in sequences:
             if _is_arriving(sequence) or (not sequence.begun and self._kv.awaits_prefix(sequence.kv)):
                 continue
-            keep = [chunk.sequence for chunk in chunks]
+            keep = [*decoding, *(chunk.sequence for chunk in chunks)]
             if tokens <= 0 or not self._allocator.grow(sequence, sequence.kv_tokens, keep):
                 break
             if _is_arriving(sequence):
@@ -58,6 +91,18 @@ class StepBatches(Generic[KvT]):
                 ready.append(sequence)
             before += sequence.kv.location in (DEVICE, SWAPPING_IN)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
+
+
+def work_of(chunks: Sequence[Chunk[KvT]]) -> StepWork:
+    """What a step computes that has not run yet."""
+    prompts = [chunk for chunk in chunks if not chunk.sequence.prefilled]
+    batch = [chunk for chunk in chunks if chunk.sequence.prefilled]
+    return StepWork(
+        tokens=sum([chunk.count for chunk in prompts]),
+        squared_tokens=sum([chunk.squared_tokens for chunk in prompts]),
+        context_tokens=sum([chunk.sequence.cached for chunk in batch]),
+        batch=len(batch),
+    )
 
 
 def _is_arriving(sequence: TokenSequence[KvT]) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from dataplane.engines.core.sequences import Chunk
-from dataplane.engines.core.step_batches import StepBatches
+from dataplane.engines.core.step_batches import StepBatches, work_of
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.engines.replay.settings import ReplaySettings
@@ -45,20 +45,19 @@ class ReplaySteps:
         self, turn: Turn, model: ReplayModel, group: Sequence[ReplaySequence], now_s: float
     ) -> list[ReplaySequence] | None:
         """Run a step of the turn and return the sequences that get a token from it; none while weights are loaded.
-        None: it could not run because KV or memory was missing. `group`: the prompts of a prefill turn, in order.
+        None: it could not run because KV or memory was missing. `group`: the prompts of the turn, in order.
         """
         loaded_s = self.load_weights(turn, model, now_s)
         if loaded_s is None:
             return None
-        batches = self._step_batches
-        chunks = batches.prefill(group, model) if turn.kind == "prefill" else batches.decode(model)
+        chunks = self._step_batches.form(turn, model, group)
         if loaded_s > now_s:
             self.sleep_until(loaded_s)
             return []
         if not chunks or self._weights.resident(model.name) is None:  # a model with offloaded layers may be evicted
             self.wait(now_s)
             return None
-        self._compute(turn, model, chunks, now_s)
+        self._compute(model, chunks, now_s)
         makers = [chunk.sequence for chunk in chunks if chunk.makes_token]
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
@@ -82,23 +81,14 @@ class ReplaySteps:
         next_move_s = self._kv.next_move_s
         self.sleep_until(now_s + IDLE_S if next_move_s is None else next_move_s)
 
-    def _compute(self, turn: Turn, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
+    def _compute(self, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
         """Let the time of a step pass, and update the estimate by it if the step waited for no layers."""
         resident = self._weights.resident(model.name)
         whole = resident is not None and resident.is_whole(now_s)
-        if turn.kind == "prefill":
-            tokens = sum([chunk.count for chunk in chunks])
-            squared = sum([chunk.squared_tokens for chunk in chunks])
-            compute_s = model.latency.prefill_s(tokens, squared)
-            self.sleep_until(self._weights.ends_s(model.weights, compute_s, now_s))
-            if whole:
-                model.observe_prefill(self._clock() - now_s, tokens, squared)
-        else:
-            context = sum([chunk.sequence.cached for chunk in chunks])
-            compute_s = model.latency.decode_s(context, len(chunks))
-            self.sleep_until(self._weights.ends_s(model.weights, compute_s, now_s))
-            if whole:
-                model.observe_decode(self._clock() - now_s, context, len(chunks))
+        work = work_of(chunks)
+        self.sleep_until(self._weights.ends_s(model.weights, model.latency.step_s(work), now_s))
+        if whole:
+            model.observe_step(self._clock() - now_s, work)
 
     def _prefetch(self, turn: Turn, now_s: float) -> None:
         """Load the next model's weights while this one runs, once a turn."""

@@ -7,7 +7,7 @@ import torch
 from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sampler import SequenceDraws, choose_tokens
 from dataplane.engines.core.scores import token_scores
-from dataplane.engines.core.step_batches import StepBatches
+from dataplane.engines.core.step_batches import StepBatches, work_of
 from dataplane.engines.interface import TokenScore
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
@@ -62,7 +62,7 @@ class Steps:
         self._draws: SequenceDraws[SequenceKv] = SequenceDraws()
 
     def run(self, turn: Turn, model: TorchModel, group: Sequence[TokenSequence]) -> Sampled | None:
-        """Run a step of the turn; None if it could not run. `group`: the prompts of a prefill turn, in order.
+        """Run a step of the turn; None if it could not run. `group`: the prompts of the turn, in order.
 
         Raises:
             TransferError: a transfer of weights failed.
@@ -74,15 +74,12 @@ class Steps:
             return None
         if not self._settings.layerwise:
             self._weights.await_all(model.weights)
-        batches = self._step_batches
-        chunks = batches.prefill(group, model) if turn.kind == "prefill" else batches.decode(model)
+        chunks = self._step_batches.form(turn, model, group)
         if not chunks or not self._weights.holds(model.weights):  # its KV may have evicted its own weights
             self._kv.await_one()
             return None
         whole = model.name in self._weights.resident_models  # its layers may have been offloaded for this step
-        tokens = sum(chunk.count for chunk in chunks)
-        squared = sum(chunk.squared_tokens for chunk in chunks)
-        context = sum(chunk.sequence.cached for chunk in chunks)
+        work = work_of(chunks)
         began_s = self._clock()
         try:
             made = self._forward(model, chunks)
@@ -92,10 +89,8 @@ class Steps:
             raise ModelFailedError(f"{type(error).__name__}: {error}") from error
         took_s = self._clock() - began_s
         self._weights.ran(model.weights)
-        if whole and turn.kind == "prefill":
-            model.observe_prefill(took_s, tokens, squared)
-        elif whole:
-            model.observe_decode(took_s, context, len(chunks))
+        if whole:
+            model.observe_step(took_s, work)
         return made
 
     def _forward(self, model: TorchModel, chunks: list[Chunk]) -> Sampled:

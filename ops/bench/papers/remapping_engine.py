@@ -49,7 +49,8 @@ _PRESSURE: dict[Way, KvPressure] = {
 @dataclass(frozen=True, kw_only=True)
 class SharedSettings:
     """`shared_kv`: one KV memory for all models, else one each; with remapping it is always shared.
-    `prefill_tokens_max`: tokens that a step prefills at most.
+    `prefill_tokens_max`: tokens that a step prefills at most. `mixed`: beside the batch that decodes, as far as the
+    objectives allow; else a step prefills or decodes.
     """
 
     way: Way
@@ -58,6 +59,7 @@ class SharedSettings:
     shared_kv: bool = False
     batch_max: int = 256
     prefill_tokens_max: int = 2048
+    mixed: bool = False
     remap: RemapSettings = field(default_factory=RemapSettings)
 
     @property
@@ -86,9 +88,10 @@ class SharedFigures:
     Attributes:
         tokens_per_s: output tokens, from time 0 to the last one.
         tbt_p50_s, tbt_p99_s: inter-token latency of all tokens.
-        step_p99_s: duration of decode steps, weighted by their tokens; the rest of `tbt_p99_s` is prefills, time slices
-            of other models and time without KV.
+        step_p99_s: duration of decode steps, mixed ones included, weighted by their tokens; the rest of `tbt_p99_s` is
+            prefills, time slices of other models and time without KV.
         tpot_p50_s, tpot_p99_s: each request's mean inter-token latency.
+        normalized_p50_s, normalized_p99_s: each request's time from arrival to its last token, over its tokens.
         batch_mean: mean batch over the time of decode steps.
     """
 
@@ -98,6 +101,8 @@ class SharedFigures:
     step_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
+    normalized_p50_s: float
+    normalized_p99_s: float
     ttft_p50_s: float
     ttft_p99_s: float
     batch_mean: float
@@ -211,6 +216,7 @@ def measure(
     slot.serve(asks)
     counted = asks[skip:]
     tpots_s = [(ask.last_s - ask.first_s) / (ask.output_tokens - 1) for ask in counted if ask.output_tokens > 1]
+    normalized_s = [(ask.last_s - ask.arrived_s) / ask.output_tokens for ask in counted]
     ttfts_s = [ask.first_s - ask.arrived_s for ask in counted]
     decode_s = sum(took_s for took_s, _ in slot.steps_s)
     steps_s = [took_s for took_s, batch in slot.steps_s for _ in range(batch)]
@@ -221,6 +227,8 @@ def measure(
         step_p99_s=_percentile(steps_s, 0.99),
         tpot_p50_s=_percentile(tpots_s, 0.5),
         tpot_p99_s=_percentile(tpots_s, 0.99),
+        normalized_p50_s=_percentile(normalized_s, 0.5),
+        normalized_p99_s=_percentile(normalized_s, 0.99),
         ttft_p50_s=_percentile(ttfts_s, 0.5),
         ttft_p99_s=_percentile(ttfts_s, 0.99),
         batch_mean=sum(took_s * batch for took_s, batch in slot.steps_s) / decode_s if decode_s else 0.0,
@@ -272,6 +280,7 @@ def _replay_settings(models: Sequence[SharedModel], settings: SharedSettings) ->
         turns=TurnSettings(
             prefill=PrefillSettings(order="fcfs"),
             decode=DecodeSettings() if settings.sharing == "temporal" else STEP_BY_STEP,
+            mixed_batches=settings.mixed,
         ),
     )
 

@@ -279,6 +279,10 @@ def main(
     chunk_tokens: Annotated[
         int, typer.Option(min=256, help="Tokens that a step prefills at most: longer prompts go in chunks.")
     ] = 2048,
+    mixed: Annotated[
+        bool,
+        typer.Option("--mixed", help="Prefill beside the batch that decodes, as far as objectives allow: all rivals."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare actions when KV memory runs out.
@@ -295,7 +299,7 @@ def main(
     rows = []
     for name in names:
         notes().print(name)
-        rows += [_row(case, run_case(case, recordings, chunk_tokens)) for case in GROUPS[name](asked)]
+        rows += [_row(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in GROUPS[name](asked)]
     published = [row for name in names for row in against_published(name, rows)]
     if as_json:
         print_json({"runs": rows, "published": published})
@@ -305,7 +309,7 @@ def main(
     print_table("Against the paper, mean over the loads that ran out of memory", PUBLISHED_COLUMNS, published)
 
 
-def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048) -> SharedFigures:
+def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048, *, mixed: bool = False) -> SharedFigures:
     """One run."""
     models = COMBINATIONS[case.combination]
     asks = draw_asks(models, case.load, recordings)
@@ -313,7 +317,8 @@ def run_case(case: Case, recordings: Recordings, chunk_tokens: int = 2048) -> Sh
     if case.off_peak_rate is not None:
         skip = len(asks)
         asks += draw_asks(models, case.load.follow_up(case.off_peak_rate), recordings, after=asks[-1])
-    return measure(models, asks, replace(case.settings, prefill_tokens_max=chunk_tokens), skip=skip)
+    settings = replace(case.settings, prefill_tokens_max=chunk_tokens, mixed=mixed)
+    return measure(models, asks, settings, skip=skip)
 
 
 def against_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

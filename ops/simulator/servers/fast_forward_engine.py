@@ -142,6 +142,9 @@ class FastForwardEngine(ReplayEngine):
         self.fast_forwarded, self.batched_tokens_made = None, 0
         if turn.kind == "prefill":
             return super()._run(turn, model, now_s)
+        if turn.is_mixed:
+            self._dissolve_batches()
+            return super()._run(turn, model, now_s)
         if self._steps_singly(model):
             self._dissolve_batches()
             return super()._run(turn, model, now_s)
