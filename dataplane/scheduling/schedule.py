@@ -10,7 +10,7 @@ as a rule. If both do:
 4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, in the time that the
    objectives of the batches leave (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
    those of a model whose decode turn comes within `near_s`; unless they are nearly due and would get less than
-   prefill's share, or another model's prompts are nearly due. Meanwhile the time counts for no kind's share.
+   prefill's share or no memory, or another model's prompts are nearly due. Meanwhile no time counts for the shares.
 """
 
 import math
@@ -46,7 +46,8 @@ Kind = Literal["prefill", "decode"]
 
 class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
-    switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet.
+    switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet;
+    `blocked`: models whose prompts found no memory beside their batch.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -55,6 +56,7 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
     batches: tuple[BatchFacts, ...] = ()
     running_model: str | None = None
     unready: frozenset[str] = frozenset()
+    blocked: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +256,7 @@ def _is_mixed(
     if _is_near(facts, choice, now_s, settings, others=True):
         return False
     step_s = next(batch.step_s for batch in facts.batches if batch.model == model)
-    if wait_s == 0 and keeps_up(spare[model], step_s, settings.prefill_share):
+    if wait_s == 0 and model not in facts.blocked and keeps_up(spare[model], step_s, settings.prefill_share):
         return True
     return not _is_near(facts, choice, now_s + wait_s, settings)
 

@@ -77,6 +77,11 @@ class KvAllocator(Generic[KvT]):
         self.preemptions_total = 0
         self.recomputed_total = 0
 
+    @property
+    def decoding(self) -> list[TokenSequence[KvT]]:
+        """Sequences of all models past their prefill whose KV is on the device."""
+        return [s for model in self._models.values() for s in model.decoding_here]
+
     def grow(self, sequence: TokenSequence[KvT], tokens: int, keep: Sequence[TokenSequence[KvT]] = ()) -> bool:
         """Allocate memory for the KV of `tokens` tokens of a sequence, without preempting those in `keep`. False: not
         yet, because others are being swapped out, or because it was preempted itself.
@@ -120,7 +125,7 @@ class KvAllocator(Generic[KvT]):
         while not attempt():
             if self._kv.evicting:
                 return False, None
-            decoding = [s for model in self._models.values() for s in model.decoding_here]
+            decoding = self.decoding
             victim = choose_victim([s for s in decoding if not s.just_resumed], sequence, keep)
             action = None
             if not self._kv.freeing:

@@ -289,6 +289,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             batches=() if self._slot.prefill_only else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
             unready=frozenset(unready) if unready else frozenset(),
+            blocked=frozenset(self._step_batches.blocked),
         )
 
     def _batch_facts(

@@ -22,6 +22,8 @@ class StepBatches(Generic[KvT]):
         self._kv = kv
         self._batch_max = batch_max
         self._prefill_tokens_max = prefill_tokens_max
+        self.blocked: set[str] = set()
+        """Models whose prompts found no memory beside their batch in the last mixed step."""
 
     def form(self, turn: Turn, model: ServedModel[KvT], group: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
         """What the turn's next step runs; empty if there is no memory for anything of it. `group`: the turn's."""
@@ -39,7 +41,9 @@ class StepBatches(Generic[KvT]):
         group: Sequence[TokenSequence[KvT]],
         batch: list[Chunk[KvT]],
     ) -> list[Chunk[KvT]]:
-        """What a mixed step prefills beside its batch, which is not preempted for it."""
+        """What a mixed step prefills beside its batch. For it nothing is preempted that decodes, of any model, but what
+        is of a lower tier: prompts wait for memory until they are nearly due.
+        """
         facts = MixedStepFacts(
             prompts=tuple([Prompt(sequence.cached, sequence.pending) for sequence in group]),
             budget_s=turn.budget_s,
@@ -48,27 +52,35 @@ class StepBatches(Generic[KvT]):
             batch=len(batch),
             tokens_max=self._prefill_tokens_max,
         )
-        tokens, decoding = choose_prefill_tokens(facts), [chunk.sequence for chunk in batch]
-        return self._prefill(group, tokens, decoding) or self._prefill(model.half_prefilled, tokens, decoding)
+        rank = min([sequence.key[0] for sequence in group])
+        keep = [sequence for sequence in self._allocator.decoding if sequence.key[0] <= rank]
+        tokens = choose_prefill_tokens(facts)
+        chunks = self._prefill(group, tokens, keep)
+        if chunks:
+            self.blocked.discard(model.name)
+        else:
+            self.blocked.add(model.name)
+        return chunks or self._prefill(model.half_prefilled, tokens, keep)
 
     def prefill(self, group: Sequence[TokenSequence[KvT]], model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """The next tokens of a group of a model's sequences, in order. If there is no memory for the group, the model's
         partly prefilled sequences, which have theirs, continue: the first of the group may be waiting for them.
         """
+        self.blocked.discard(model.name)
         tokens = self._prefill_tokens_max
         return self._prefill(group, tokens, []) or self._prefill(model.half_prefilled, tokens, [])
 
     def _prefill(
-        self, sequences: Sequence[TokenSequence[KvT]], tokens: int, decoding: list[TokenSequence[KvT]]
+        self, sequences: Sequence[TokenSequence[KvT]], tokens: int, others: list[TokenSequence[KvT]]
     ) -> list[Chunk[KvT]]:
         """As many sequences, in order, as `tokens` allow; the last one perhaps in part. Passed over are those whose
-        cached prefix is being transferred, or computed by another. `decoding`: those that the step decodes.
+        cached prefix is being transferred, or computed by another. Neither they nor `others` are preempted for it.
         """
         chunks: list[Chunk[KvT]] = []
         for sequence in sequences:
             if _is_arriving(sequence) or (not sequence.begun and self._kv.awaits_prefix(sequence.kv)):
                 continue
-            keep = [*decoding, *(chunk.sequence for chunk in chunks)]
+            keep = [*others, *(chunk.sequence for chunk in chunks)]
             if tokens <= 0 or not self._allocator.grow(sequence, sequence.kv_tokens, keep):
                 break
             if _is_arriving(sequence):
