@@ -121,6 +121,11 @@ class AgentSettings(BaseSettings):
     """longest decode time slice while other models wait"""
     prefill_share: float = Field(0.5, gt=0, lt=1)
     """share of a worker's time for prefill while decodes wait"""
+    mixed_batches: bool = Field(
+        False,
+        description="chunked prefill in mixed batches: a step of the torch or replay engine decodes a model's batch and"
+        " prefills beside it as many tokens as the objectives between tokens allow; vLLM always mixes",
+    )
     prefetch: bool = True
     """load the weights of the next scheduled model in advance"""
 
@@ -266,6 +271,7 @@ class AgentSettings(BaseSettings):
                 quota_max_s=self.quota_max_s, quota_min_s=min(self.quota_max_s, DecodeSettings.quota_min_s)
             ),
             prefill_share=self.prefill_share,
+            mixed_batches=self.mixed_batches,
         )
 
     @property

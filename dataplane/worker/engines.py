@@ -1,6 +1,7 @@
 """The engine of a worker process, as its agent configures it. Each engine is imported only where it runs."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from dataplane.engines.interface import Engine
@@ -80,6 +81,6 @@ def make_vllm_engine(configure: Configure) -> Engine:
         cache_bytes=configure.cache_bytes,
         batch_max=configure.batch_max,
         prefix_cache=configure.prefix_cache,
-        turns=configure.turns,
+        turns=replace(configure.turns, mixed_batches=False),  # a step of its own does both, whatever the turn says
     )
     return VllmEngine(settings, time.monotonic)

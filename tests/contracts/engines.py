@@ -13,6 +13,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.profile import load_gpu_profile
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import request
 from tests.dataplane.engines.torch.tiny import save_tiny
 
@@ -51,8 +52,10 @@ class Subject:
 _kv_files = count()
 
 
-def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
-    """Two tiny models of different architectures, of which the arena holds one, and one that is wider."""
+def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False) -> Subject:
+    """Two tiny models of different architectures, of which the arena holds one, and one that is wider. `mixed`: whether
+    steps prefill beside the batch.
+    """
     kv_bytes_per_token = 2 * 3 * 2 * 12 * 4
     block_tokens = 8
     slab_bytes = block_tokens * kv_bytes_per_token
@@ -83,6 +86,7 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
         block_tokens=block_tokens,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
+        turns=TurnSettings(mixed_batches=mixed),
     )
     handing_over = replace(settings, prefill_only=True, host_kv_file=folder / f"kv-{next(_kv_files)}")
     engine, prefiller = TorchEngine(settings, time.monotonic), TorchEngine(handing_over, time.monotonic)
@@ -94,8 +98,8 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     return Subject(engine=engine, prefiller=prefiller, models=(specs[0], specs[1]), oversized=specs[2], close=close)
 
 
-def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
-    """A 7B and a 13B model, of which the slot's weights hold one."""
+def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False) -> Subject:
+    """A 7B and a 13B model, of which the slot's weights hold one. `mixed`: whether steps prefill beside the batch."""
 
     def spec(name: str, weights_bytes: int) -> ModelSpec:
         return ModelSpec(
@@ -110,6 +114,7 @@ def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
         host_kv_bytes=host_kv_tokens * 2**19,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
+        turns=TurnSettings(mixed_batches=mixed),
     )
     return Subject(
         engine=ReplayEngine(settings, clock, clock.sleep),
@@ -119,7 +124,17 @@ def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
     )
 
 
-ENGINES: list[Callable[..., Subject]] = [torch_subject, replay_subject]
+def torch_mixed_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
+    """The same with steps that prefill beside the batch."""
+    return torch_subject(folder, host_kv_tokens=host_kv_tokens, mixed=True)
+
+
+def replay_mixed_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
+    """The same with steps that prefill beside the batch."""
+    return replay_subject(folder, host_kv_tokens=host_kv_tokens, mixed=True)
+
+
+ENGINES: list[Callable[..., Subject]] = [torch_subject, torch_mixed_subject, replay_subject, replay_mixed_subject]
 """Each takes a folder for checkpoints, and `host_kv_tokens`: of how many tokens KV fits in host memory."""
 
 

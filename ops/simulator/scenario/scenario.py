@@ -115,8 +115,9 @@ class PolicyPart(Part):
     instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
     `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
     their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be; live, and by
-    default, they expect what answers of the model were. `kv_pressure`: what slots of pools do when KV has no room; a
-    model's weights are in 32 layers.
+    default, they expect what answers of the model were. `mixed_batches`: whether a step of a pool's slot, or of a
+    dedicated instance with `batching = "turns"`, prefills beside the batch that decodes. `kv_pressure`: what slots of
+    pools do when KV has no room; a model's weights are in 32 layers.
     """
 
     order: Order = "edf"
@@ -124,6 +125,7 @@ class PolicyPart(Part):
     batching: Batching = "turns"
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048
+    mixed_batches: bool = False
     quota_max_s: Positive = 4.0
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7

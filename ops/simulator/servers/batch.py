@@ -57,6 +57,11 @@ class Batch:
         """KV of all contexts, and of one more token of each sequence."""
         return self.context_tokens + self.size
 
+    @property
+    def tbt_s(self) -> float:
+        """The tightest time between tokens in it."""
+        return min([sequence.served.target.tbt_s for sequence in self])
+
     def join(self, sequence: Sequence) -> None:
         """Decode a sequence from the next step on."""
         served, timeline = sequence.served, self._timeline

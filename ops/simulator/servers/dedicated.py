@@ -2,7 +2,8 @@
 
 What it does next is asked of the live slot's policies wherever there is a choice: `choose_group` says in which order
 prompts are prefilled, and `settle_shares` whether one goes before the batch: where there is one model and nothing to
-switch, that is all there is to a turn. Where only one thing can be done it is done unasked.
+switch, that is all there is to a turn. Where only one thing can be done it is done unasked. With `mixed_batches`, a step
+may do both, by the live slot's rule 4.
 
     waiting --prefill (several prompts, or a piece of one)--> batch --fast-forwards--> ended
                                                               |    ^
@@ -20,6 +21,8 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from dataplane.engines.replay.prefixes import CachedBlocks
+from dataplane.scheduling.costs import CostEstimate
+from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens, keeps_up
 from dataplane.scheduling.schedule import Kind as TurnKind
 from dataplane.scheduling.schedule import settle_shares
 from ops.simulator.kernel.answers import Answers
@@ -70,7 +73,7 @@ class Instance:
         self._fast_forward: FastForward | None = None
         self._chunks: list[tuple[Sequence, int]] = []
         """What runs, if anything does: a fast-forward of decode steps, or a prefill step of sequences and how many
-        tokens of each.
+        tokens of each; a mixed step is both.
         """
         self._takes_s = 0.0
         self._over_at_s = inf
@@ -147,9 +150,13 @@ class Instance:
                 continue
             self.busy_s += self._takes_s
             fast_forward = self._fast_forward
+            if fast_forward is None:
+                self._prefill_spent_s += self._takes_s
+            elif not self._chunks:
+                self._spend(fast_forward)
             if fast_forward is not None:
                 self._decoded(fast_forward, at_s)
-            else:
+            if self._chunks:
                 self._prefilled(at_s)
             self._go_on(at_s)
 
@@ -175,12 +182,24 @@ class Instance:
         if prompts.waiting and not self._away and batch.size < self._settings.batch_max:
             if self._weighs:
                 self._settle(prefill=True, decode=batch.size > 0)
-            if self._owed == "decode":
+            if self._weighs and self._is_mixed(now_s):
+                if self._mix(now_s):
+                    return
+            elif self._owed == "decode":
                 steps_max = 1
             elif self._prefill(prompts.first_group(now_s), now_s) or self._prefill(prompts.begun, now_s):
                 return
         elif self._weighs and batch.size and self._over_s + self._prefill_spent_s >= self._settings.turns.burst_s:
             self._settle(prefill=False, decode=True)  # the batch may have to catch up
+        fast_forward = self._next_steps(now_s, steps_max)
+        if fast_forward is not None:
+            self._decode(fast_forward, now_s)
+        elif not self._prefill(prompts.begun, now_s):
+            self._run_until(inf)
+
+    def _next_steps(self, now_s: float, steps_max: int) -> FastForward | None:
+        """The next steps of the batch. As long as KV has no room for its next tokens, a sequence is driven out."""
+        batch = self._batch
         fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
         while fast_forward is None and batch.size:
             self.driven_out_total += 1
@@ -188,10 +207,7 @@ class Instance:
             self._let_go(driven_out)
             insort(self._away, driven_out, key=lambda sequence: sequence.key)
             fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
-        if fast_forward is not None:
-            self._decode(fast_forward, now_s)
-        elif not self._prefill(prompts.begun, now_s):
-            self._run_until(inf)
+        return fast_forward
 
     def _decode(self, fast_forward: FastForward, now_s: float) -> None:
         """Begin a fast-forward, or the rest of one."""
@@ -205,12 +221,11 @@ class Instance:
         self._over_at_s = over_at_s
         self.next_s = over_at_s if over_at_s < self._arrives_s else self._arrives_s
 
-    def _decoded(self, fast_forward: FastForward, now_s: float) -> None:
-        """A fast-forward is over. The turn policy is asked before every step; where steps were taken unasked and a
+    def _spend(self, fast_forward: FastForward) -> None:
+        """Account for a fast-forward. The turn policy is asked before every step; where steps were taken unasked and a
         prompt came in the last one, it is asked once for all of those before.
         """
         takes_s = self._takes_s
-        batch = self._batch
         if self._prompts.new and self._weighs and fast_forward.steps > 1:
             before_s = fast_forward.seconds(fast_forward.steps - 1)
             self._decode_spent_s += before_s
@@ -218,7 +233,10 @@ class Instance:
             self._decode_spent_s += takes_s - before_s
         else:
             self._decode_spent_s += takes_s
-        for sequence in batch.advance(fast_forward, now_s):
+
+    def _decoded(self, fast_forward: FastForward, now_s: float) -> None:
+        """End a fast-forward."""
+        for sequence in self._batch.advance(fast_forward, now_s):
             if sequence.held:
                 self._let_go(sequence)
             self._ended(sequence.served)
@@ -237,8 +255,7 @@ class Instance:
         self._prefill_spent_s = self._decode_spent_s = 0.0
 
     def _prefilled(self, now_s: float) -> None:
-        """End a prefill step."""
-        self._prefill_spent_s += self._takes_s
+        """End a prefill step, or that part of a mixed one."""
         chunks, self._chunks = self._chunks, []
         for sequence, count in chunks:
             served = sequence.served
@@ -281,18 +298,66 @@ class Instance:
             self._batch.join(sequence)
         self._arrived.clear()
 
+    def _is_mixed(self, now_s: float) -> bool:
+        """Whether prompts are prefilled beside the batch: rule 4 of the turn policy for a model without others."""
+        batch, turns = self._batch, self._settings.turns
+        if not turns.mixed_batches or not batch.size:
+            return False
+        step_s = self.model.latency.decode_s(batch.context_tokens, batch.size)
+        spare_s = batch.tbt_s - step_s
+        if spare_s <= 0:
+            return False
+        due_s, takes_s = self._prompts.soonest
+        return keeps_up(spare_s, step_s, turns.prefill_share) or due_s - takes_s - turns.near_s > now_s
+
+    def _mix(self, now_s: float) -> bool:
+        """Begin a mixed step. False: KV has no room for the batch's next tokens, or for a prompt."""
+        batch, latency = self._batch, self.model.latency
+        if batch.steps_max(self._reserved_tokens) < 1:
+            return False
+        group = list(self._prompts.first_group(now_s))
+        facts = MixedStepFacts(
+            prompts=tuple([Prompt(one.cached, one.served.request.prompt_tokens - one.cached) for one in group]),
+            budget_s=batch.tbt_s,
+            estimate=CostEstimate(latency=latency),
+            context_tokens=batch.context_tokens,
+            batch=batch.size,
+            tokens_max=self._settings.prefill_tokens_per_step_max,
+        )
+        most = choose_prefill_tokens(facts)
+        tokens, squared, fetched = self._take_chunks(group, most)
+        if not self._chunks:
+            tokens, squared, fetched = self._take_chunks(self._prompts.begun, most)
+        if not self._chunks:
+            return False
+        takes_s = latency.mixed_s(tokens, squared, batch.context_tokens, batch.size) + fetched * self._block_s
+        self._decode(FastForward(now_s, takes_s, 0.0, 1), now_s)
+        return True
+
     def _prefill(self, group: Iterable[Sequence], now_s: float) -> bool:
         """Begin to prefill as many of the group's tokens, in order, as one step takes and KV has room for; the last
         prompt in part. False: there is nothing of it to do.
         """
+        tokens, squared, fetched = self._take_chunks(group, self._settings.prefill_tokens_per_step_max)
+        if not self._chunks:
+            return False
+        takes_s = self.model.latency.prefill_s(tokens, squared)
+        self._takes_s = takes_s = takes_s + fetched * self._block_s if fetched else takes_s
+        self._run_until(now_s + takes_s)
+        return True
+
+    def _take_chunks(self, group: Iterable[Sequence], most: int) -> tuple[int, int, int]:
+        """Set the chunks of a step that prefills at most so many tokens. Returns its tokens, the growth of their
+        squared lengths, and how many blocks it takes from host memory.
+        """
         chunks: list[tuple[Sequence, int]] = []
-        batch, left = self._batch, self._settings.prefill_tokens_per_step_max
+        batch = self._batch
         places = self._settings.batch_max - batch.size
         free_tokens = self.kv_tokens_max - batch.context_tokens - batch.size - self._reserved_tokens
         tokens = squared = fetched = 0
         for sequence in group:
             whole, cached = sequence.served.request.prompt_tokens, sequence.cached
-            if tokens >= left or len(chunks) == places:
+            if tokens >= most or len(chunks) == places:
                 break
             if not cached:
                 if whole >= free_tokens:  # with the token to come
@@ -302,17 +367,12 @@ class Instance:
                 if sequence.served.request.blocks:
                     fetched += self._take_over(sequence)
                     cached = sequence.cached
-            count = min(left - tokens, whole - cached)
+            count = min(most - tokens, whole - cached)
             chunks.append((sequence, count))
             tokens += count
             squared += count * (count + 2 * cached)
-        if not chunks:
-            return False
         self._chunks = chunks
-        takes_s = self.model.latency.prefill_s(tokens, squared)
-        self._takes_s = takes_s = takes_s + fetched * self._block_s if fetched else takes_s
-        self._run_until(now_s + takes_s)
-        return True
+        return tokens, squared, fetched
 
     def _take_over(self, sequence: Sequence) -> int:
         """Begin a prompt with the blocks that are cached; returns how many of them come from host memory."""

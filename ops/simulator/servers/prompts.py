@@ -37,6 +37,16 @@ class Prompts:
         return self._queue.load_s(lambda waiting: sum(map(self._prefill_s, waiting)), lambda _: 0.0, self._model.name)
 
     @property
+    def soonest(self) -> tuple[float, float]:
+        """When the first of their first tokens is due, and the prefill time of the prompt that came first."""
+        if self._alone:
+            request = self._request(*self._alone)
+            return request.deadline_s, self._prefill_s(request)
+        groups = self._queue.groups
+        due_s = min([request.deadline_s for group in groups for request in group.waiting])
+        return due_s, self._prefill_s(groups[0].waiting[0])
+
+    @property
     def begun(self) -> list[Sequence]:
         """Prompts with KV: they go on while KV lacks for the first in order."""
         return [sequence for sequence in self.waiting.values() if sequence.cached]
@@ -79,7 +89,10 @@ class Prompts:
             self._alone = None
 
     def _join(self, sequence: Sequence, came_s: float) -> None:
-        request = PrefillRequest(
+        self._queue = self._queue.join(self._request(sequence, came_s), self._settings)
+
+    def _request(self, sequence: Sequence, came_s: float) -> PrefillRequest:
+        return PrefillRequest(
             request_id=str(sequence.order),
             model=self._model.name,
             tokens=sequence.served.request.prompt_tokens - sequence.expected,
@@ -87,7 +100,6 @@ class Prompts:
             arrived_s=came_s,
             ttft_s=sequence.served.target.ttft_s,
         )
-        self._queue = self._queue.join(request, self._settings)
 
     def _prefill_s(self, request: PrefillRequest) -> float:
         return self._model.latency.prefill_s(request.tokens, request.tokens**2)

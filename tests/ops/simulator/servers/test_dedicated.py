@@ -79,9 +79,10 @@ def poisson(count: int, rate_per_s: float, seed: int, *, prompt: int = 400, outp
 
 @pytest.mark.parametrize("order", ["fcfs", "edf", "pf", "dpa"])
 @pytest.mark.parametrize("rate_per_s", [20.0, 200.0])
-def test_same_token_times_as_the_live_engine_step_by_step(order: str, rate_per_s: float) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_same_token_times_as_the_live_engine_step_by_step(order: str, rate_per_s: float, *, mixed: bool) -> None:
     requests = poisson(70, rate_per_s, seed=3)
-    turns = TurnSettings(prefill=PrefillSettings(order=order))
+    turns = TurnSettings(prefill=PrefillSettings(order=order), mixed_batches=mixed)
     ended, _, _ = serve(requests, InstanceSettings(kv_bytes=10**9, batch_max=1000, turns=turns))
     live = replay(
         requests,
@@ -112,9 +113,10 @@ def test_same_token_times_as_the_live_engine_step_by_step(order: str, rate_per_s
     kv_tokens=st.integers(1000, 6000),
     batching=st.sampled_from(["turns", "prefill-first"]),
     order=st.sampled_from(["fcfs", "dpa"]),
+    mixed=st.booleans(),
 )
 def test_with_little_memory_every_request_ends_once_and_in_time_order(
-    seed: int, rate_per_s: float, kv_tokens: int, batching: str, order: str
+    seed: int, rate_per_s: float, kv_tokens: int, batching: str, order: str, *, mixed: bool
 ) -> None:
     requests = poisson(40, rate_per_s, seed)
     own = InstanceSettings(
@@ -122,7 +124,7 @@ def test_with_little_memory_every_request_ends_once_and_in_time_order(
         batch_max=16,
         prefill_tokens_per_step_max=256,
         batching=batching,
-        turns=TurnSettings(prefill=PrefillSettings(order=order)),
+        turns=TurnSettings(prefill=PrefillSettings(order=order), mixed_batches=mixed),
     )
     ended, instance, _ = serve(requests, own)  # that room is never exceeded is asserted after each event
     assert [served.request.number for served in ended] == list(range(len(requests)))
