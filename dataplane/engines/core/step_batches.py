@@ -32,17 +32,17 @@ class StepBatches(Generic[KvT]):
         chunks = self.decode(model)
         if not group:
             return chunks
-        return chunks + self._beside(turn, model, group, chunks) if chunks else self.prefill(group, model)
+        return self._with_prompts(turn, model, group, chunks) if chunks else self.prefill(group, model)
 
-    def _beside(
+    def _with_prompts(
         self,
         turn: Turn,
         model: ServedModel[KvT],
         group: Sequence[TokenSequence[KvT]],
         batch: list[Chunk[KvT]],
     ) -> list[Chunk[KvT]]:
-        """What a mixed step prefills beside its batch. For it nothing is preempted that decodes, of any model, but what
-        is of a lower tier: prompts wait for memory until they are nearly due.
+        """A mixed step: the batch, and what is prefilled beside it. Of what decodes, of any model, only a lower tier is
+        preempted for it: prompts wait for memory until they are nearly due.
         """
         facts = MixedStepFacts(
             prompts=tuple([Prompt(sequence.cached, sequence.pending) for sequence in group]),
@@ -60,7 +60,8 @@ class StepBatches(Generic[KvT]):
             self.blocked.discard(model.name)
         else:
             self.blocked.add(model.name)
-        return chunks or self._prefill(model.half_prefilled, tokens, keep)
+        chunks = chunks or self._prefill(model.half_prefilled, tokens, keep)
+        return [chunk for chunk in batch if chunk.sequence.kv.location is DEVICE] + chunks
 
     def prefill(self, group: Sequence[TokenSequence[KvT]], model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """The next tokens of a group of a model's sequences, in order. If there is no memory for the group, the model's

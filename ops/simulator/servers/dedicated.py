@@ -2,8 +2,8 @@
 
 What it does next is asked of the live slot's policies wherever there is a choice: `choose_group` says in which order
 prompts are prefilled, and `settle_shares` whether one goes before the batch: where there is one model and nothing to
-switch, that is all there is to a turn. Where only one thing can be done it is done unasked. With `mixed_batches`, a step
-may do both, by the live slot's rule 4.
+switch, that is all there is to a turn. Where only one thing can be done it is done unasked. With `mixed_batches`, a
+step may do both, by the live slot's rule 4.
 
     waiting --prefill (several prompts, or a piece of one)--> batch --fast-forwards--> ended
                                                               |    ^
@@ -172,13 +172,7 @@ class Instance:
     def _go_on(self, now_s: float) -> None:
         """Between two steps: admit what arrived, load swapped KV if it fits, and begin the next step."""
         prompts, batch, steps_max = self._prompts, self._batch, _ANY
-        self._fast_forward = None
-        if prompts.new:
-            prompts.take_in(now_s)
-        if self._arrived:
-            self._join_arrived()
-        if self._away:
-            self._bring_back(now_s)
+        self._take_in(now_s)
         if prompts.waiting and not self._away and batch.size < self._settings.batch_max:
             if self._weighs:
                 self._settle(prefill=True, decode=batch.size > 0)
@@ -196,6 +190,16 @@ class Instance:
             self._decode(fast_forward, now_s)
         elif not self._prefill(prompts.begun, now_s):
             self._run_until(inf)
+
+    def _take_in(self, now_s: float) -> None:
+        """Take in prompts and KV that came during the last step."""
+        self._fast_forward = None
+        if self._prompts.new:
+            self._prompts.take_in(now_s)
+        if self._arrived:
+            self._join_arrived()
+        if self._away:
+            self._bring_back(now_s)
 
     def _next_steps(self, now_s: float, steps_max: int) -> FastForward | None:
         """The next steps of the batch. As long as KV has no room for its next tokens, a sequence is driven out."""
