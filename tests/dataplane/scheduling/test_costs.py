@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.scheduling.costs import FACTOR_MAX, CostEstimate, LatencyModel, switch_s
+from dataplane.scheduling.costs import FACTOR_MAX, CostEstimate, LatencyModel, StepWork, switch_s
 
 QWEN_7B_H800 = LatencyModel(
     prefill_base_s=5.6791e-03,
@@ -26,6 +26,23 @@ def test_prefill_of_one_prompt_of_1024() -> None:
 def test_decode_of_eight_with_1024_each() -> None:
     # 8.4524 ms + 8192 x 44.307 ns + 8 x 107.03 us = 8.4524 + 0.36296 + 0.85624 ms
     assert QWEN_7B_H800.decode_s(8192, 8) == pytest.approx(9.67160e-3, rel=1e-5)
+
+
+def test_a_mixed_step_pays_one_constant_and_all_else() -> None:
+    # 29.1861 + 9.6716 ms, less the smaller constant, 5.6791 ms
+    assert QWEN_7B_H800.mixed_s(1024, 1024**2, 8192, 8) == pytest.approx(33.1786e-3, rel=1e-5)
+    assert QWEN_7B_H800.mixed_s(0, 0, 8192, 8) == pytest.approx(QWEN_7B_H800.decode_s(8192, 8))
+
+
+def test_a_step_takes_as_long_as_the_work_that_it_does() -> None:
+    prefill = StepWork(tokens=1024, squared_tokens=1024**2)
+    decode = StepWork(context_tokens=8192, batch=8)
+    both = StepWork(tokens=1024, squared_tokens=1024**2, context_tokens=8192, batch=8)
+    assert QWEN_7B_H800.step_s(prefill) == QWEN_7B_H800.prefill_s(1024, 1024**2)
+    assert QWEN_7B_H800.step_s(decode) == QWEN_7B_H800.decode_s(8192, 8)
+    assert QWEN_7B_H800.step_s(both) == QWEN_7B_H800.mixed_s(1024, 1024**2, 8192, 8)
+    apart_s = QWEN_7B_H800.step_s(prefill) + QWEN_7B_H800.step_s(decode)
+    assert max(QWEN_7B_H800.step_s(prefill), QWEN_7B_H800.step_s(decode)) < QWEN_7B_H800.step_s(both) < apart_s
 
 
 def test_switch_is_slower_than_the_link_rate() -> None:
@@ -67,6 +84,22 @@ def test_kinds_of_step_are_corrected_apart() -> None:
     estimate = CostEstimate(latency=QWEN_7B_H800).observe_decode(1.0, 4096, 8)
     assert estimate.decode_factor > 1.0
     assert estimate.prefill_factor == 1.0
+
+
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_mixed_steps_correct_themselves_alone(factor: float) -> None:
+    """They begin from the corrected times of their parts, and are right whatever comes on top."""
+    estimate = observed(1.5, 100, CostEstimate(latency=QWEN_7B_H800))
+    work = StepWork(tokens=512, squared_tokens=512**2, context_tokens=4096, batch=8)
+    assert estimate.mixed_s(512, 512**2, 4096, 8) == pytest.approx(1.5 * QWEN_7B_H800.step_s(work), rel=1e-2)
+    taught = estimate
+    for _ in range(100):
+        taught = taught.observe_mixed(factor * QWEN_7B_H800.step_s(work), work)
+    assert taught.mixed_s(512, 512**2, 4096, 8) == pytest.approx(factor * QWEN_7B_H800.step_s(work), rel=1e-2)
+    assert (taught.prefill_factor, taught.decode_factor) == (estimate.prefill_factor, estimate.decode_factor)
+    token_s, _ = taught.mixed_token_s
+    longer_s = taught.mixed_s(513, 512**2, 4096, 8) - taught.mixed_s(512, 512**2, 4096, 8)
+    assert token_s == pytest.approx(longer_s, rel=1e-6)
 
 
 @pytest.mark.parametrize("observed_s", [0.0, 1e-9, 60.0, float("inf")])

@@ -9,8 +9,26 @@ from dataplane.scheduling.pace import PrefillPace, SeenPrefills
 from dataplane.scheduling.schedule import Kind, Turn
 
 
-def turn(kind: Kind, model: str, started_s: float) -> Turn:
-    return Turn(kind=kind, model=model, started_s=started_s, next_model=None, alpha=0.0, reason="-")
+def turn(kind: Kind, model: str, started_s: float, *, beside: tuple[str, ...] = ()) -> Turn:
+    return Turn(
+        kind=kind, model=model, started_s=started_s, next_model=None, alpha=0.0, reason="-", group=beside, budget_s=0.1
+    )
+
+
+def test_a_decode_turn_is_cut_where_its_steps_begin_and_cease_to_prefill() -> None:
+    """The pace is that of whole mixed steps: two prompts of 300 tokens in 0.9 s."""
+    log = SliceLog()
+    for now_s, beside, prompts in ((0.0, (), ()), (1.0, ("r",), ()), (1.5, ("r",), (300, 300)), (1.9, (), ())):
+        log.turn(turn("decode", "a", 0.0, beside=beside), now_s)
+        log.step(1 + len(prompts), prompts=prompts)
+    log.turn(None, 3.0)
+    seen = [(one.kind, one.started_s, one.ended_s, one.tokens, one.prompts, one.prompt_tokens) for one in log.slices]
+    assert seen == [
+        ("decode", 0.0, 1.0, 1, 0, 0),
+        ("mixed", 1.0, 1.9, 4, 2, 600),
+        ("decode", 1.9, 3.0, 1, 0, 0),
+    ]
+    assert log.prefill_pace.of(300) == pytest.approx(0.45)
 
 
 def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:

@@ -12,6 +12,7 @@ from dataplane.engines.interface import EngineOutput
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, ModelLoadError, UnknownInstanceError
 from dataplane.protocol.messages import ModelSpec, Task
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.replay.replayed import SETTINGS, drain, engine_with, request, run_one, spec, tokens
 
 
@@ -102,15 +103,20 @@ TIERS = st.sampled_from(["IW-F", "IW-N", "NIW"])
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ij"), TIERS, st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8),
-    st.sampled_from([0, 300, 10_000]),
-    st.sampled_from([16, 2048]),
+    shapes=st.lists(
+        st.tuples(st.sampled_from("ij"), TIERS, st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=8
+    ),
+    host_kv_bytes=st.sampled_from([0, 300, 10_000]),
+    prefill_tokens_per_step_max=st.sampled_from([16, 2048]),
+    mixed=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_preemption_changes_no_token_and_kv_never_overflows(
-    shapes: list[tuple[str, Tier, int, int]], host_kv_bytes: int, prefill_tokens_per_step_max: int
+    shapes: list[tuple[str, Tier, int, int]], host_kv_bytes: int, prefill_tokens_per_step_max: int, *, mixed: bool
 ) -> None:
-    short = replace(SETTINGS, host_kv_bytes=host_kv_bytes, prefill_tokens_per_step_max=prefill_tokens_per_step_max)
+    turns = TurnSettings(mixed_batches=mixed)
+    short = replace(SETTINGS, host_kv_bytes=host_kv_bytes, turns=turns)
+    short = replace(short, prefill_tokens_per_step_max=prefill_tokens_per_step_max)
     engine, _ = engine_with(short, i=spec("a"), j=spec("b"))
     asked = [
         request(f"r{n}", instance_id, prompt=prompt, max_tokens=count, tier=tier)

@@ -10,6 +10,7 @@ import pytest
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model.skeleton import MODEL_TYPES
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.scheduling.schedule import TurnSettings
 from ops.local.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import slot_for_one
@@ -61,12 +62,29 @@ def test_alone_and_in_ragged_batches(architecture: str, checkpoint: Checkpoint) 
     assert engine.stats().instances[0].kv_used_bytes == 0
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefilled_beside_a_batch(architecture: str, checkpoint: Checkpoint) -> None:
+    """Prompts in pieces of 7 tokens, each in one pass with a token of those that decode."""
+    folder = checkpoint(architecture)
+    given = prompts(VOCABULARY)
+    expected = {name: greedy_tokens(folder, prompt, MAX_TOKENS) for name, prompt in given.items()}
+    requests = [request(name, prompt, max_tokens=MAX_TOKENS) for name, prompt in given.items()]
+    engine = engine_of(folder, turns=TurnSettings(mixed_batches=True))
+    assert drain(engine, later={0: requests[:1], 2: requests[1:3], 9: requests[3:]}).tokens == expected
+    pool = engine.stats().pool
+    assert pool is not None
+    assert sum(one.prompts for one in pool.time_slices if one.kind == "mixed") >= 2
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2"])
-def test_after_preemption_by_lack_of_kv(architecture: str, checkpoint: Checkpoint) -> None:
+def test_after_preemption_by_lack_of_kv(architecture: str, checkpoint: Checkpoint, *, mixed: bool) -> None:
     folder = checkpoint(architecture)
     given = prompts(VOCABULARY, (12, 33, 20, 18))
     expected = {name: greedy_tokens(folder, prompt, MAX_TOKENS) for name, prompt in given.items()}
-    engine = engine_of(folder, slab_bytes=4608, kv_bytes=8 * 4608, block_tokens=8)  # 64 tokens; the largest needs 49
+    turns = TurnSettings(mixed_batches=mixed)
+    # 64 tokens; the largest needs 49
+    engine = engine_of(folder, slab_bytes=4608, kv_bytes=8 * 4608, block_tokens=8, turns=turns)
     for name, prompt in given.items():
         engine.add(request(name, prompt, max_tokens=MAX_TOKENS))
     assert drain(engine).tokens == expected

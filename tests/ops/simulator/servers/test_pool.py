@@ -10,6 +10,7 @@ from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.tiers import Objective
+from dataplane.scheduling.schedule import TurnSettings
 from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.events import Events, Kind
 from ops.simulator.kernel.fast_forwards import FastForward
@@ -22,7 +23,7 @@ TARGET = Objective(ttft_s=1.0, tbt_s=0.05)
 MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
 
 
-def settings_of(kv_tokens: int, batch_max: int, way: KvPressure) -> ReplaySettings:
+def settings_of(kv_tokens: int, batch_max: int, way: KvPressure, *, mixed: bool = False) -> ReplaySettings:
     return ReplaySettings(
         profile=profile_of(LATENCY, bytes_per_s=16 * GIB),
         weights_bytes=(9 if way == "swap" else 15) * GIB,
@@ -31,6 +32,7 @@ def settings_of(kv_tokens: int, batch_max: int, way: KvPressure) -> ReplaySettin
         kv_pressure=way,
         remap=RemapSettings(capped=False, settle_s=0.0),
         layers=2000,
+        turns=TurnSettings(mixed_batches=mixed),
     )
 
 
@@ -75,11 +77,12 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     assert late == {False, True}, "some tokens are late, others are not"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(seed: int) -> None:
+def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(seed: int, *, mixed: bool) -> None:
     chance = Random(seed)
     way: KvPressure = chance.choice(["swap", "remap"])
-    settings = settings_of(chance.choice([2000, 4000, 10**6]), 64, way)
+    settings = settings_of(chance.choice([2000, 4000, 10**6]), 64, way, mixed=mixed)
     compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
 
 
