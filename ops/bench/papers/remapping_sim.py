@@ -291,7 +291,7 @@ def main(
     Examples:
       python -m ops.bench.papers.remapping_sim --data ../data
       python -m ops.bench.papers.remapping_sim --data ../data --group wires --group crossover --json
-      python -m ops.bench.papers.remapping_sim --data ../data --group temporal --chunk-tokens 512
+      python -m ops.bench.papers.remapping_sim --data ../data --group temporal --chunk-tokens 512 --mixed
     """
     names = chosen(group, GROUPS, "--group")
     recordings = Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS)
@@ -302,10 +302,11 @@ def main(
         rows += [_row(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in GROUPS[name](asked)]
     published = [row for name in names for row in against_published(name, rows)]
     if as_json:
-        print_json({"runs": rows, "published": published})
+        print_json({"runs": rows, "by_load": by_load(rows), "published": published})
         return
     for name in names:
         print_table(name, RUN_COLUMNS, [row for row in rows if row["group"] == name])
+    print_table("Against vLLM, by load", BY_LOAD_COLUMNS, by_load(rows))
     print_table("Against the paper, mean over the loads that ran out of memory", PUBLISHED_COLUMNS, published)
 
 
@@ -339,6 +340,24 @@ def against_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dic
     return found
 
 
+AGAINST_VLLM = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s")
+
+
+def by_load(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For each load, by how many percent remapping is above or below vLLM: alone, and as this project uses it. First
+    tokens and batches tell where one of them starves: a rival whose requests wait for memory decodes few at a time.
+    """
+    found = []
+    for vllm in (row for row in rows if row["rival"] == VLLM):
+        same = [row for row in rows if all(row[key] == vllm[key] for key in ("group", "load", "wire"))]
+        for row in (row for row in same if row["rival"] in (ONEIROS, TIDEPOOL)):
+            named = {key: row[key] for key in ("group", "load", "wire", "rival")}
+            percents = {key: 100 * (row[key] / vllm[key] - 1) for key in AGAINST_VLLM}
+            waits = {key: (vllm[key], row[key]) for key in ("ttft_p99_s", "batch_mean")}
+            found.append(named | percents | waits)
+    return found
+
+
 def _row(case: Case, figures: SharedFigures) -> dict[str, Any]:
     named = {"group": case.group, "load": case.title, "wire": case.settings.wire.name, "rival": case.rival}
     return named | asdict(figures)
@@ -352,10 +371,23 @@ RUN_COLUMNS: Columns = {
     "TBT p50/p99 ms": lambda row: f"{1000 * row['tbt_p50_s']:.1f} / {1000 * row['tbt_p99_s']:.0f}",
     "step p99 ms": lambda row: f"{1000 * row['step_p99_s']:.0f}",
     "TPOT p50/p99 ms": lambda row: f"{1000 * row['tpot_p50_s']:.1f} / {1000 * row['tpot_p99_s']:.0f}",
+    "normalized p50/p99 ms": lambda row: f"{1000 * row['normalized_p50_s']:.0f} / {1000 * row['normalized_p99_s']:.0f}",
     "TTFT p50/p99 s": lambda row: f"{row['ttft_p50_s']:.2f} / {row['ttft_p99_s']:.1f}",
     "batch": lambda row: f"{row['batch_mean']:.1f} / {row['batch_peak']}",
     "given GB": lambda row: f"{row['counts']['given_bytes_max'] / 1e9:.1f}",
     "dropped/out": lambda row: f"{row['counts']['recomputed']}/{row['counts']['swapped']}",
+}
+BY_LOAD_COLUMNS: Columns = {
+    "group": "group",
+    "load": "load",
+    "wire": "wire",
+    "rival": "rival",
+    "tok/s": lambda row: f"{row['tokens_per_s']:+.0f} %",
+    "TBT p99": lambda row: f"{row['tbt_p99_s']:+.0f} %",
+    "TPOT p99": lambda row: f"{row['tpot_p99_s']:+.0f} %",
+    "normalized p99": lambda row: f"{row['normalized_p99_s']:+.0f} %",
+    "TTFT p99 s, vLLM's and its": lambda row: " -> ".join(f"{each:.1f}" for each in row["ttft_p99_s"]),
+    "batch": lambda row: " -> ".join(f"{each:.1f}" for each in row["batch_mean"]),
 }
 PUBLISHED_COLUMNS: Columns = {
     "group": "group",

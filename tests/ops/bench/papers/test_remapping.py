@@ -74,6 +74,16 @@ def test_long_prompts_go_in_chunks() -> None:
     assert (asks[0].first_s, asks[0].last_s) == (2.0, 3.0)
 
 
+def test_a_mixed_step_prefills_beside_the_batch() -> None:
+    """Whatever a step does takes 50 ms: the newcomer's prefill costs the first request nothing."""
+    asks = [ask(0, 0.0, 5, 6), ask(1, 0.175, 5, 3)]
+    short = replace(model(), latency=replace(LATENCY, decode_base_s=0.05, prefill_base_s=0.05))
+    figures = measure([short], asks, settings(mixed=True))
+    assert figures.tbt_p99_s == pytest.approx(0.05)
+    assert [each.last_s for each in asks] == pytest.approx([0.3, 0.35])
+    assert figures.normalized_p99_s == pytest.approx(0.175 / 3, rel=0.01)
+
+
 def test_the_last_of_the_batch_is_dropped_and_prefilled_again() -> None:
     asks = two()
     figures = measure([model(kv_tokens=20)], asks, settings())
@@ -145,6 +155,7 @@ def test_an_inactive_model_lends_before_the_active_one() -> None:
     shared=st.booleans(),
     batch_max=st.integers(1, 8),
     prefill_tokens_max=st.sampled_from([2048, 9]),
+    mixed=st.booleans(),
     bytes_per_s=st.sampled_from([10.0, 1000.0, 1e6]),
     requests=st.lists(
         st.tuples(st.floats(0.0, 40.0), st.integers(1, 12), st.integers(1, 12), st.sampled_from("ab")),
@@ -158,13 +169,15 @@ def test_every_request_gets_all_its_tokens(
     shared: bool,
     batch_max: int,
     prefill_tokens_max: int,
+    mixed: bool,
     bytes_per_s: float,
     requests: list[tuple[float, int, int, str]],
 ) -> None:
     wire = Wire(name="test", bytes_per_s=bytes_per_s, both_bytes_per_s=bytes_per_s)
     chosen = settings(way, sharing=sharing, shared_kv=shared, batch_max=batch_max, wire=wire)
-    chosen = replace(chosen, prefill_tokens_max=prefill_tokens_max)
-    models = [model("a", 25), model("b", 25)]
+    chosen = replace(chosen, prefill_tokens_max=prefill_tokens_max, mixed=mixed)
+    quick = replace(LATENCY, prefill_base_s=0.01, decode_base_s=0.01)  # there is time for prompts beside the batches
+    models = [replace(model(name, 25), latency=quick if mixed else LATENCY) for name in "ab"]
 
     def served() -> tuple[SharedFigures, list[Ask], SharedSlot]:
         asks = [ask(number, *each) for number, each in enumerate(sorted(requests))]

@@ -17,6 +17,7 @@ from ops.bench.papers.remapping_sim import (
     WORKLOADS,
     Asked,
     against_published,
+    by_load,
     main,
 )
 
@@ -53,6 +54,38 @@ def test_the_runs_and_the_papers_figures_beside_ours(data: Path) -> None:
     assert (first["figure"], first["percent"]) == ("tokens_per_s", 86.7)
     assert first["least"] <= first["ours_percent"] <= first["most"]
     assert {row["group"] for row in answer["published"]} <= {"uneven", "caps"}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_load_has_its_own_comparison_with_vllm(data: Path, *, mixed: bool) -> None:
+    options = ("--data", str(data), "--group", "uneven", "--requests", "12", "--chunk-tokens", "256")
+    code, out = invoke(*options, "--json", *["--mixed"] * mixed)
+    assert code == 0
+    answer = json.loads(out)
+    assert [(row["load"], row["rival"]) for row in answer["by_load"]] == [
+        (load, rival)
+        for load in ("C2 sharegpt 0.5+1.5/s", "C2 sharegpt 1.5+0.5/s")
+        for rival in ("Oneiros", "Tidepool")
+    ]
+    row = answer["by_load"][0]
+    vllm, own = (next(run for run in answer["runs"] if run["rival"] == rival) for rival in (VLLM, ONEIROS))
+    assert row["tbt_p99_s"] == pytest.approx(100 * (own["tbt_p99_s"] / vllm["tbt_p99_s"] - 1))
+    assert row["ttft_p99_s"] == [vllm["ttft_p99_s"], own["ttft_p99_s"]]
+    assert own["normalized_p99_s"] >= own["normalized_p50_s"] > 0
+
+
+def test_loads_of_different_wires_are_compared_with_their_own_vllm() -> None:
+    figures = dict.fromkeys(("tokens_per_s", "tpot_p99_s", "normalized_p99_s", "ttft_p99_s", "batch_mean"), 1.0)
+    rows = [
+        {"group": "wires", "load": "x", "wire": wire, "rival": rival, "tbt_p99_s": tbt_s, **figures}
+        for wire, rival, tbt_s in (
+            ("fast", VLLM, 1.0),
+            ("fast", ONEIROS, 2.0),
+            ("slow", VLLM, 4.0),
+            ("slow", ONEIROS, 2.0),
+        )
+    ]
+    assert [(row["wire"], row["tbt_p99_s"]) for row in by_load(rows)] == [("fast", 100.0), ("slow", -50.0)]
 
 
 def test_an_unknown_group_is_refused(data: Path) -> None:
