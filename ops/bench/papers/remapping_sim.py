@@ -274,6 +274,7 @@ PUBLISHED = (
 def main(
     data: Annotated[Path, typer.Option(help=f"The folder with {ARRIVALS} and {WORKLOADS}.", file_okay=False)],
     group: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(GROUPS)}; all if not given.")] = None,
+    rival: Annotated[list[str] | None, typer.Option(help="Run these only, by their names in the tables.")] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
     seed: Annotated[int, typer.Option()] = 0,
     chunk_tokens: Annotated[
@@ -292,14 +293,17 @@ def main(
       python -m ops.bench.papers.remapping_sim --data ../data
       python -m ops.bench.papers.remapping_sim --data ../data --group wires --group crossover --json
       python -m ops.bench.papers.remapping_sim --data ../data --group temporal --chunk-tokens 512 --mixed
+      python -m ops.bench.papers.remapping_sim --data ../data --group uneven --rival vLLM --rival Tidepool
     """
     names = chosen(group, GROUPS, "--group")
+    chosen(rival, {case.rival: case for name in names for case in GROUPS[name](Asked())}, "--rival")
     recordings = Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS)
     asked = Asked(requests=requests, seed=seed)
     rows = []
     for name in names:
         notes().print(name)
-        rows += [_row(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in GROUPS[name](asked)]
+        cases = [case for case in GROUPS[name](asked) if not rival or case.rival in rival]
+        rows += [_row(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in cases]
     published = [row for name in names for row in against_published(name, rows)]
     if as_json:
         print_json({"runs": rows, "by_load": by_load(rows), "published": published})
@@ -332,7 +336,7 @@ def against_published(group: str, rows: Sequence[Mapping[str, Any]]) -> list[dic
             {row["load"]: row[each.figure] for row in own_rows if row["rival"] == name}
             for name in (each.rival, each.than)
         )
-        percents = [100 * (own[load] / other[load] - 1) for load in lacking]
+        percents = [100 * (own[load] / other[load] - 1) for load in lacking if load in own and load in other]
         if percents:
             found.append(
                 asdict(each) | {"ours_percent": fmean(percents), "least": min(percents), "most": max(percents)}

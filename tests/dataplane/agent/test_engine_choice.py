@@ -85,6 +85,28 @@ def test_a_kv_pressure_action_that_vllm_has_not_is_refused(tmp_path: Path, monke
     assert settings(engine="vllm", profile=None, kv_pressure="recompute").engine == "vllm"
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_replay_prefills_beside_the_batch_if_the_settings_say_so(*, mixed: bool) -> None:
+    """A request that decodes makes a token in the step that completes another's prefill."""
+    node = settings(mixed_batches=mixed, replay_speed=1e6)
+    engine = make_engine(configure(node, 0, None, HostFiles(node, "boot"), "replay"))
+    engine.load("i1", model(context_tokens=10**6))
+
+    def ask(request_id: str) -> EngineRequest:
+        return EngineRequest(
+            request_id=request_id, instance_id="i1", tier="IW-N", prompt=(1,) * 10, max_tokens=100, ignore_eos=True
+        )
+
+    engine.add(ask("old"))
+    while not any(output.token_ids for output in engine.step()):
+        pass
+    engine.add(ask("new"))
+    made: set[str] = set()
+    while "new" not in made:
+        made = {output.request_id for output in engine.step()}
+    assert made == ({"old", "new"} if mixed else {"new"})
+
+
 def test_a_replay_uses_the_kv_pressure_action_of_the_settings() -> None:
     """One token fits beside the first request: the next is not admitted, and nobody is swapped."""
     node = settings(kv_pressure="refuse", replay_speed=1e6)

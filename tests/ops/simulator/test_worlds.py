@@ -46,6 +46,7 @@ def scenario_of(serving: str, *, seconds: float = 30.0, rate_per_s: float = 4.0,
             ]
         },
         "pooled": {"prefill_slots": 1, "decode_slots": 2, "weights_bytes": 40 * 10**9},
+        "both": {"serving": "pooled", "both_slots": 2, "weights_bytes": 40 * 10**9},
         "request-level": {"gpus": 3},
         "split": {"serving": "request-level", "prefill_slots": 1, "decode_slots": 2},
     }
@@ -119,13 +120,14 @@ def test_the_same_seed_gives_the_same_log_and_another_seed_another(serving: str)
     rate_per_s=st.sampled_from([2.0, 10.0]),
     kv_tokens=st.sampled_from([2500, 10_000]),
     batching=st.sampled_from(["turns", "prefill-first"]),
+    mixed=st.booleans(),
 )
 def test_instances_that_lag_behind_give_the_log_of_those_that_keep_up(
-    seed: int, rate_per_s: float, kv_tokens: int, batching: str
+    seed: int, rate_per_s: float, kv_tokens: int, batching: str, *, mixed: bool
 ) -> None:
     """Whether an instance is advanced when it is read, or by an event wherever something ends there."""
     scenario = scenario_of("dedicated", rate_per_s=rate_per_s, kv_bytes=200_000 * kv_tokens)
-    policy = scenario.policy.model_copy(update={"batching": batching})
+    policy = scenario.policy.model_copy(update={"batching": batching, "mixed_batches": mixed})
     lagging, prompt = (build_world(scenario.model_copy(update={"policy": policy}), seed)[0] for _ in range(2))
     prompt.events.keep_up()
     for world in (lagging, prompt):
@@ -194,6 +196,7 @@ def test_no_policy_is_written_twice() -> None:
         ("dedicated", "ops.simulator.traffic.deferred.choose_releases"),
         ("dedicated", "ops.simulator.servers.dedicated.settle_shares"),
         ("dedicated", "ops.simulator.servers.prompts.choose_group"),
+        ("dedicated", "ops.simulator.servers.dedicated.choose_prefill_tokens"),
         ("scaled", "ops.simulator.world.world.choose_admission"),
         ("scaled", "ops.simulator.world.loops.choose_scale"),
         ("scaled", "ops.simulator.world.loops.choose_slots"),
@@ -205,6 +208,7 @@ def test_no_policy_is_written_twice() -> None:
         ("pooling", "controlplane.policies.hour.choose_poolable"),
         ("pooled", "ops.simulator.world.routing.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
+        ("both", "dataplane.engines.core.step_batches.choose_prefill_tokens"),
         ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),
     ],
 )
@@ -223,6 +227,8 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
         scenario = pooled(planning={"learn_s": 300})
     else:
         scenario = scenario_of(serving, **busy)
+    if where.endswith("choose_prefill_tokens"):
+        scenario = scenario.model_copy(update={"policy": PolicyPart(mixed_batches=True)})
     with pytest.raises(AskedError):
         simulate(scenario)
 
