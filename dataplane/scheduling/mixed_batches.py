@@ -1,16 +1,14 @@
 """Steps that decode a model's batch and prefill some of its waiting prompts beside it: chunked prefill in mixed
 batches, as in Sarathi-Serve and vLLM. Pure.
 
-A step may be as long as the tightest time between tokens in its batch allows, less what the slot's other batches need
-of that time:
-
-    |<---------------------- time between tokens ---------------------->|
-    | step of this batch | steps and switches of the others | spare time |
-                                                             prompts, of all models that have some beside their batch
+Prompts beside a batch slow that batch alone: they take no time from the turns of others. A turn of q seconds makes
+q / t tokens in steps of t seconds; they last until the next turn if t is at most the step without prompts over the load
+of the round, which is what its batches and the switches between them need of the time that tokens last. With one batch
+that is its tightest time between tokens.
 
 A step that prefills beside always prefills `PIECE_TOKENS_MIN` tokens, however little time is spare: every prompt makes
-progress. Where no time is spare, or prompts that are nearly due would get less than prefill's share of it, nothing is
-mixed, and the turn policy decides between the two kinds.
+progress. Where the load leaves no time, or prompts that are nearly due would get less than prefill's share of it,
+nothing is mixed, and the turn policy decides between the two kinds.
 """
 
 import math
@@ -26,27 +24,25 @@ PIECE_TOKENS_MIN = 64
 """Tokens that a mixed step prefills at least, if so many wait."""
 
 
-def spare_s(batches: Iterable[BatchFacts], model: str, *, alpha: float, sharing: int) -> float:
-    """Seconds by which each decode step of a model may be longer, so that all batches keep their objectives; 0 if none.
+def step_budget_s(batches: Iterable[BatchFacts], model: str, *, alpha: float) -> float:
+    """How long the steps of a model's batch may take, so that its tokens last until its next turn; less than the step
+    takes by itself if the batches leave no time.
 
     Args:
         batches: those of the slot.
         model: the one whose step it is; its batch must be one of them, and able to run.
         alpha: the load of the round, which counts the switches between the batches.
-        sharing: how many models have prompts to prefill beside their batches, at least 1: they share the time.
     """
-    assert sharing >= 1
     running = [batch for batch in batches if batch.can_run]
     load = sum([batch.step_s / batch.tbt_s for batch in running])
     if len(running) > 1 and any(batch.switch_s for batch in running):
         load = max(load, alpha)
-    tbt_s = next(batch.tbt_s for batch in running if batch.model == model)
-    return tbt_s * max(0.0, 1.0 - load) / sharing
+    return next(batch.step_s for batch in running if batch.model == model) / load
 
 
-def keeps_up(spare_s: float, step_s: float, prefill_share: float) -> bool:
+def keeps_up(budget_s: float, step_s: float, prefill_share: float) -> bool:
     """Whether prompts beside a batch get at least their share of the time of its steps."""
-    return spare_s * (1 - prefill_share) >= step_s * prefill_share
+    return (budget_s - step_s) * (1 - prefill_share) >= step_s * prefill_share
 
 
 def group_beside(

@@ -7,8 +7,8 @@ as a rule. If both do:
    far enough ahead of its deadlines to wait for it; otherwise decode continues.
 2. A kind that has exceeded its share of the time by `burst_s` is second until the other has caught up.
 3. A kind that waits alone runs at once; a kind that does not wait accumulates no share.
-4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, in the time that the
-   objectives of the batches leave (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
+4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, as far as the objectives
+   leave time for it (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
    those of a model whose decode turn comes within `near_s`; unless they are nearly due and would get less than
    prefill's share or no memory, or another model's prompts are nearly due. Meanwhile no time counts for the shares.
 """
@@ -31,7 +31,7 @@ from dataplane.scheduling.decode import (
     idle_s,
     let_in,
 )
-from dataplane.scheduling.mixed_batches import group_beside, keeps_up, spare_s
+from dataplane.scheduling.mixed_batches import group_beside, keeps_up, step_budget_s
 from dataplane.scheduling.prefill import (
     GroupChoice,
     GroupState,
@@ -123,10 +123,10 @@ class SlotState(Struct, frozen=True, kw_only=True):
     decode_spent_s: float = 0.0
     owed: Kind | None = None
 
-    def spent(self, kind: Kind, seconds: float, *, ran: bool = True, beside_s: float = 0.0) -> "SlotState":
-        """The state after a step of `seconds`. `ran` False: it only waited, for KV or memory. `beside_s`: by how much
-        prompts beside the batch made it longer. Neither prefills nor (within limits) waits use up a decode turn, so
-        that it makes at least one step.
+    def spent(self, kind: Kind, seconds: float, *, ran: bool = True) -> "SlotState":
+        """The state after a step of `seconds`. `ran` False: it only waited, for KV or memory. Neither prefills nor
+        (within limits) waits use up a decode turn, so that it makes at least one step; what is prefilled beside the
+        batch does.
         """
         assert seconds >= 0
         if kind == "prefill":
@@ -134,7 +134,7 @@ class SlotState(Struct, frozen=True, kw_only=True):
         counted = self.turn is None or self.turn.counts
         decode_spent_s = self.decode_spent_s + (seconds if counted else 0.0)
         if ran:
-            return replace(self, decode_spent_s=decode_spent_s, round=self.round.later(beside_s))
+            return replace(self, decode_spent_s=decode_spent_s)
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
     def cut_short(self, now_s: float) -> "SlotState":
@@ -171,16 +171,16 @@ def choose_turn(
         decode=decode is not None,
         settings=settings,
     )
-    spare = _spare(batches, groups, round_.alpha) if settings.mixed_batches and prefill and decode else {}
-    mixes = prefill is not None and _is_mixed(facts, spare, round_, prefill, now_s, settings)
+    budgets_s = _budgets_s(batches, groups, round_.alpha) if settings.mixed_batches and prefill and decode else {}
+    mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     if prefill and (decode is None or (not mixes and _prefill_first(facts, state, owed, prefill, now_s, settings))):
         turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state
     elif decode:
         turn, served = _decode_turn(last, prefill, decode, now_s, counts=not mixes), state.groups
-        if decode.model in spare:
+        if decode.model in budgets_s:
             own = prefill if prefill and prefill.group.model == decode.model else None
             group = own.group if own else group_beside(groups, decode.model, now_s, settings.prefill)
-            turn = _mixed_turn(turn, group, facts, spare[decode.model], now_s, settings)
+            turn = _mixed_turn(turn, group, budgets_s[decode.model], now_s, settings)
             served = own.state if own else served
         if not _goes_on(last, "decode", decode.model):
             round_ = round_.later(facts.switch_s.get(decode.model, 0.0))
@@ -230,17 +230,17 @@ def settle_shares(
     return over_s, owed
 
 
-def _spare(batches: Sequence[BatchFacts], groups: Sequence[PrefillGroup], alpha: float) -> Mapping[str, float]:
-    """By model with prompts and a batch that can run, by how many seconds they may make each of its steps longer."""
+def _budgets_s(batches: Sequence[BatchFacts], groups: Sequence[PrefillGroup], alpha: float) -> Mapping[str, float]:
+    """By model with prompts and a batch that can run, how long its steps may take, if there is time for the prompts."""
     waiting = {group.model for group in groups}
-    models = [batch.model for batch in batches if batch.can_run and batch.model in waiting]
-    spare = {model: spare_s(batches, model, alpha=alpha, sharing=len(models)) for model in models}
-    return {model: seconds for model, seconds in spare.items() if seconds > 0}
+    able = [batch for batch in batches if batch.can_run and batch.model in waiting]
+    budgets = [(batch, step_budget_s(batches, batch.model, alpha=alpha)) for batch in able]
+    return {batch.model: budget_s for batch, budget_s in budgets if budget_s > batch.step_s}
 
 
 def _is_mixed(
     facts: SlotFacts,
-    spare: Mapping[str, float],
+    budgets_s: Mapping[str, float],
     round_: RoundState,
     choice: GroupChoice,
     now_s: float,
@@ -248,7 +248,7 @@ def _is_mixed(
 ) -> bool:
     """Rule 4: whether the prompts that would be prefilled first are prefilled beside their model's batch instead."""
     model = choice.group.model
-    if model not in spare:
+    if model not in budgets_s:
         return False
     wait_s = idle_s(round_, model, now_s)
     if wait_s > settings.near_s:
@@ -256,7 +256,7 @@ def _is_mixed(
     if _is_near(facts, choice, now_s, settings, others=True):
         return False
     step_s = next(batch.step_s for batch in facts.batches if batch.model == model)
-    if wait_s == 0 and model not in facts.blocked and keeps_up(spare[model], step_s, settings.prefill_share):
+    if wait_s == 0 and model not in facts.blocked and keeps_up(budgets_s[model], step_s, settings.prefill_share):
         return True
     return not _is_near(facts, choice, now_s + wait_s, settings)
 
@@ -333,15 +333,12 @@ def _decode_turn(
     )
 
 
-def _mixed_turn(
-    turn: Turn, group: PrefillGroup | None, facts: SlotFacts, spare_s: float, now_s: float, settings: TurnSettings
-) -> Turn:
+def _mixed_turn(turn: Turn, group: PrefillGroup | None, budget_s: float, now_s: float, settings: TurnSettings) -> Turn:
     """A decode turn with a group that is prefilled beside the batch; the same turn without a group."""
     if group is None:
         return turn
-    step_s = next(batch.step_s for batch in facts.batches if batch.model == turn.model)
     ids = tuple([request.request_id for request in group.in_order(now_s, settings.prefill)])
-    return replace(turn, group=ids, budget_s=step_s + spare_s)
+    return replace(turn, group=ids, budget_s=budget_s)
 
 
 def _goes_on(last: Turn | None, kind: Kind, model: str) -> bool:

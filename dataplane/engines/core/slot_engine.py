@@ -239,12 +239,12 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             batches=len(facts.batches),
         )
         took_s = self._clock() - now_s
-        beside_s = _beside_s(turn, facts, took_s)
-        self.state = self.state.spent(turn.kind, took_s, ran=made is not None, beside_s=beside_s)
+        self.state = self.state.spent(turn.kind, took_s, ran=made is not None)
         if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
             self.state = self.state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
+            beside_s = _beside_s(turn, facts, took_s)
             self._share = self._share.observe(took_s - beside_s, decoded=decoded).observe(beside_s, decoded=False)
         return outputs + self.requests.take_ended()
 

@@ -22,7 +22,8 @@ from math import inf
 
 from dataplane.engines.replay.prefixes import CachedBlocks
 from dataplane.scheduling.costs import CostEstimate
-from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens, keeps_up
+from dataplane.scheduling.decode import BatchFacts
+from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens, keeps_up, step_budget_s
 from dataplane.scheduling.schedule import Kind as TurnKind
 from dataplane.scheduling.schedule import settle_shares
 from ops.simulator.kernel.answers import Answers
@@ -307,12 +308,18 @@ class Instance:
         batch, turns = self._batch, self._settings.turns
         if not turns.mixed_batches or not batch.size:
             return False
-        step_s = self.model.latency.decode_s(batch.context_tokens, batch.size)
-        spare_s = batch.tbt_s - step_s
-        if spare_s <= 0:
+        step_s, budget_s = self._step_budget_s()
+        if budget_s <= step_s:
             return False
         due_s, takes_s = self._prompts.soonest
-        return keeps_up(spare_s, step_s, turns.prefill_share) or due_s - takes_s - turns.near_s > now_s
+        return keeps_up(budget_s, step_s, turns.prefill_share) or due_s - takes_s - turns.near_s > now_s
+
+    def _step_budget_s(self) -> tuple[float, float]:
+        """How long the next step of the batch takes by itself, and may take."""
+        batch, name = self._batch, self.model.name
+        step_s = self.model.latency.decode_s(batch.context_tokens, batch.size)
+        facts = BatchFacts(model=name, sequences=batch.size, step_s=step_s, tbt_s=batch.tbt_s, switch_s=0.0)
+        return step_s, step_budget_s([facts], name, alpha=0.0)
 
     def _mix(self, now_s: float) -> bool:
         """Begin a mixed step. False: KV has no room for the batch's next tokens, or for a prompt."""
@@ -322,7 +329,7 @@ class Instance:
         group = list(self._prompts.first_group(now_s))
         facts = MixedStepFacts(
             prompts=tuple([Prompt(one.cached, one.served.request.prompt_tokens - one.cached) for one in group]),
-            budget_s=batch.tbt_s,
+            budget_s=self._step_budget_s()[1],
             estimate=CostEstimate(latency=latency),
             context_tokens=batch.context_tokens,
             batch=batch.size,

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.costs import CostEstimate, LatencyModel
-from dataplane.scheduling.decode import BatchFacts
+from dataplane.scheduling.decode import BatchFacts, DecodeSettings, plan_round
 from dataplane.scheduling.mixed_batches import (
     PIECE_TOKENS_MIN,
     MixedStepFacts,
@@ -16,7 +16,7 @@ from dataplane.scheduling.mixed_batches import (
     choose_prefill_tokens,
     group_beside,
     keeps_up,
-    spare_s,
+    step_budget_s,
 )
 from dataplane.scheduling.prefill import PrefillQueue, PrefillRequest, PrefillSettings
 from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn
@@ -97,24 +97,51 @@ def batch(model: str, step_s: float = 0.02, *, switch_s: float = 0.0, sequences:
     return BatchFacts(model=model, sequences=sequences, step_s=step_s, tbt_s=TBT_S, switch_s=switch_s)
 
 
-def test_what_is_spare_is_what_the_batches_leave_of_the_time_between_tokens() -> None:
-    assert spare_s([batch("a")], "a", alpha=0.9, sharing=1) == pytest.approx(0.08)
+def test_a_batch_alone_may_use_its_time_between_tokens() -> None:
+    assert step_budget_s([batch("a")], "a", alpha=0.9) == pytest.approx(TBT_S)
+    assert step_budget_s([batch("a", 0.12)], "a", alpha=0.9) == pytest.approx(TBT_S)
+
+
+def test_with_others_a_step_may_be_so_long_that_its_tokens_last_for_the_round() -> None:
+    """Steps of 20 and 30 ms need half of the time, so that each may take twice as long."""
     both = [batch("a"), batch("b", 0.03), batch("c", 0.5, sequences=0)]
-    assert spare_s(both, "a", alpha=0.9, sharing=1) == pytest.approx(0.05), "nothing of c can run"
-    assert spare_s(both, "a", alpha=0.9, sharing=2) == pytest.approx(0.025)
-    assert spare_s([batch("a"), batch("b", 0.09)], "a", alpha=0.5, sharing=1) == 0.0
+    assert step_budget_s(both, "a", alpha=0.9) == pytest.approx(0.04), "nothing of c can run"
+    assert step_budget_s(both, "b", alpha=0.9) == pytest.approx(0.06)
+    assert step_budget_s([batch("a"), batch("b", 0.09)], "a", alpha=0.5) < 0.02
 
 
 def test_switches_between_batches_leave_less() -> None:
     both = [batch("a", switch_s=0.5), batch("b", switch_s=0.5)]
-    assert spare_s(both, "a", alpha=0.7, sharing=1) == pytest.approx(0.03)
-    assert spare_s(both, "a", alpha=1.2, sharing=1) == 0.0
+    assert step_budget_s(both, "a", alpha=0.8) == pytest.approx(0.025)
+    assert step_budget_s(both, "a", alpha=1.2) < 0.02
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 0.2), st.floats(0.01, 1.0), st.floats(0.0, 1.0)), min_size=1, max_size=6),
+    st.floats(0.5, 3.0),
+)
+def test_tokens_made_in_steps_of_the_budget_last_for_the_round(
+    shapes: list[tuple[float, float, float]], quota_max_s: float
+) -> None:
+    """In the turns of a planned round whose load is below 1."""
+    batches = [
+        BatchFacts(model=str(number), sequences=1, step_s=step_s, tbt_s=tbt_s, switch_s=switch_s)
+        for number, (step_s, tbt_s, switch_s) in enumerate(shapes)
+    ]
+    plan = plan_round(batches, DecodeSettings(quota_max_s=quota_max_s))
+    assume(plan.alpha < 1)
+    round_s = sum(quota.quota_s for quota in plan.quotas)
+    round_s += sum(each.switch_s for each in batches) if len(batches) > 1 else 0.0
+    for each, quota in zip(batches, plan.quotas, strict=True):
+        budget_s = step_budget_s(batches, each.model, alpha=plan.alpha)
+        lasting_s = each.tbt_s * quota.quota_s / budget_s
+        assert lasting_s >= round_s * (1 - 1e-9)
 
 
 def test_prompts_keep_up_if_they_get_their_share() -> None:
-    assert keeps_up(0.05, 0.05, 0.5)
-    assert not keeps_up(0.04, 0.05, 0.5)
-    assert keeps_up(0.02, 0.05, 0.25)
+    assert keeps_up(0.1, 0.05, 0.5)
+    assert not keeps_up(0.09, 0.05, 0.5)
+    assert keeps_up(0.07, 0.05, 0.25)
 
 
 def test_batch_requests_wait_while_interactive_ones_do_of_whatever_model() -> None:
@@ -189,13 +216,12 @@ def test_nearly_due_prompts_of_another_model_are_not_kept_waiting_by_those_besid
     assert turn_of(facts_of(waiting, [batch("a")]), 0.9).kind == "prefill"
 
 
-def test_time_of_mixed_steps_counts_for_no_share_and_extends_the_turn_by_the_prompts() -> None:
+def test_time_of_mixed_steps_counts_for_no_share_but_uses_up_the_turn() -> None:
     both = [batch("a"), batch("b")]
     waiting = facts_of(prefills(("a", 0.0, "IW-N")), both)
     _, state = choose_turn(waiting, SlotState(), 0.0, MIXED)
-    ends_s = state.round.ends_s
-    after = state.spent("decode", 5.0, beside_s=0.04)
-    assert after.round.ends_s == pytest.approx(ends_s + 0.04)
+    after = state.spent("decode", 5.0)
+    assert after.round.ends_s == state.round.ends_s
     _, settled = choose_turn(waiting, after, 0.01, MIXED)
     assert (settled.over_s, settled.owed) == (0.0, None)
 
@@ -238,9 +264,8 @@ class Slot:
         if turn is None:
             self.now_s += 0.01
             return
-        alone_s = self._step_s(turn.model) if turn.kind == "decode" else 0.0
         took_s = self._run(turn)
-        self.state = self.state.spent(turn.kind, took_s, beside_s=max(took_s - alone_s, 0.0) if turn.is_mixed else 0.0)
+        self.state = self.state.spent(turn.kind, took_s)
         self.now_s += took_s
         for name in [name for name, cached in self.cached.items() if cached == self.length[name]]:
             del self.cached[name]
