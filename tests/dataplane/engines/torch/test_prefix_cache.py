@@ -300,8 +300,10 @@ def test_one_models_cache_keeps_no_slabs_from_another_shape(checkpoint: Checkpoi
         assert engine.stats().extra["preemptions"] == 0
 
 
-@pytest.mark.parametrize("kv_pressure", ["swap", "recompute", "remap"])
-def test_under_kv_pressure_shared_blocks_stay_right(kv_pressure: str, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize(
+    ("kv_pressure", "mixed"), [("swap", False), ("recompute", False), ("remap", False), ("swap", True)]
+)
+def test_under_kv_pressure_shared_blocks_stay_right(kv_pressure: str, checkpoint: Checkpoint, *, mixed: bool) -> None:
     names = ("llama", "mistral", "starcoder2")
     shared = prompt_of(1, 25)
     asked = [
@@ -310,7 +312,8 @@ def test_under_kv_pressure_shared_blocks_stay_right(kv_pressure: str, checkpoint
         for name in names
     ]
     expected = {one.request_id: alone(checkpoint, one) for one in asked}
-    engine = slot(checkpoint, *names, slabs=5, host_kv_bytes=8 * SLAB_BYTES, kv_pressure=kv_pressure)
+    turns = TurnSettings(decode=QUICK.decode, mixed_batches=mixed)
+    engine = slot(checkpoint, *names, slabs=5, host_kv_bytes=8 * SLAB_BYTES, kv_pressure=kv_pressure, turns=turns)
     with closing(engine):
         for _ in range(2):
             assert answer(engine, *asked)[0] == expected

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.memory.events import Event, TransferError
 from tests.dataplane.engines.torch.deep import (
+    QUICK,
     Deep,
     Undisturbed,
     drain_outputs,
@@ -29,14 +31,19 @@ NAMES = ("llama", "qwen2", "gemma3_text")
 """qwen2 has tied embeddings; mixtral, which has experts, is compared with transformers below."""
 
 
-def test_an_active_model_runs_on_while_its_layers_come_and_go(deep: Deep, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_an_active_model_runs_on_while_its_layers_come_and_go(
+    deep: Deep, undisturbed: Undisturbed, *, mixed: bool
+) -> None:
     requests = wants(["llama"], 8)
-    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1))
+    turns = replace(QUICK, mixed_batches=mixed)
+    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, turns=turns))
     for wanted in requests:
         engine.add(wanted)
     gathered = Gathered()
     most = run_dry(engine, gathered)
     assert gathered.tokens == undisturbed(requests)
+    assert ("mixed" in {one.kind for one in pool_of(engine).time_slices}) is mixed
     assert most >= 3, "several layers deep"
     engine.step()
     pool = pool_of(engine)
