@@ -31,7 +31,8 @@ def step_budget_s(batches: Iterable[BatchFacts], model: str, *, alpha: float) ->
     Args:
         batches: those of the slot.
         model: the one whose step it is; its batch must be one of them, and able to run.
-        alpha: the load of the round, which counts the switches between the batches.
+        alpha: the load of the slot: of the planned round, with the switches between the batches, or as measured, with
+            prefills and waits.
     """
     running = [batch for batch in batches if batch.can_run]
     load = sum([batch.step_s / batch.tbt_s for batch in running])

@@ -47,7 +47,8 @@ Kind = Literal["prefill", "decode"]
 class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
     switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet;
-    `blocked`: models whose prompts found no memory beside their batch.
+    `blocked`: models whose prompts found no memory beside their batch; `load`: of
+    the slot, measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -57,6 +58,7 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
     running_model: str | None = None
     unready: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    load: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +173,9 @@ def choose_turn(
         decode=decode is not None,
         settings=settings,
     )
-    budgets_s = _budgets_s(batches, groups, round_.alpha) if settings.mixed_batches and prefill and decode else {}
+    budgets_s: Mapping[str, float] = {}
+    if settings.mixed_batches and prefill and decode:
+        budgets_s = _budgets_s(batches, groups, max(round_.alpha, facts.load))
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     if prefill and (decode is None or (not mixes and _prefill_first(facts, state, owed, prefill, now_s, settings))):
         turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state

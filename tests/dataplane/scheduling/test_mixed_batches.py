@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.costs import CostEstimate, LatencyModel
@@ -180,6 +181,13 @@ def test_prompts_of_the_model_that_decodes_go_beside_its_batch() -> None:
     plain, _ = choose_turn(facts_of(prefills(("a", 0.0, "IW-N")), [batch("a")]), SlotState(), 0.0, TurnSettings())
     assert plain is not None
     assert (plain.kind, plain.is_mixed) == ("prefill", False)
+
+
+def test_a_slot_that_switches_and_cannot_keep_up_mixes_nothing() -> None:
+    waiting, both = prefills(("a", 0.0, "IW-N")), [batch("a", switch_s=0.1), batch("b", switch_s=0.1)]
+    assert turn_of(replace(facts_of(waiting, both), load=0.9)).is_mixed
+    assert turn_of(replace(facts_of(waiting, both), load=1.1)).kind == "prefill"
+    assert turn_of(replace(facts_of(waiting, [batch("a"), batch("b")]), load=1.1)).is_mixed, "nothing is switched"
 
 
 def test_a_model_whose_turn_is_soon_waits_for_it_and_one_without_a_batch_does_not() -> None:
