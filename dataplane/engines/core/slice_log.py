@@ -28,6 +28,7 @@ class SliceLog:
         self._prefills = SeenPrefills()
         """Those of `slices`."""
         self._present: Turn | None = None
+        self._kind: SliceKind = "decode"
         self._began_s = 0.0
         self._switched = False
         self._switch_s = 0.0
@@ -41,16 +42,18 @@ class SliceLog:
         """The prefill rate of the last time slices."""
         return self._prefills.pace
 
-    def turn(self, turn: Turn | None, now_s: float, *, missing_s: float = 0.0) -> None:
+    def turn(self, turn: Turn | None, now_s: float, *, missing_s: float = 0.0, blocked: bool = False) -> None:
         """Record the turn of the next step, None if there is none. A time slice ends when the kind or model changes.
-        `missing_s`: until the model's weights are loaded.
+        `missing_s`: until the model's weights are loaded. `blocked`: a mixed turn found no memory for its prompts, so
+        that it only decodes until one of its steps does.
         """
         present = self._present
+        kind: SliceKind = "decode" if turn is None else "mixed" if turn.is_mixed and not blocked else turn.kind
         if present is not None:
-            if turn is not None and (_kind(turn), turn.model) == (_kind(present), present.model):
+            if turn is not None and (kind, turn.model) == (self._kind, present.model):
                 return
             self._end(present, now_s)
-        self._present, self._began_s = turn, now_s
+        self._present, self._kind, self._began_s = turn, kind, now_s
         if turn is not None:
             self._switched = turn.model != self._model
             self._switch_s = missing_s if self._switched else 0.0
@@ -75,9 +78,9 @@ class SliceLog:
 
     def _end(self, turn: Turn, now_s: float) -> None:
         slices, prefills = self.slices, self._prefills
-        if len(slices) == SLICES_KEPT and slices[0].prompts and slices[0].prompt_tokens:
+        if len(slices) == SLICES_KEPT and _has_pace(slices[0]):
             prefills.forget(*_prompts(slices[0]), switched=slices[0].switched)
-        kind = _kind(turn)
+        kind = self._kind
         record = TimeSlice(
             kind=kind,
             model=turn.model,
@@ -90,12 +93,12 @@ class SliceLog:
             switch_s=self._switch_s,
         )
         slices.append(record)
-        if record.prompts and record.prompt_tokens:
+        if _has_pace(record):
             prefills.take(*_prompts(record), switched=record.switched)
 
 
-def _kind(turn: Turn) -> SliceKind:
-    return "mixed" if turn.is_mixed else turn.kind
+def _has_pace(record: TimeSlice) -> bool:
+    return record.kind != "decode" and record.prompt_tokens > 0
 
 
 def _prompts(prefill: TimeSlice) -> tuple[int, int, float]:

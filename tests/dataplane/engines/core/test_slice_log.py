@@ -31,6 +31,16 @@ def test_a_decode_turn_is_cut_where_its_steps_begin_and_cease_to_prefill() -> No
     assert log.prefill_pace.of(300) == pytest.approx(0.45)
 
 
+def test_time_without_memory_for_prompts_beside_is_no_time_of_prefills() -> None:
+    log = SliceLog()
+    for now_s, blocked in ((0.0, False), (0.1, True), (9.0, False)):
+        log.turn(turn("decode", "a", 0.0, beside=("r",)), now_s, blocked=blocked)
+        log.step(1, prompts=() if blocked else (100,))
+    log.turn(None, 9.1)
+    assert [(one.kind, one.prompts) for one in log.slices] == [("mixed", 1), ("decode", 0), ("mixed", 1)]
+    assert log.prefill_pace.of(100) == pytest.approx(0.1)
+
+
 def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:
     log, chance, now_s = SliceLog(), random.Random(1), 0.0
     assert log.prefill_pace == PrefillPace()
