@@ -8,15 +8,18 @@ The testbed: 16 GPUs, models of 7B to 13B. Token k is due 10 s + k * 0.1 s after
 artifact's H100 profiles, where a switch takes bytes / 16 GB/s, as its simulator assumes; or any other profile.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any, Literal
 
 import typer
 
-from ops.bench.papers.workloads import HALF_AS_LONG, Workload, merged, workloads_of
+from ops.bench.papers.workloads import HALF_AS_LONG, Redraws, Workload, merged, workloads_of
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -36,6 +39,8 @@ MODELS = (
 LARGEST_BYTES = MODELS[-1].weights_bytes
 TWO_MODELS_BYTES = 53 * 10**9
 """Two of the largest, so that one can be loaded while the other runs."""
+DURATION_S = 120.0
+"""Of a workload at rate 0.1; those of 40 models last half as long."""
 GPU_BYTES = 76 * 10**9
 """Of 80 GiB; the rest is the engine's."""
 
@@ -43,12 +48,19 @@ System = Literal[
     "pooled",
     "pooled-both",
     "request-level",
+    "request-level-prefetch",
     "request-level-sjf",
-    "request-level-line",
+    "request-level-per-gpu",
     "request-level-split",
     "static",
     "dedicated",
 ]
+
+Metric = Literal["service", "token"]
+"""`service`: the mean over requests of the share of their time without an overdue token, as the artifact counts it.
+`token`: the share of all tokens that were made in time (section 2.1 of the paper).
+"""
+METRICS: tuple[Metric, ...] = ("service", "token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +86,17 @@ SYSTEMS: Mapping[System, SystemPlan] = {
     "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
     "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
     "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
+    "request-level-prefetch": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "request-level-sjf": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "shortest-first"}),
-    "request-level-line": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "line-per-gpu"}),
+    "request-level-per-gpu": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "line-per-gpu"}),
     "request-level-split": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_split),
     "static": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
 }
 """Tidepool's shared pools with disaggregated and with aggregated prefill and decode; request-level switching
-(ServerlessLLM) with a global queue, the same with the shortest job first (ServerlessLLM+), with per-GPU queues as in
-the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a GPU for each model.
+(ServerlessLLM) with a global queue, the same with the next model prefetched into the memory that the pools have, with
+the shortest job first (ServerlessLLM+), with per-GPU queues as in the artifact, and disaggregated with a global queue;
+two models on each GPU for good (MuxServe); a GPU for each model.
 """
 
 
@@ -99,11 +113,14 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Figures of a workload. `models` at `rate` requests per second each; `unserved`: requests too long for a GPU."""
+    """Figures of a workload. `models` at `rate` requests per second each; `draw`: 0 for the file's own; `unserved`:
+    requests too long for a GPU.
+    """
 
     system: System
     models: int
     rate: str
+    draw: int
     slo_scale: float
     prefill_slots: int
     requests: int
@@ -115,10 +132,12 @@ class Row:
     seconds: float
     event_log_hash: str
 
-    @property
-    def kept(self) -> bool:
-        """Whether all requests were served, with 90 % service attainment."""
-        return not self.unserved and self.service_attainment >= 0.9
+    def keeps(self, metric: Metric) -> bool:
+        """Whether all requests were served, with 90 % attainment by this metric."""
+        return not self.unserved and self.attainment(metric) >= 0.9
+
+    def attainment(self, metric: Metric) -> float:
+        return self.service_attainment if metric == "service" else self.token_attainment
 
 
 def scenario_of(setup: Setup, workload: Workload) -> Scenario:
@@ -144,7 +163,7 @@ def scenario_of(setup: Setup, workload: Workload) -> Scenario:
     )
 
 
-def measure(setup: Setup, workload: Workload) -> Row:
+def measure(setup: Setup, workload: Workload, draw: int = 0) -> Row:
     """Serve a workload to its end."""
     outcome = simulate(scenario_of(setup, workload))
     result = outcome.result
@@ -152,6 +171,7 @@ def measure(setup: Setup, workload: Workload) -> Row:
         system=setup.system,
         models=workload.models,
         rate=workload.rate,
+        draw=draw,
         slo_scale=setup.slo_scale,
         prefill_slots=setup.prefill_slots,
         requests=result.requests,
@@ -167,7 +187,7 @@ def measure(setup: Setup, workload: Workload) -> Row:
 
 PUBLISHED: Mapping[System, str] = {
     "pooled": "72 (artifact, H100), 70 (paper, H800)",
-    "request-level-line": "44",
+    "request-level-per-gpu": "44",
     "static": "32",
     "dedicated": "16",
 }
@@ -175,12 +195,18 @@ COLUMNS: Columns = {
     "system": "system",
     "models": "models",
     "rate": "rate",
+    "draw": "draw",
     "SLO": "slo_scale",
     "prefill GPUs": "prefill_slots",
     "service": lambda row: f"{row['service_attainment']:.2%}",
     "token": lambda row: f"{row['token_attainment']:.2%}",
     "busy": lambda row: f"{row['busy_share']:.0%}",
     "switches": "switches",
+}
+LIMIT_COLUMNS: Columns = {
+    "setup": "setup",
+    "by service": lambda row: _range(row["service"]),
+    "by token": lambda row: _range(row["token"]),
 }
 HOPELESS = 0.7
 """With this service attainment more models are not tried."""
@@ -197,6 +223,7 @@ Scales = Annotated[list[float] | None, typer.Option(min=0.01, help="Of both targ
 Plot = Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pdf.", dir_okay=False)]
 Least = Annotated[int, typer.Option(min=2, help="Models at least.")]
 Most = Annotated[int, typer.Option(min=2, help="Models at most; for more than 80 two workloads are merged.")]
+Draws = Annotated[int, typer.Option(min=0, max=100, help="Workloads drawn anew at each size; 0: the file's own.")]
 Every = Annotated[int, typer.Option(min=2, help="Steps of so many models.")]
 
 
@@ -223,8 +250,33 @@ def models(
 
 
 @app.command()
+def limits(
+    workloads: File,
+    draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each with a limit of its own.")] = 5,
+    least: Least = 16,
+    most: Most = 160,
+    every: Every = 2,
+    system: Systems = None,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = None,
+    slo_scale: Scales = None,
+    as_json: AsJson = False,
+) -> None:
+    """How many models keep 90 % at rate 0.1 on each of several draws, by either metric, found by bisection."""
+    setups = _setups(system, profile, prefill_slots, slo_scale)
+    with work_folder() as folder:
+        redraws = Redraws(workloads, folder)
+        found = [_limits(setup, redraws, draws, range(least, most + 1, every)) for setup in setups]
+    if as_json:
+        print_json(found)
+    else:
+        print_table(f"Models at 90 %, mean and range of {draws} draws, 16 GPUs", LIMIT_COLUMNS, found)
+
+
+@app.command()
 def rates(
     workloads: File,
+    draws: Draws = 0,
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
@@ -234,11 +286,46 @@ def rates(
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
     check_plot(plot)
-    sizes = [each for each in workloads_of(workloads) if each.models == 40]
     setups = _setups(system, profile, prefill_slots, slo_scale)
-    found = [(setup, [_measured(setup, each) for each in sizes]) for setup in setups]
+    with work_folder() as folder:
+        sizes = [(0, each) for each in workloads_of(workloads) if each.models == HALF_AS_LONG]
+        if draws:
+            redraws = Redraws(workloads, folder)
+            sizes = [
+                (draw, redraws.workload(HALF_AS_LONG, each.rate, draw, duration_s=DURATION_S / 2))
+                for _, each in sizes
+                for draw in range(1, draws + 1)
+            ]
+        found = [(setup, [_measured(setup, each, draw) for draw, each in sizes]) for setup in setups]
     _show([asdict(row) for _, rows in found for row in rows], as_json)
     _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
+
+
+def _limits(setup: Setup, redraws: Redraws, draws: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """The limits of a setup on each draw, by metric, and their means."""
+    rows = [_rows_of(setup, redraws, draw) for draw in range(1, draws + 1)]
+    found = {metric: [_limit(row_of, metric, sizes) for row_of in rows] for metric in METRICS}
+    return {"setup": _named(setup)} | {name: {"mean": mean(limits), "draws": limits} for name, limits in found.items()}
+
+
+def _rows_of(setup: Setup, redraws: Redraws, draw: int) -> Callable[[int], Row]:
+    """The row of each number of models on a draw; each is measured once."""
+
+    @cache
+    def row_of(models: int) -> Row:
+        return _measured(setup, redraws.workload(models, "0.1", draw, duration_s=DURATION_S), draw)
+
+    return row_of
+
+
+def _limit(row_of: Callable[[int], Row], metric: Metric, sizes: Sequence[int]) -> int:
+    """The largest of the sizes that keeps 90 %, as if all smaller ones did too; 0: not even the first does."""
+    place = bisect_left(sizes, True, key=lambda models: not row_of(models).keeps(metric))
+    return sizes[place - 1] if place else 0
+
+
+def _range(limit: Mapping[str, Any]) -> str:
+    return f"{limit['mean']:.1f} ({min(limit['draws'])} to {max(limit['draws'])})"
 
 
 def _climb(
@@ -283,11 +370,12 @@ def _sizes(workloads: Path, least: int, most: int, every: int) -> Iterator[list[
         yield sizes
 
 
-def _measured(setup: Setup, workload: Workload) -> Row:
-    row = measure(setup, workload)
+def _measured(setup: Setup, workload: Workload, draw: int = 0) -> Row:
+    row = measure(setup, workload, draw)
     notes().print(
-        f"{row.system} {row.models} models at {row.rate}, SLO x {row.slo_scale:g}: service"
-        f" {row.service_attainment:.2%}, {row.requests} requests in {row.seconds:.1f} s"
+        f"{row.system} {row.models} models at {row.rate}, draw {row.draw}, SLO x {row.slo_scale:g}: service"
+        f" {row.service_attainment:.2%}, token {row.token_attainment:.2%}, {row.requests} requests"
+        f" in {row.seconds:.1f} s"
     )
     return row
 
@@ -316,10 +404,13 @@ def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:
 
 
 def _print_best(setup: Setup, rows: Sequence[Row]) -> None:
-    best = max((row.models for row in rows if row.kept), default=0)
+    best = {metric: max((row.models for row in rows if row.keeps(metric)), default=0) for metric in METRICS}
     published = PUBLISHED.get(setup.system) if setup.slo_scale == 1.0 else None
     against = f"; published: {published}" if published else ""
-    notes().print(f"{_named(setup)}: {best} models at 90 % service attainment{against}")
+    notes().print(
+        f"{_named(setup)}: {best['service']} models at 90 % service attainment, {best['token']} at 90 % of tokens in"
+        f" time{against}"
+    )
 
 
 def _draw(against: str, lines: Sequence[tuple[str, Sequence[Row]]], plot: Path | None) -> None:
@@ -331,12 +422,11 @@ def _draw(against: str, lines: Sequence[tuple[str, Sequence[Row]]], plot: Path |
             x_label="models" if against == "models" else "requests/s of each of 40 models",
             y_label="share",
             lines={
-                name: [(float(getattr(row, against)), float(getattr(row, f"{metric}_attainment"))) for row in rows]
-                for name, rows in lines
+                name: [(float(getattr(row, against)), row.attainment(metric)) for row in rows] for name, rows in lines
             },
             kept=0.9,
         )
-        for metric in ("service", "token")
+        for metric in METRICS
     ]
     draw_lines(panels, "Aegaeon's workloads on 16 GPUs", plot)
 

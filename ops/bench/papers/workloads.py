@@ -1,10 +1,11 @@
-"""The workloads of Aegaeon's artifact: those of a file, and files in the same format."""
+"""The workloads of Aegaeon's artifact: those of a file, others drawn as it drew them, and files in the same format."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import typer
 
 from forecasts.importers.lines import DemandFileError, open_csv
@@ -40,6 +41,41 @@ def workloads_of(path: Path) -> list[Workload]:
     matches = (pattern.fullmatch(name) for name in names)
     found = [Workload(path=path, name=one[0], models=int(one[1]), rate=one[2]) for one in matches if one]
     return sorted(found, key=lambda one: (one.models, float(one.rate)))
+
+
+class Redraws:
+    """Workloads drawn anew, as the artifact drew its own: each model has Poisson arrivals at the rate until the end,
+    but rate x duration of them at most, and every request has the prompt's and the answer's length of one of the file.
+
+    What a model gets hangs on the draw, the rate and its number alone: a larger workload of the same draw has the
+    requests of a smaller one, and those of more models.
+
+    Raises:
+        DemandFileError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        """`folder`: where the workloads are written."""
+        names = [one.name for one in workloads_of(path)]
+        requests = sorted({one for name in names for one in read_aegaeon(path, name)})
+        self._lengths = [(one.prompt_tokens, one.output_tokens) for one in requests]
+        self._folder = folder
+
+    def workload(self, models: int, rate: str, draw: int, *, duration_s: float) -> Workload:
+        """The workload of so many models; `rate` in requests per second of each, `draw` from 1."""
+        requests = [one for number in range(models) for one in self._of_model(number, rate, draw, duration_s)]
+        path = self._folder / f"draw-{draw}-{models}-{rate}.csv"
+        return write_workload(path, sorted(requests), models=models, rate=rate)
+
+    def _of_model(self, number: int, rate: str, draw: int, duration_s: float) -> Iterator[Recorded]:
+        rng = np.random.default_rng([draw, number, round(1000 * float(rate))])
+        most = round(float(rate) * duration_s)
+        times_s = np.cumsum(rng.exponential(1 / float(rate), most)).tolist()
+        picked = rng.integers(len(self._lengths), size=most).tolist()
+        for time_s, place in zip(times_s, picked, strict=True):
+            if time_s < duration_s:
+                prompt_tokens, output_tokens = self._lengths[place]
+                yield Recorded(time_s, model_name(number), prompt_tokens, output_tokens)
 
 
 def model_name(number: int) -> str:

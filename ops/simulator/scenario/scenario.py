@@ -67,11 +67,11 @@ _SLOTS: Mapping[str, frozenset[str]] = {
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
-    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and, for pools, `weights_bytes` are per GPU;
-    `prefix_host_bytes`: host memory of a dedicated instance for prefixes. Where dedicated instances are scaled,
-    `instances` are those there at the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes`
-    and `weights_bytes` of its own, the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU
-    type, in the place of its profile's.
+    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are per GPU: pools need
+    the latter, and request-level serving has memory for the largest model without it. `prefix_host_bytes`: host memory
+    of a dedicated instance for prefixes. Where dedicated instances are scaled, `instances` are those there at the
+    beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the
+    latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -109,7 +109,8 @@ class FleetPart(Part):
 
 
 class PolicyPart(Part):
-    """Settings of the policies. `switching`: of request-level serving.
+    """Settings of the policies. `switching`: of request-level serving. `prefetch`: whether slots of pools, and GPUs of
+    request-level serving, load the next model while they serve another, where both fit.
     `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
     sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
     instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
@@ -177,6 +178,12 @@ class Scenario(Part):
             raise ValueError("models: a name is there twice")
         if len(regions) < len(self.regions):
             raise ValueError("regions: a name is there twice")
+        kept_bytes = self.fleet.weights_bytes
+        largest = max(self.models, key=lambda model: model.weights_bytes)
+        if self.fleet.serving == "request-level" and kept_bytes is not None and kept_bytes < largest.weights_bytes:
+            raise ValueError(
+                f"fleet.weights_bytes: must be at least {largest.weights_bytes}, those of {largest.name!r}"
+            )
         for index, instance in enumerate(self.fleet.instances):
             if instance.model not in models:
                 raise ValueError(f"fleet.instances.{index}.model: no model {instance.model!r}")

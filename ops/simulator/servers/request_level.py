@@ -1,7 +1,12 @@
 """The baseline of request-level auto-scaling (ServerlessLLM): GPUs that switch when nothing of their model is left.
 
-A GPU serves one model until nothing of it is left; a switch takes what the weights take. Whom it serves then, see
-`Switching`. GPUs do both kinds of work, or some prefill and the others decode, each switching by itself.
+A GPU serves one model until nothing of it is left; a switch takes what is left of the transfer of the weights. Whom it
+serves then, see `Switching`. GPUs do both kinds of work, or some prefill and the others decode, each switching by
+itself.
+
+A GPU keeps the models that fit into its memory for weights, as the slot of a pool does, and while it serves one it may
+load the next: that of the first waiting request whose model no other GPU loads. Each model that waits is loaded by the
+GPU that is expected to end first. That GPU then serves it before requests that came earlier, for which others load.
 """
 
 from bisect import insort
@@ -11,6 +16,7 @@ from itertools import takewhile
 from typing import Literal
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
+from dataplane.engines.replay.weights import Weights, WeightsMemory
 from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.events import Alarm, Events, Kind
@@ -28,7 +34,9 @@ LINE_MAX = 4
 
 
 class RequestLevelCluster:
-    """GPUs that switch when nothing runs on them. Meets `presence.Server`."""
+    """GPUs that switch when nothing runs on them. Meets `presence.Server`. `weights_bytes`: of a GPU, for the models
+    that it keeps, at least the largest; `prefetch`: whether it loads the next one while it serves another.
+    """
 
     def __init__(
         self,
@@ -43,6 +51,8 @@ class RequestLevelCluster:
         answers: AnswersByModel,
         ended: Ended,
         switching: Switching = "first-come",
+        weights_bytes: int,
+        prefetch: bool = True,
     ) -> None:
         self.slots = gpus
         self.switches = 0
@@ -55,14 +65,19 @@ class RequestLevelCluster:
         self._answers = answers
         self._tell_ended = ended
         self._switching = switching
-        self._gpus: list[_Gpu] = [_Gpu() for _ in range(gpus)]
+        self._prefetches = prefetch
+        self._weights = {
+            name: Weights(model=name, size_bytes=model.weights_bytes, switch_s=model.switch_s, layers=1)
+            for name, model in models.items()
+        }
+        self._gpus: list[_Gpu] = [_Gpu(WeightsMemory(weights_bytes)) for _ in range(gpus)]
         self._waiting: list[Served] = []
         self._switching_s = 0.0
         self._retired_s = 0.0
 
     @property
     def busy_s(self) -> float:
-        """Time of work and switches."""
+        """Time of work, and of switches that no prefetch hid."""
         running_s = sum(gpu.instance.busy_s for gpu in self._gpus if gpu.instance)
         return self._retired_s + self._switching_s + running_s
 
@@ -103,10 +118,56 @@ class RequestLevelCluster:
 
     def _assign(self) -> None:
         """Assign requests to GPUs with their model, or idle ones; the others keep their order."""
+        self._waiting = [one for one in self._waiting if not self._join(one)]
+        self._forget_loads()
         self._waiting = [one for one in self._waiting if not self._join(one) and not self._switch(one)]
         for gpu in self._gpus:
             while gpu.line and (self._take(gpu, gpu.line[0]) or self._turn(gpu, gpu.line[0])):
                 gpu.line.popleft()
+        if self._prefetches:
+            self._prefetch()
+
+    def _forget_loads(self) -> None:
+        """A GPU that loaded a model for which nobody waits any more is free for others; it keeps the model."""
+        wanted = {served.request.model for served in self._waiting}
+        for gpu in self._gpus:
+            if gpu.next_model not in wanted:
+                gpu.next_model = None
+
+    def _prefetch(self) -> None:
+        """Load the models of waiting requests, in their order, on GPUs that serve others; each on one GPU."""
+        self._forget_loads()
+        loading = {gpu.next_model for gpu in self._gpus}
+        for model in dict.fromkeys(served.request.model for served in self._waiting):
+            free = [gpu for gpu in self._gpus if gpu.next_model is None and self._may_load(gpu, model)]
+            if free and model not in loading:
+                gpu = min(free, key=lambda gpu: (self._missing_s(gpu, model), self._rest_tokens(gpu)))
+                gpu.next_model = model
+                self._load(gpu, model, keep=gpu.model)
+        for gpu in self._gpus:
+            follows = next((one.request.model for one in gpu.line if one.request.model != gpu.model), None)
+            if follows is not None and self._may_load(gpu, follows):
+                self._load(gpu, follows, keep=gpu.model)
+
+    def _may_load(self, gpu: "_Gpu", model: str) -> bool:
+        """Whether a GPU that serves another model has the memory to load this one."""
+        if not gpu.requests or gpu.model is None or gpu.model == model:
+            return False
+        return gpu.memory.fits_with(self._weights[model], others=(gpu.model,))
+
+    def _load(self, gpu: "_Gpu", model: str, *, keep: str | None = None) -> float:
+        """Load a model if the GPU has not got it; when it is there."""
+        now_s = self._events.now_s
+        loaded_s = gpu.memory.load(self._weights[model], now_s, keep=keep)
+        assert loaded_s is not None
+        return max(loaded_s, now_s)
+
+    def _missing_s(self, gpu: "_Gpu", model: str) -> float:
+        return gpu.memory.missing_s(self._weights[model], self._events.now_s)
+
+    def _rest_tokens(self, gpu: "_Gpu") -> int:
+        """The tokens that the longest answer on a GPU is expected to have to come."""
+        return max(self._answers[one.request.model].rest(one.made, one.left) for one in gpu.requests.values())
 
     def _choose_line(self, served: Served) -> "_Gpu":
         """A GPU that serves the model last of all in its line, for fewer than `LINE_MAX`; else that which has been
@@ -140,8 +201,13 @@ class RequestLevelCluster:
         return True
 
     def _switch(self, served: Served) -> bool:
-        idle = [gpu for gpu in self._gpus if not gpu.requests]
-        return bool(idle) and self._turn(next((one for one in idle if one.model is None), idle[0]), served)
+        """Switch an idle GPU that has not loaded another model for others: that which has the request's soonest."""
+        model = served.request.model
+        idle = [gpu for gpu in self._gpus if not gpu.requests and gpu.next_model in (None, model)]
+        if not idle:
+            return False
+        best = min(idle, key=lambda gpu: (gpu.next_model is None, self._missing_s(gpu, model), gpu.idle_since_s))
+        return self._turn(best, served)
 
     def _turn(self, gpu: "_Gpu", served: Served) -> bool:
         """Switch an idle GPU to the request's model."""
@@ -151,10 +217,12 @@ class RequestLevelCluster:
         if gpu.instance:
             self._retired_s += gpu.instance.busy_s
         gpu.model, gpu.instance, gpu.token_bytes = model.name, None, model.kv_bytes_per_token
+        gpu.next_model = None
+        loaded_s = self._load(gpu, model.name)
         self.switches += 1
-        self._switching_s += model.switch_s
+        self._switching_s += loaded_s - self._events.now_s
         self._take(gpu, served)
-        self._events.at(self._events.now_s + model.switch_s, Kind.END, lambda: self._start(gpu, model))
+        self._events.at(loaded_s, Kind.END, lambda: self._start(gpu, model))
         return True
 
     def _start(self, gpu: "_Gpu", model: ModelCosts) -> None:
@@ -209,9 +277,13 @@ class SplitCluster:
 
 
 class _Gpu:
-    """One GPU. `instance`: None while weights arrive. Whoever waits for the GPU notices each end: it has an alarm."""
+    """One GPU. `instance`: None while weights arrive. `next_model`: loaded, or being loaded, for requests that wait in
+    the global queue. Whoever waits for the GPU notices each end: it has an alarm.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: WeightsMemory) -> None:
+        self.memory = memory
+        self.next_model: str | None = None
         self.model: str | None = None
         self.instance: Instance | None = None
         self.alarm: Alarm | None = None

@@ -109,6 +109,8 @@ def _request_level(
             answers=world.answers,
             ended=ended,
             switching=scenario.policy.switching,
+            weights_bytes=fleet.weights_bytes or max(model.weights_bytes for model in costs.values()),
+            prefetch=scenario.policy.prefetch,
         )
 
     if fleet.gpus:
