@@ -24,60 +24,16 @@ from controlplane.planner import snapshot as live_snapshot
 from controlplane.policies.decisions import Admit, Refuse
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.formats import traffic_of
-from ops.simulator.scenario.scenario import PolicyPart, Scenario
+from ops.simulator.scenario.scenario import PolicyPart
 from ops.simulator.world import loops as sim_loops
 from ops.simulator.world import planning as sim_planning
 from ops.simulator.world import routing as routing_module
 from ops.simulator.world import world as world_module
+from tests.ops.simulator.fixed import scenario_of
 from tests.ops.simulator.pooling import pooled
 from tests.ops.simulator.scaled import scaled
 
 SMALL = Path(__file__).parents[3] / "ops" / "scenarios" / "simulate-small.toml"
-
-
-def scenario_of(serving: str, *, seconds: float = 30.0, rate_per_s: float = 4.0, **fleet: Any) -> Scenario:
-    fleets: dict[str, dict[str, Any]] = {
-        "dedicated": {
-            "instances": [
-                {"model": "a", "region": "east", "count": 2},
-                {"model": "b", "region": "east"},
-                {"model": "b", "region": "west", "kind": "IW"},
-                {"model": "c", "region": "west"},
-            ]
-        },
-        "pooled": {"prefill_slots": 1, "decode_slots": 2, "weights_bytes": 40 * 10**9},
-        "both": {"serving": "pooled", "both_slots": 2, "weights_bytes": 40 * 10**9},
-        "request-level": {"gpus": 3},
-        "split": {"serving": "request-level", "prefill_slots": 1, "decode_slots": 2},
-    }
-    return Scenario.model_validate(
-        {
-            "name": "test",
-            "regions": ["east", "west"],
-            "latencies_ms": {"east > west": 30, "west > east": 50},
-            "traffic": {
-                "kind": "generated",
-                "rate_per_s": rate_per_s,
-                "duration_s": seconds,
-                "cv": 2.0,
-                "zipf": 0.5,
-                "origins": {"east": 2, "west": 1},
-                "tiers": {"IW-F": 2, "IW-N": 1, "NIW": 1},
-                "prompt_tokens": {"median": 300, "most": 2000},
-                "output_tokens": {"median": 40, "most": 300},
-            },
-            "models": [
-                {"name": name, "weights_bytes": 15 * 10**9, "kv_bytes_per_token": 200_000} for name in ("a", "b", "c")
-            ],
-            "fleet": {
-                "serving": serving,
-                "profile": str(SMALL.parents[1] / "profiles" / "h800.toml"),
-                "kv_bytes": 2 * 10**9,
-                **fleets[serving],
-                **fleet,
-            },
-        }
-    )
 
 
 SERVINGS = ["dedicated", "pooled", "request-level", "split"]
