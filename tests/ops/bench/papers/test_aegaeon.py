@@ -73,6 +73,15 @@ def test_limits_are_those_of_each_draw_by_either_metric(tmp_path: Path) -> None:
     assert "0.0 (0 to 0)" in result.stdout
 
 
+def test_rates_are_measured_on_each_draw(tmp_path: Path) -> None:
+    arguments = ["rates", str(written(tmp_path, (40,))), "--system", "dedicated", "--json"]
+    rows = json.loads(CliRunner().invoke(aegaeon.app, [*arguments, "--draws", "2"]).stdout)
+    assert [(row["draw"], row["rate"]) for row in rows] == [(1, "0.1"), (2, "0.1")]
+    assert rows[0]["event_log_hash"] != rows[1]["event_log_hash"]
+    [own] = json.loads(CliRunner().invoke(aegaeon.app, arguments).stdout)
+    assert (own["draw"], own["requests"]) == (0, 40)
+
+
 def test_a_metric_is_kept_by_itself() -> None:
     row = aegaeon.Row(
         system="pooled",

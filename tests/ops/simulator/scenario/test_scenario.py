@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from ops.cli.main import app
@@ -16,6 +17,7 @@ from ops.simulator.traffic.traffic import generate
 from ops.simulator.traffic.traffic_parts import GeneratedPart
 from ops.simulator.world.measures import Histogram
 from tests.ops.simulator.examples import SMALL, changed
+from tests.ops.simulator.fixed import scenario_of
 
 
 def test_the_example_is_one() -> None:
@@ -70,6 +72,12 @@ def test_errors_name_the_key(tmp_path: Path, before: str, after: str, said: str)
         load_scenario(changed(SMALL, tmp_path, (before, after)))
     assert str(tmp_path) in str(caught.value)
     assert said in str(caught.value)
+
+
+def test_a_request_level_gpu_has_room_for_the_largest_model() -> None:
+    assert scenario_of("request-level", weights_bytes=15 * 10**9).fleet.weights_bytes == 15 * 10**9
+    with pytest.raises(ValidationError, match=r"fleet\.weights_bytes: must be at least 15000000000, those of 'a'"):
+        scenario_of("request-level", weights_bytes=15 * 10**9 - 1)
 
 
 def generated(seed: int, **changes: Any) -> list[Request]:
