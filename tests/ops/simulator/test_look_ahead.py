@@ -149,9 +149,14 @@ def test_routing_by_prefix_does_not_look_ahead() -> None:
 
 
 @pytest.mark.parametrize("order", ["fcfs", "edf", "pf", "dpa"])
-@pytest.mark.parametrize("serving", ["dedicated", "pooled", "request-level", "split", "static"])
+@pytest.mark.parametrize("serving", ["dedicated", "pooled", "both", "request-level", "split", "static"])
 def test_scheduling_does_not_look_ahead(serving: str, order: str) -> None:
     assert first_difference(with_policy(scenario_of(serving), order=order), 14.0) is None
+
+
+@pytest.mark.parametrize("serving", ["dedicated", "both"])
+def test_mixed_batches_do_not_look_ahead(serving: str) -> None:
+    assert first_difference(with_policy(scenario_of(serving), mixed_batches=True), 14.0) is None
 
 
 @pytest.mark.parametrize("kv_pressure", ["swap", "recompute", "auto"])
