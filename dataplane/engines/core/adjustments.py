@@ -11,6 +11,7 @@ from typing import Self
 import numpy as np
 import torch
 
+from dataplane.engines.core.uploads import upload
 from dataplane.engines.interface import EngineRequest
 
 
@@ -88,8 +89,9 @@ def adjust(logits: torch.Tensor, rows: Sequence[tuple[int, LogitAdjustments]]) -
             np.concatenate([adjustments.tokens for _, adjustments in rows]),
         )
     )
-    places = tuple(torch.from_numpy(at).to(logits.device))
-    values = torch.from_numpy(np.concatenate([adjustments.values for _, adjustments in rows], axis=1))
-    bias, factor, penalty = values.to(logits.device)
-    biased = logits[places] + bias
-    logits[places] = torch.where(biased > 0, biased / factor, biased * factor) - penalty
+    values = np.concatenate([adjustments.values for _, adjustments in rows], axis=1)
+    places, there = upload(logits.device, at, values)
+    row, token = places.unbind()
+    bias, factor, penalty = there.unbind()
+    biased = logits[row, token] + bias
+    logits[row, token] = torch.where(biased > 0, biased / factor, biased * factor) - penalty

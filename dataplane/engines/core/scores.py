@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from dataplane.engines.core.uploads import upload
 from dataplane.engines.interface import TokenScore
 
 LOGPROB_MIN = -9999.0
@@ -18,10 +20,10 @@ def token_scores(logits: torch.Tensor, tokens: Sequence[int], tops: Sequence[int
     if not tokens:
         return []
     logprobs = torch.log_softmax(logits, dim=-1).clamp_(min=LOGPROB_MIN)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    (chosen,) = upload(logits.device, np.array(tokens, dtype=np.int64)[:, None])
     largest, likeliest = logprobs.topk(min(max(tops), logprobs.shape[1]), dim=-1)
-    rows = zip(chosen, likeliest.tolist(), largest.tolist(), tops, strict=True)
+    values = torch.cat((logprobs.gather(1, chosen), largest), dim=-1).tolist()
     return [
-        TokenScore(logprob=logprob, top=tuple(zip(ids[:top], values[:top], strict=True)))
-        for logprob, ids, values, top in rows
+        TokenScore(logprob=logprob, top=tuple(zip(ids[:top], largest_first[:top], strict=True)))
+        for (logprob, *largest_first), ids, top in zip(values, likeliest.tolist(), tops, strict=True)
     ]

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sampler import SequenceDraws, choose_tokens
 from dataplane.engines.core.scores import token_scores
 from dataplane.engines.core.step_batches import StepBatches, work_of
+from dataplane.engines.core.uploads import upload
 from dataplane.engines.interface import TokenScore
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
@@ -104,15 +106,19 @@ class Steps:
             for index in makers:
                 self._watch(chunks[index].sequence, logits[index])
         eos_ids = tuple(sorted(skeleton.eos_ids))
-        draws = [self._draws.next(chunks[index].sequence, eos_ids) for index in makers]
-        tokens = choose_tokens(logits[makers], draws) if makers else []
+        sequences = [chunks[index].sequence for index in makers]
+        draws = [self._draws.next(sequence, eos_ids) for sequence in sequences]
+        logits = _rows(logits, makers)
+        scored = [at for at, sequence in enumerate(sequences) if sequence.request.logprobs is not None]
+        unchanged = _rows(logits, scored).clone() if scored else logits
+        tokens = choose_tokens(logits, draws) if makers else []
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
-        sequences = [chunks[index].sequence for index in makers]
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is not None:  # keys and values that are not numbers must not reach others
                 self._kv.computed(sequence.kv, sequence.cached)
-        return list(zip(sequences, tokens, _scores(logits, makers, sequences, tokens), strict=True))
+        scores = _scores(unchanged, scored, sequences, tokens)
+        return [(sequence, token, scores.get(at)) for at, (sequence, token) in enumerate(zip(sequences, tokens))]
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton = model.weights.skeleton
@@ -124,18 +130,19 @@ class Steps:
         return [(chunks[index].sequence, POOLED if values else None, None) for index, values in pooled.items()]
 
 
+def _rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Those rows of `[n, vocabulary]`, in order; not a copy if they are all of them."""
+    if len(rows) == len(logits):
+        return logits
+    (there,) = upload(logits.device, np.array(rows, dtype=np.int64))
+    return logits[there]
+
+
 def _scores(
-    logits: torch.Tensor, rows: Sequence[int], sequences: Sequence[TokenSequence], tokens: Sequence[int | None]
-) -> list[TokenScore | None]:
-    """The scores of new tokens by the model's own logits, None for those whose requests do not want them."""
-    scores: list[TokenScore | None] = [None] * len(rows)
-    wanted = [
-        (at, rows[at], token, sequence.request.logprobs)
-        for at, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
-        if sequence.request.logprobs is not None and token is not None
-    ]
-    if wanted:
-        places, those, chosen, tops = zip(*wanted, strict=True)
-        for at, score in zip(places, token_scores(logits[list(those)], chosen, tops), strict=True):
-            scores[at] = score
-    return scores
+    logits: torch.Tensor, scored: Sequence[int], sequences: Sequence[TokenSequence], tokens: Sequence[int | None]
+) -> dict[int, TokenScore]:
+    """The scores of new tokens, by their number; `logits` has a row of the model's own for each that is `scored`."""
+    tops = [sequences[at].request.logprobs or 0 for at in scored]
+    chosen = [tokens[at] for at in scored]
+    scores = token_scores(logits, [token or 0 for token in chosen], tops)
+    return {at: score for at, score, token in zip(scored, scores, chosen, strict=True) if token is not None}

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from dataplane.engines.core.uploads import upload
 from dataplane.engines.torch.model.attention import KvStep, Span
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk
@@ -23,10 +25,10 @@ def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
         input_ids=batch.tokens,
         position_ids=batch.positions,
         use_cache=False,
-        logits_to_keep=batch.ends - 1,
+        logits_to_keep=batch.last,
         kv_step=batch.step,
     ).logits[0]
-    return logits[torch.tensor(batch.order, device=logits.device).argsort()].float()
+    return logits.float()
 
 
 @torch.inference_mode()
@@ -43,33 +45,43 @@ def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """The inputs of a forward pass. `order`: the chunks' indices as their rows follow each other; `ends`: the row after
-    the last one of each; `tokens` and `positions` are `[1, rows]`.
+    """The inputs of a forward pass. `order`: the chunks' indices as their rows follow each other; `last`: the last row
+    of each chunk, in the order that they were given; `tokens` and `positions` are `[1, rows]`.
     """
 
     order: list[int]
     tokens: torch.Tensor
     positions: torch.Tensor
-    ends: torch.Tensor
+    last: torch.Tensor
     step: KvStep
 
 
 def _make_batch(cache: torch.Tensor, chunks: Sequence[Chunk]) -> _Batch:
+    """All inputs are made on the host and uploaded together: the host waits for nothing."""
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
     per_slab, block_tokens = cache.shape[1], cache.shape[4]
-    rows = [_rows(chunks[index], block_tokens) for index in order]
-    flat = torch.tensor([row for chunk_rows in rows for row in chunk_rows], device=cache.device)
-    tokens, positions, blocks, offsets = flat.unbind(dim=1)
-    write = torch.stack((blocks // per_slab, blocks % per_slab, offsets))
-    ends = torch.tensor([len(chunk_rows) for chunk_rows in rows], device=cache.device).cumsum(0)
-    spans = _spans([chunks[index] for index in order], positions, block_tokens, per_slab)
+    ordered = [chunks[index] for index in order]
+    rows = np.array([row for chunk in ordered for row in _rows(chunk, block_tokens)]).T
+    blocks, offsets = rows[2:]
+    written = np.stack((blocks // per_slab, blocks % per_slab, offsets))
+    last = np.empty(len(chunks), dtype=np.int64)
+    last[order] = np.cumsum([chunk.count for chunk in ordered]) - 1
+    groups = _groups(ordered)
+    tables = [_tables(group, block_tokens) for group in groups]
+    inputs, write, begun, last_rows, *slabs = upload(
+        cache.device,
+        rows[:2],
+        written,
+        written[:2, offsets == 0],
+        last,
+        *(np.stack((table // per_slab, table % per_slab)) for table in tables),
+    )
     # A block is written from its first offset on, and cleared then: attention multiplies masked entries by zero, and
     # zero times a NaN of an earlier owner would be NaN.
-    begun = write[:2, offsets == 0]
     if begun.numel():
         cache[tuple(begun)] = 0
-    step = KvStep(cache=cache, write=write, spans=spans)
-    return _Batch(order=order, tokens=tokens[None], positions=positions[None], ends=ends, step=step)
+    step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], slabs))
+    return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step)
 
 
 def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
@@ -81,24 +93,27 @@ def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _spans(chunks: Sequence[Chunk], positions: torch.Tensor, block_tokens: int, per_slab: int) -> tuple[Span, ...]:
-    """All single-token chunks as one span in front; each longer chunk as its own."""
+def _groups(chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+    """All single-token chunks as one group in front; each longer chunk as its own."""
     singles = [chunk for chunk in chunks if chunk.count == 1]
-    groups = [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]
+    return [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]
+
+
+def _spans(
+    groups: Sequence[Sequence[Chunk]], positions: torch.Tensor, tables: Sequence[torch.Tensor]
+) -> tuple[Span, ...]:
     spans = []
     first_row = 0
-    for group in groups:
+    for group, table in zip(groups, tables, strict=True):
         last_row = first_row + sum(chunk.count for chunk in group)
         span_positions = positions[first_row:last_row].view(len(group), -1)
-        tables = _tables(group, block_tokens, positions.device)
-        slabs = torch.stack((tables // per_slab, tables % per_slab))
-        spans.append(Span(first_row=first_row, tables=slabs, positions=span_positions))
+        spans.append(Span(first_row=first_row, tables=table, positions=span_positions))
         first_row = last_row
     return tuple(spans)
 
 
-def _tables(chunks: Sequence[Chunk], block_tokens: int, device: torch.device) -> torch.Tensor:
+def _tables(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
     tables = [chunk.sequence.kv.blocks[: blocks_for(chunk.end, block_tokens)] for chunk in chunks]
     longest = max(len(table) for table in tables)
-    return torch.tensor([table + table[:1] * (longest - len(table)) for table in tables], device=device)
+    return np.array([table + table[:1] * (longest - len(table)) for table in tables])

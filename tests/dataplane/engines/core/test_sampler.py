@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.core.sampler import Draw, choose_tokens, noise
+from dataplane.engines.core.sampler import Draw, _cut_tail, choose_tokens, noise
 
 
 def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
@@ -119,26 +119,49 @@ def test_top_k_and_min_p_keep_the_likeliest(fields: dict[str, float], kept: set[
     assert cut_frequencies([0.3, 0.5, 0.15, 0.05], **fields) == kept
 
 
-def test_top_p_is_the_same_where_all_tokens_have_to_be_sorted() -> None:
-    """A vocabulary so flat that its likeliest thousand tokens are not enough, beside one whose few are."""
+@settings(max_examples=100)
+@given(
+    logits=st.lists(st.floats(-30, 5, width=32), min_size=2, max_size=60),
+    top_p=st.floats(0, 1, exclude_max=True, width=32),
+)
+def test_top_p_keeps_what_sorting_would(logits: list[float], top_p: float) -> None:
+    """All of the smallest set, and beyond it only tokens that are as likely as its last one, to within 1 / 2048."""
+    probabilities = torch.softmax(torch.tensor([logits]), dim=-1)
+    kept = _cut_tail(probabilities.clone(), torch.tensor([[top_p]]))[0] > 0
+    ordered = probabilities[0].double().sort(descending=True).values
+    before = ordered.cumsum(0) - ordered
+    least = ordered[before < top_p * ordered.sum() * (1 - 1e-5)][-1:].tolist() or ordered[:1].tolist()
+    most = ordered[before < top_p * ordered.sum() * (1 + 1e-5) + 1e-38][-1:].tolist() or ordered[:1].tolist()
+    assert probabilities[0][kept].min() >= most[0] * (1 - 1 / 2047)
+    assert kept[probabilities[0] >= least[0]].all()
+
+
+def test_rows_are_cut_each_by_its_own_top_p() -> None:
+    """Of a vocabulary so flat that thousands of tokens are in the set, beside one that has few."""
     flat = torch.linspace(1, 2, 8000)
-    peaked = torch.zeros(8000)
+    peaked = torch.full((8000,), 1e-3)
     peaked[:3] = torch.tensor([5000.0, 3000.0, 1000.0])
     made = set()
     for position in range(600):
-        logits = torch.stack((flat, peaked + 1e-3)).log()
-        draws = [draw(position, top_p=0.5), draw(position, top_p=0.8)]
-        token, few = choose_tokens(logits, draws)
+        draws = [draw(position, top_p=0.5), draw(position), draw(position, top_p=0.8)]
+        token, free, few = choose_tokens(torch.stack((flat, flat, peaked)).log(), draws)
         assert few in {0, 1}
+        assert token == free or free is None or flat[free] < flat[token or 0]
         made.add(token)
     inside = (flat.sort(descending=True).values.cumsum(0) < 0.5 * flat.sum()).sum().item()
     least = min(token for token in made if token is not None)
-    assert 8000 - inside - 1 <= least <= 8000 - inside + 200
+    assert 8000 - inside - 5 <= least <= 8000 - inside + 200
+
+
+def test_the_smallest_temperatures_take_the_largest() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0 - 1e-6]])
+    for temperature in (1e-300, 1e-40, 1e-12):
+        assert choose_tokens(logits.clone(), [draw(temperature=temperature)]) == [1]
 
 
 def test_only_allowed_tokens_are_chosen_and_none_beyond_the_mask() -> None:
     logits = torch.tensor([[0.0, 9.0, 1.0, 20.0]]).repeat(200, 1)
-    allowed = torch.tensor([True, False, True])
+    allowed = b"\xc8\0\xc8"
     draws = [
         Draw(temperature=p % 2, top_p=1.0, seed=5, position=p, allowed=allowed if p < 199 else None) for p in range(200)
     ]
@@ -148,5 +171,5 @@ def test_only_allowed_tokens_are_chosen_and_none_beyond_the_mask() -> None:
 
 
 def test_a_row_without_an_allowed_token_has_none() -> None:
-    nothing = Draw(temperature=0.0, top_p=1.0, seed=5, position=0, allowed=torch.tensor([False, False]))
+    nothing = Draw(temperature=0.0, top_p=1.0, seed=5, position=0, allowed=b"\0\0")
     assert choose_tokens(torch.zeros(2, 2), [nothing, draw(temperature=0.0)]) == [None, 0]
