@@ -126,7 +126,7 @@ def _noise(keys: torch.Tensor, tokens: int) -> torch.Tensor:
     of_tokens = torch.arange(tokens, device=keys.device) * _MULTIPLIERS[0]
     made = torch.empty(len(keys), tokens, dtype=torch.float32, device=keys.device)
     rows = max(1, (_CPU_NOISE_AT_ONCE if keys.device.type == "cpu" else _NOISE_AT_ONCE) // tokens)
-    for some, out in zip(keys.split(rows), made.split(rows), strict=True):
+    for some, out in zip(torch.split(keys, rows), torch.split(made, rows), strict=True):
         mixed = some.unsqueeze(1) ^ of_tokens
         mixed *= _MULTIPLIERS[1]
         mixed ^= mixed >> 32

@@ -26,5 +26,5 @@ def _parts(flat: torch.Tensor, sizes: list[int], sources: list[torch.Tensor]) ->
     """Views of flat uint8 memory, shaped as the sources are."""
     return [
         part[: source.nbytes].view(source.dtype).view(source.shape)
-        for part, source in zip(flat.split(sizes), sources, strict=True)
+        for part, source in zip(torch.split(flat, sizes), sources, strict=True)
     ]

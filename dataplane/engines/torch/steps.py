@@ -118,7 +118,7 @@ class Steps:
             if token is not None:  # keys and values that are not numbers must not reach others
                 self._kv.computed(sequence.kv, sequence.cached)
         scores = _scores(unchanged, scored, sequences, tokens)
-        return [(sequence, token, scores.get(at)) for at, (sequence, token) in enumerate(zip(sequences, tokens))]
+        return [(sequence, tokens[at], scores.get(at)) for at, sequence in enumerate(sequences)]
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton = model.weights.skeleton

@@ -2,7 +2,7 @@
 
 Public, and used elsewhere in this package: `EngineArgs`, `LLMEngine` (`from_engine_args`, `add_request`, `step` and its
 `RequestOutput`s, `abort_request`, `reset_prefix_cache`, `vllm_config.model_config`, `collective_rpc` with functions of
-the worker, which use its `get_model` and `device`), `SamplingParams`, `AdapterLogitsProcessor`. Private, and used by
+the worker, which use its `get_model` and `device`), `SamplingParams`, `LogitsProcessor`. Private, and used by
 this module alone:
 
     engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, .kv_cache_config, and of

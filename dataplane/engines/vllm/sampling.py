@@ -2,27 +2,30 @@
 
 vLLM draws from a generator that advances with a request, and counts only those tokens as an answer's that it made
 itself, so that one continued elsewhere would draw other tokens. Here vLLM always takes the greatest logit, and a logits
-processor leaves only the token that `choose_tokens` chose. Log probabilities are vLLM's own, of the raw logits.
+processor for all requests of a step leaves each only the token that `sample_tokens` chose. Log probabilities are vLLM's
+own, of the raw logits.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.adjustments import LogitAdjustments
-from dataplane.engines.core.sampler import allowed_tokens, choose_tokens, draw_of
+from dataplane.engines.core.sampler import Draw, draw_of, sample_tokens
 from dataplane.engines.core.scores import LOGPROB_MIN
+from dataplane.engines.core.uploads import upload
 from dataplane.engines.interface import EngineRequest, TokenScore
 
 _KEY = "tidepool"
-
 
 _MATCHERS: WeakValueDictionary[int, Matcher] = WeakValueDictionary()
 """Of the requests that have not ended, by `id`: vLLM copies what it is given with a request."""
@@ -72,52 +75,97 @@ def score_of(token: int, logprobs: Mapping[int, Logprob], top: int) -> TokenScor
     return TokenScore(logprob=values[token], top=tuple((one, values[one]) for one in ranked))
 
 
-class SeededSampling(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leaves one token to requests that sample, have logits adjusted, or may not end yet."""
+class SeededSampling(LogitsProcessor):  # type: ignore[misc]
+    """Chooses the tokens of all requests of a step that sample, have logits adjusted, or may not end yet, and leaves
+    each only that one.
+
+    Nothing waits for the device. If vLLM schedules asynchronously, the tokens of the step before, which only penalties
+    and constraints ask for, are in the outputs before `apply` is called.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:  # vLLM's
+        self._choices: dict[int, _Choices] = {}
+        """By row of the batch."""
 
     def is_argmax_invariant(self) -> bool:
         """False: it changes which logit is the greatest."""
         return False
 
-    def new_req_logits_processor(self, params: SamplingParams) -> "_Chooser | None":
-        """The processor of a request; those that take the greatest of the model's logits need none."""
-        chosen_by_us = (params.extra_args or {}).get(_KEY)
-        return None if chosen_by_us is None else _Chooser(**chosen_by_us)
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests of the batch, which vLLM adds, removes and moves."""
+        process_dict_updates(self._choices, batch_update, _choices_of)
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """`logits` `[rows, vocabulary]`, float32, changed in place."""
+        if not self._choices:
+            return logits
+        rows = sorted(self._choices)
+        draws = [self._choices[row].next() for row in rows]
+        if len(rows) == len(logits):
+            return _only(sample_tokens(logits, draws), logits)
+        (there,) = upload(logits.device, np.array(rows))
+        mine = logits[there]
+        logits[there] = _only(sample_tokens(mine, draws), mine)
+        return logits
 
 
-class _Chooser:
-    """Chooses the tokens of one request. vLLM makes a new one when it resumes a preempted request."""
+def _only(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`logits`, changed so that each row's greatest is its token. Where there is none, vLLM makes token 0: a constraint
+    that allows no token has its `error` by then, which ends the request.
+    """
+    return logits.fill_(float("-inf")).scatter_(1, tokens.clamp(min=0).unsqueeze(1), 0.0)
+
+
+def _choices_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> "_Choices | None":
+    """The choices of a request; those that take the greatest of the model's logits need none."""
+    chosen_by_us = (params.extra_args or {}).get(_KEY)
+    return None if chosen_by_us is None else _Choices(prompt or [], output, **chosen_by_us)
+
+
+class _Choices:
+    """How the tokens of one request are chosen. vLLM makes new ones when it resumes a preempted request."""
 
     def __init__(
-        self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...], matcher_id: int | None
+        self,
+        prompt: list[int],
+        output: list[int],
+        *,
+        request: EngineRequest,
+        prompt_tokens: int,
+        eos_ids: tuple[int, ...],
+        matcher_id: int | None,
     ) -> None:
+        """`prompt` are the tokens that vLLM was given: of the prompt, and of the answer as far as made elsewhere;
+        `output` those that it made, a list that vLLM extends.
+        """
         self._request = request
         self._prompt_tokens = prompt_tokens
         self._eos_ids = eos_ids
         tokens_max = prompt_tokens + request.max_tokens
         self._adjustments = LogitAdjustments.of(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
-        self._tokens: list[int] = []
         self._matcher = None if matcher_id is None else _MATCHERS[matcher_id]
+        self._given = len(prompt)
+        self._output = output
+        self._tokens = list(prompt)
+        """Followed for penalties and constraints only."""
 
-    def __call__(self, prompt: list[int], output: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """`prompt` are the tokens that vLLM was given: of the prompt, and of the answer as far as made elsewhere."""
-        if not self._tokens:
-            self._tokens += prompt
-        self._tokens += output[len(self._tokens) - len(prompt) :]
+    def next(self) -> Draw:
+        """How to choose the token after those that the request has."""
+        if self._adjustments is not None or self._matcher is not None:
+            self._tokens += self._output[len(self._tokens) - self._given :]
         if self._adjustments is not None:
             self._adjustments.follow(self._tokens)
-        draw = draw_of(
+        matcher = None if self._has_ended() else self._matcher
+        return draw_of(
             self._request,
-            position=len(self._tokens),
+            position=self._given + len(self._output),
             prompt_tokens=self._prompt_tokens,
             eos_ids=self._eos_ids,
             adjustments=self._adjustments,
-            allowed=None if self._matcher is None else allowed_tokens(self._matcher, self._tokens),
-            must_end=self._matcher is not None and self._matcher.must_end,
+            allowed=None if matcher is None else matcher.mask(self._tokens),
+            must_end=matcher is not None and matcher.must_end,
         )
-        (token,) = choose_tokens(logits.unsqueeze(0).clone(), [draw])
-        if token is None:  # not numbers, which are passed on to vLLM, or no token is allowed, which ends the request
-            return logits
-        logits.fill_(float("-inf"))
-        logits[token] = 0.0
-        return logits
+
+    def _has_ended(self) -> bool:
+        """Whether its constrained answer is at its end: vLLM, scheduling asynchronously, runs one more step of it."""
+        return len(self._tokens) > self._prompt_tokens and self._tokens[-1] in self._eos_ids

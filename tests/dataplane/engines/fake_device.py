@@ -1,4 +1,4 @@
-"""A device without a GPU, which counts what a host would wait for: tensors that say they are on "meta", and are computed
+"""A device without a GPU, which counts what a host waits for: its tensors say that they are on "meta", and are computed
 on the CPU.
 
 A wait is whatever needs a value of the device's, or a copy that does not go on by itself: from the device to the host,
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = torch.device("meta")
-_SHAPED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_consecutive", "aten::equal"}
+_SHAPED_BY_VALUES = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal"}
 
 
 class FakeTensor(torch.Tensor):
@@ -26,9 +26,7 @@ class FakeTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Self:
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        made: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
-            cls, inner.size(), dtype=inner.dtype, device=DEVICE, **layout
-        )
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype, device=DEVICE, **layout)
         made.inner = inner
         return made
 
@@ -50,13 +48,12 @@ class _Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        given = [one for one in _tensors((args, kwargs)) if isinstance(one, FakeTensor)]
+        leaves = tree_leaves((args, kwargs))
+        given = [one for one in leaves if isinstance(one, FakeTensor)]
         name = function.name().partition(".")[0]
-        to_host = name == "aten::_local_scalar_dense" or (name == "aten::_to_copy" and _names_cpu(kwargs))
+        to_host = name == "aten::_local_scalar_dense" or torch.device("cpu") in leaves
         if given and (to_host or name in _SHAPED_BY_VALUES or _is_masked(name, args) or _crosses(name, args)):
             self._waits.append(name)
-        if given and "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
         out = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         return tree_map(lambda one: _fake(one, given), out) if given and not to_host else out
 
@@ -73,7 +70,7 @@ class _Made(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if kwargs.pop("pin_memory", False):
             made = function(*args, **kwargs)
-            self._pinned[made.untyped_storage()._cdata] = made  # noqa: SLF001
+            self._pinned[made.untyped_storage()._cdata] = made
             return made
         if function is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
             self._waits.append("tolist")
@@ -82,7 +79,7 @@ class _Made(TorchFunctionMode):
         if not to_device or any(isinstance(one, FakeTensor) for one in args):
             return function(*args, **kwargs)
         if function in {torch.tensor, torch.as_tensor, torch.Tensor.to}:
-            pinned = isinstance(args[0], torch.Tensor) and args[0].untyped_storage()._cdata in self._pinned  # noqa: SLF001
+            pinned = isinstance(args[0], torch.Tensor) and args[0].untyped_storage()._cdata in self._pinned
             if not (pinned and kwargs.get("non_blocking")):
                 self._waits.append("a copy to the device")
         args = tuple(one for one in args if one not in to_device)
@@ -95,12 +92,8 @@ class _Made(TorchFunctionMode):
 def counted() -> Iterator[Waits]:
     """What the host waits for inside."""
     waits = Waits()
-    with _Made(waits), _Computed(waits):
+    with torch.inference_mode(), _Made(waits), _Computed(waits):
         yield waits
-
-
-def _names_cpu(kwargs: dict[str, Any]) -> bool:
-    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
 
 
 def _is_masked(name: str, args: Any) -> bool:
@@ -119,12 +112,10 @@ def _crosses(name: str, args: Any) -> bool:
     )
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-
-
 def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, FakeTensor) else value
+    if isinstance(value, FakeTensor):
+        return value.inner
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _fake(value: Any, given: list[FakeTensor]) -> Any:

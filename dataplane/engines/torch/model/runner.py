@@ -93,7 +93,7 @@ def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def _groups(chunks: Sequence[Chunk]) -> list[Sequence[Chunk]]:
+def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """All single-token chunks as one group in front; each longer chunk as its own."""
     singles = [chunk for chunk in chunks if chunk.count == 1]
     return [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]

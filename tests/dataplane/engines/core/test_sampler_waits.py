@@ -51,8 +51,8 @@ def test_a_batch_of_any_size_waits_once_for_its_tokens(rows: int) -> None:
 
 def test_the_old_ways_are_counted() -> None:
     """What was done for each request or step before: each of these makes the host wait."""
-    logits = FakeTensor(torch.randn(4, SIZE))
     with counted() as waits:
+        logits = FakeTensor(torch.randn(4, SIZE))
         torch.tensor([1.0, 2.0], device=logits.device)
         torch.from_numpy(torch.zeros(2).numpy()).to(logits.device)
         torch.nonzero(logits[:, 0] < 0)

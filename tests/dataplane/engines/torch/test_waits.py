@@ -1,0 +1,77 @@
+"""How often a decode step of the torch engine makes the host wait for the device, counted on a fake one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory.models import TorchModel
+from dataplane.engines.torch.settings import TorchEngineSettings
+from tests.dataplane.engines.fake_device import FakeTensor, Waits, counted
+from tests.dataplane.engines.torch.drive import request
+from tests.dataplane.engines.torch.tiny import spec_of
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9, "ignore_eos": True},
+    {"temperature": 1.0, "top_k": 5, "frequency_penalty": 0.5},
+    {"logit_bias": ((3, 2.0),), "min_tokens": 50},
+)
+BLOCK_TOKENS = 4
+Checkpoint = Callable[[str], Path]
+
+
+def decode(folder: Path, sequences: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Waits, int]:
+    """What a decode step of so many sequences waits for, some of which begin a block; how many tokens it made."""
+    settings = TorchEngineSettings(
+        weights_bytes=2**21, kv_bytes=2**21, block_tokens=BLOCK_TOKENS, batch_max=sequences, prefix_cache=False
+    )
+    engine = TorchEngine(settings, lambda: 0.0)
+    engine.load("a", spec_of("any", folder))
+    for number in range(sequences):
+        prompt = range(1, 9 + number % BLOCK_TOKENS)
+        engine.add(request(str(number), prompt, max_tokens=60, **{**KINDS[number % len(KINDS)], **fields}))
+    while any(not sequence.prefilled for sequence in engine.requests):
+        engine.step()
+    with counted() as waits:
+        (model,) = engine.models.values()
+        move(engine, model, monkeypatch)
+        outputs = engine.step()
+    engine.close()
+    assert [output.error for output in outputs if output.error] == []
+    return waits, sum(len(output.token_ids) for output in outputs)
+
+
+def move(engine: TorchEngine, model: TorchModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move a model and the KV cache to the fake device."""
+    for module in model.weights.skeleton.model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(FakeTensor(parameter.data), requires_grad=False)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else FakeTensor(buffer)
+    view = engine.kv.view
+    monkeypatch.setattr(engine.kv, "view", lambda *given: FakeTensor(view(*given)))
+
+
+@pytest.mark.parametrize("sequences", [1, 5, 20])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_decode_step_waits_for_its_tokens_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, architecture: str, sequences: int
+) -> None:
+    waits, tokens = decode(checkpoint(architecture), sequences, monkeypatch)
+    assert tokens == sequences
+    assert waits == ["tolist"]
+
+
+@pytest.mark.parametrize("sequences", [1, 20])
+def test_a_step_waits_for_log_probabilities_once_for_all(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
+    waits, tokens = decode(checkpoint("llama"), sequences, monkeypatch, logprobs=3)
+    assert tokens == sequences
+    assert waits == ["tolist"] * 3
