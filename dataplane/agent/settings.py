@@ -10,7 +10,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.sources import FetchRules
 from dataplane.dispatch.worker import WorkerKind
-from dataplane.engines.core.devices import visible_gpus
+from dataplane.engines.core.devices import StepLimits, step_limits, visible_gpus
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
@@ -68,8 +68,10 @@ class AgentSettings(BaseSettings):
     """data type of weights and KV cache"""
     kv_share: float = Field(0.5, gt=0, lt=1)
     """share of a worker's memory for KV cache; the rest holds weights"""
-    batch_max: int = Field(32, ge=1, le=4096)
-    """sequences in one step's batch"""
+    batch_max: int | None = Field(None, ge=1, le=4096)
+    """sequences in one step's batch; unset: 256 on a GPU of 64 GB or more, 128 from 32 GB on, else 64; on a CPU 32"""
+    prefill_tokens_max: int | None = Field(None, ge=1, le=2**20)
+    """tokens that one step prefills; unset: on vLLM 8192, 4096 or 2048 by the same sizes, on the torch engine 512"""
     slab_bytes: int | None = Field(None, ge=256, multiple_of=256)
     """size of a memory slab, a multiple of 256; unset: chosen from the worker's memory"""
     kv_pressure: KvPressure = "auto"
@@ -110,6 +112,8 @@ class AgentSettings(BaseSettings):
     )
     vllm_models_max: int = Field(1, ge=1, le=64)
     """models that share one vLLM worker; more than 1 time-slice it, without CUDA graphs"""
+    vllm_async_scheduling: bool = True
+    """let vLLM prepare a step while the one before runs, on a GPU and where `vllm_models_max` is 1"""
     order: Literal["fcfs", "edf", "pf", "dpa"] = Field(
         "edf",
         description="order of waiting prefills; fcfs: arrival, edf: earliest deadline, pf: tier and then"
@@ -155,7 +159,7 @@ class AgentSettings(BaseSettings):
     fleet_key: SecretStr | None = Field(None, min_length=8)
     """key that the control plane presents to this agent (its node_key); unset: `node_key`"""
 
-    queue_max: int = Field(256, ge=1)
+    queue_max: int = Field(512, ge=1)
     """requests in flight on one worker"""
     unread_bytes_max: int = Field(16 * 2**20, ge=2**16)
     """commands that a worker has not read, in bytes, from which on it gets no new requests"""
@@ -319,6 +323,11 @@ class AgentSettings(BaseSettings):
 
     def kv_bytes(self, worker: WorkerSettings) -> int:
         return int(worker.memory_bytes * self.kv_share)
+
+    def step_limits(self, worker: WorkerSettings) -> StepLimits:
+        """What one step of a worker may hold, of which `prefill_tokens_max` is vLLM's."""
+        by_card = step_limits(self.device, worker.memory_bytes // worker.gpus)
+        return StepLimits(self.batch_max or by_card.batch_max, self.prefill_tokens_max or by_card.prefill_tokens_max)
 
     def host_kv_bytes_of(self, worker: WorkerSettings) -> int:
         return self.kv_bytes(worker) if self.host_kv_bytes is None else self.host_kv_bytes

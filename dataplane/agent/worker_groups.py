@@ -41,7 +41,7 @@ class WorkerGroup:
         self._desired: dict[str, DesiredInstance] = {}
         self._on_change = on_change
         self.workers = tuple(WorkerSupervisor(index, node, self) for index in indices)
-        self._batch_max = settings.batch_max
+        self._batch_max = min(settings.step_limits(settings.slots[index]).batch_max for index in indices)
         losses_max, clock = settings.worker_losses_max, time.monotonic
         self.dispatcher = Dispatcher(self.workers, settings.turns.prefill, losses_max=losses_max, clock=clock)
         self._received: dict[str, RecentTokens] = {}

@@ -330,6 +330,7 @@ def configure(
 ) -> Configure:
     """The first command of a worker process: its engine and memory."""
     worker = settings.slots[index]
+    limits = settings.step_limits(worker)
     return Configure(
         engine=engine,
         device=settings.worker_device,
@@ -344,7 +345,8 @@ def configure(
         host_wait_max_s=settings.host_wait_max_s,
         kv_pressure=settings.kv_pressure,
         prefix_cache=settings.prefix_cache,
-        batch_max=settings.batch_max,
+        batch_max=limits.batch_max,
+        prefill_tokens_max=limits.prefill_tokens_max if engine == "vllm" else settings.prefill_tokens_max,
         prefill_only=settings.kinds[index] == "prefill",
         prefetch=settings.prefetch,
         turns=settings.turns,
@@ -352,4 +354,5 @@ def configure(
         replay_speed=settings.replay_speed,
         replay_mean_tokens=settings.replay_mean_tokens,
         vllm_models_max=settings.vllm_models_max,
+        vllm_async_scheduling=settings.vllm_async_scheduling,
     )

@@ -30,6 +30,9 @@ def make_engine(configure: Configure) -> Engine:
                 cache_folder=Path(configure.cache_folder),
                 cache_bytes=configure.cache_bytes,
                 host_wait_max_s=configure.host_wait_max_s,
+                prefill_tokens_per_step_max=(
+                    configure.prefill_tokens_max or TorchEngineSettings.prefill_tokens_per_step_max
+                ),
                 batch_max=configure.batch_max,
                 prefetch=configure.prefetch,
                 prefill_only=configure.prefill_only,
@@ -50,6 +53,7 @@ def make_engine(configure: Configure) -> Engine:
         weights_bytes=configure.weights_bytes,
         kv_bytes=configure.kv_bytes,
         host_kv_bytes=configure.host_kv_bytes,
+        prefill_tokens_per_step_max=configure.prefill_tokens_max or ReplaySettings.prefill_tokens_per_step_max,
         batch_max=configure.batch_max,
         prefetch=configure.prefetch,
         prefill_only=configure.prefill_only,
@@ -79,8 +83,11 @@ def make_vllm_engine(configure: Configure) -> Engine:
         models_max=configure.vllm_models_max,
         cache_folder=Path(configure.cache_folder),
         cache_bytes=configure.cache_bytes,
+        prefill_tokens_per_step_max=(configure.prefill_tokens_max or VllmEngineSettings.prefill_tokens_per_step_max),
         batch_max=configure.batch_max,
         prefix_cache=configure.prefix_cache,
+        spare_to_kv=configure.vllm_models_max == 1,
+        async_scheduling=configure.vllm_async_scheduling,
         turns=replace(configure.turns, mixed_batches=False),  # a step of its own does both, whatever the turn says
     )
     return VllmEngine(settings, time.monotonic)

@@ -26,7 +26,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
     All instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read its KV.
     The workers of a node share the models of `cache_folder`; a load that finds no free space there for
-    `host_wait_max_s` fails.
+    `host_wait_max_s` fails. `prefill_tokens_max` None: the engine's own.
     """
 
     engine: EngineKind
@@ -41,6 +41,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     cache_bytes: int
     host_wait_max_s: float
     batch_max: int
+    prefill_tokens_max: int | None
     prefill_only: bool
     prefetch: bool
     kv_pressure: KvPressure
@@ -50,6 +51,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     replay_speed: float
     replay_mean_tokens: int | None
     vllm_models_max: int
+    vllm_async_scheduling: bool
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

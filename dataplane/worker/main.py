@@ -54,7 +54,7 @@ log = structlog.get_logger()
 STATS_EVERY_S = 0.25
 PREPARE_RETRY_S = 0.25
 """Delay before a load that found too little host memory is queued again."""
-COMMANDS_MAX = 1024
+COMMANDS_MAX = 2048
 """Commands that may wait for the main loop: a few for each request of an agent's default `queue_max`."""
 FULL_PAUSE_MS = 1
 ORPHAN_GRACE_S = 1.0

@@ -1,10 +1,30 @@
-"""The GPUs that a worker process sees: those of its slot alone, so that none of its threads can use another's."""
+"""Devices: which GPUs a worker process sees, those of its slot alone, and how much one step may hold on a card."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from dataplane.protocol.errors import ModelLoadError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class StepLimits(NamedTuple):
+    """The sequences that one step runs at most, and the tokens that it prefills."""
+
+    batch_max: int
+    prefill_tokens_max: int
+
+
+_CPU = StepLimits(32, 2048)
+_CARDS = ((64 * 10**9, StepLimits(256, 8192)), (32 * 10**9, StepLimits(128, 4096)), (0, StepLimits(64, 2048)))
+"""By the memory that a card has at least: those of 80 and more GB, those of 40 and 48, and smaller ones."""
+
+
+def step_limits(device: str, memory_bytes: int) -> StepLimits:
+    """What a step may hold unless the settings say otherwise; `memory_bytes`: of one GPU, as far as a slot has it."""
+    if device == "cpu":
+        return _CPU
+    return next(limits for least, limits in _CARDS if memory_bytes >= least)
 
 
 def visible_gpus(indices: Iterable[int], environment: Mapping[str, str]) -> str:

@@ -118,7 +118,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             estimate=_first_estimate(guess_s / 100),
             runner=runner,
             stored_bytes=size_bytes,
-            kv_bytes=settings.pool_bytes,
+            kv_bytes=runner.kv_bytes,
             constraints=ConstraintCompiler(folder, size=runner.vocabulary, eos_ids=eos_ids),
             eos_ids=tuple(sorted(eos_ids)),
             wake_s=guess_s,
@@ -264,11 +264,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         weights = sum(model.stored_bytes for model in awake)
         used = {model.name: int(model.kv_bytes * model.runner.kv_usage) for model in awake}
         free = settings.weights_bytes - weights + settings.kv_bytes - sum(used.values())
+        held = {model.name: model.kv_bytes for model in awake}
         return PoolStats(
             now_s=now_s,
             slabs={"weights": weights, "kv": sum(used.values()), "free": free},
             kv=tuple(
-                KvShapeStats(shape=f"vLLM: {name}", used_bytes=size, held_bytes=settings.pool_bytes, moving_bytes=0)
+                KvShapeStats(shape=f"vLLM: {name}", used_bytes=size, held_bytes=held[name], moving_bytes=0)
                 for name, size in used.items()
             ),
         )

@@ -8,6 +8,7 @@ this module alone:
     engine.engine_core.engine_core.scheduler            load: .kv_cache_manager.usage, .kv_cache_config, and of
                                                         .requests[id]: .num_computed_tokens, .num_preemptions;
                                                         sleep: .needs_kv_cache_zeroing
+    engine.engine_core.engine_core.batch_queue          turns: steps submitted, None without asynchronous scheduling
     vllm.v1.core.kv_cache_utils                         load: how many tokens the KV blocks hold
     .get_max_concurrency_for_kv_cache_config
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
@@ -74,6 +75,7 @@ def check_interfaces(engine: Any) -> None:
             "model_executor.shutdown": callable(engine.engine_core.engine_core.model_executor.shutdown),
             "kv_caches": engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0,
             "needs_kv_cache_zeroing": isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool),
+            "batch_queue": steps_in_flight(engine) == 0,
         }
         scratch()
     except AttributeError as error:
@@ -93,6 +95,16 @@ def preemptions(engine: Any, vllm_id: str) -> int:
     """How often a request was preempted; 0 if it has ended."""
     request = _scheduler(engine).requests.get(vllm_id)
     return 0 if request is None else int(request.num_preemptions)
+
+
+def overlaps(engine: Any) -> bool:
+    """Whether an engine schedules asynchronously: it then submits a step before it returns the tokens of another."""
+    return engine.engine_core.engine_core.batch_queue is not None
+
+
+def steps_in_flight(engine: Any) -> int:
+    """Steps that were submitted, and whose tokens no call has returned."""
+    return len(engine.engine_core.engine_core.batch_queue or ())
 
 
 def kv_usage(engine: Any) -> float:

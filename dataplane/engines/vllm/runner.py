@@ -75,9 +75,13 @@ class Runner:
         self._copy: HostCopy | None = None
         self._kv_sizes: list[int] | None = None
         self._preempted: dict[str, int] = {}
+        self._computed: dict[str, int] = {}
+        """With steps in flight: tokens that have KV after the step whose tokens were returned last, by request."""
         self._preemptions_ended = 0
-        self.engine = _build(name, folder, settings, task)
+        self.kv_bytes = settings.pool_bytes(stored_bytes(folder, settings.dtype))
+        self.engine = _build(name, folder, settings, task, kv_bytes=self.kv_bytes)
         interfaces.check_interfaces(self.engine)
+        self._overlaps = interfaces.overlaps(self.engine)
         self.scratch = interfaces.scratch()
         self.context_tokens: int = self.engine.vllm_config.model_config.max_model_len
         self.kv_tokens = interfaces.kv_tokens(self.engine)
@@ -116,11 +120,20 @@ class Runner:
         self.engine.abort_request([vllm_id], internal=True)
 
     def computed_tokens(self, vllm_id: str) -> int:
+        if self._overlaps:
+            return self._computed.get(vllm_id, 0)
         return interfaces.computed_tokens(self.engine, vllm_id) if self.awake else 0
 
     def step(self) -> Step:
+        """Run a step. With asynchronous scheduling vLLM submits one, and returns the tokens of the one before it: where
+        none is in flight, the first call returns nothing.
+        """
         assert self.awake
         interfaces.use_scratch(self.scratch)
+        if self._overlaps:
+            if not interfaces.steps_in_flight(self.engine):
+                self.engine.step()
+            self._computed = {one: interfaces.computed_tokens(self.engine, one) for one in self._preempted}
         step = Step(tokens={}, ended={})
         for output in self.engine.step():
             if isinstance(output, PoolingRequestOutput):
@@ -225,7 +238,7 @@ def read_ahead(folder: Path) -> None:
                 pass
 
 
-def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task) -> Any:
+def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, *, kv_bytes: int) -> Any:
     pools = task != "generate"
     check_version()
     if settings.device == "cpu":
@@ -245,14 +258,14 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task) ->
         runner="pooling" if pools else "generate",
         # vLLM computes some prompts in one piece if their states are pooled: the limit is its own then
         max_num_batched_tokens=None if pools else max(settings.prefill_tokens_per_step_max, settings.batch_max),
-        kv_cache_memory_bytes=settings.pool_bytes,
+        kv_cache_memory_bytes=kv_bytes,
         gpu_memory_utilization=_FREE_SHARE_MIN,
         block_size=settings.block_tokens,
         enable_prefix_caching=settings.prefix_cache and not pools,
         prefix_caching_hash_algo="sha256",  # a tenant could make a prompt that matches another's by a weaker one
         enforce_eager=settings.eager,
         scheduling_policy="priority",
-        async_scheduling=False,  # a step must return its own tokens
+        async_scheduling=settings.overlapped and not pools,
         logits_processors=None if pools else [_SAMPLING],
         disable_log_stats=True,
     )

@@ -6,6 +6,9 @@ from typing import Literal
 
 from dataplane.scheduling.schedule import TurnSettings
 
+STEP_SHARE = 0.1
+"""Share of a GPU's memory that KV leaves to activations, sampling and CUDA graphs, as vLLM does by itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmEngineSettings:
@@ -17,6 +20,9 @@ class VllmEngineSettings:
     that sleep are in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step
     runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None:
     vLLM's choice. `prefix_cache`: whether vLLM keeps KV for requests whose tokens begin alike, until the model sleeps.
+    `spare_to_kv`: the slot's one model gives what it leaves of `weights_bytes` to KV, on a GPU without the
+    `STEP_SHARE` of the memory that steps need. `async_scheduling`: on a GPU, the next step is submitted while one runs,
+    unless models take turns: the step submitted early would run in another's.
     """
 
     device: str = "cpu"
@@ -32,6 +38,8 @@ class VllmEngineSettings:
     batch_max: int = 32
     turns: TurnSettings = field(default_factory=TurnSettings)
     prefix_cache: bool = True
+    spare_to_kv: bool = False
+    async_scheduling: bool = True
     prefetch: Literal[False] = False
     prefill_only: Literal[False] = False
 
@@ -47,11 +55,21 @@ class VllmEngineSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.awake_max > self.models_max:
             raise ValueError(f"awake_max must be at most models_max={self.models_max}, got {self.awake_max}")
+        if self.spare_to_kv and self.models_max > 1:
+            raise ValueError(f"spare_to_kv needs models_max of 1, got {self.models_max}: others need the memory too")
+
+    def pool_bytes(self, stored_bytes: int) -> int:
+        """KV memory of one model whose weights have that size."""
+        if not self.spare_to_kv:
+            return self.kv_bytes // self.awake_max
+        memory_bytes = self.weights_bytes + self.kv_bytes
+        kept_bytes = 0 if self.device == "cpu" else int(STEP_SHARE * memory_bytes)
+        return max(self.kv_bytes, memory_bytes - kept_bytes - stored_bytes)
 
     @property
-    def pool_bytes(self) -> int:
-        """KV memory of one model."""
-        return self.kv_bytes // self.awake_max
+    def overlapped(self) -> bool:
+        """Whether a step is submitted while the one before it runs."""
+        return self.async_scheduling and self.models_max == 1 and self.device != "cpu"
 
     @property
     def eager(self) -> bool:

@@ -210,6 +210,26 @@ def test_memory_is_shared_out() -> None:
     assert KEY not in repr(ours)
 
 
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "limits"),
+    [
+        ("cuda", 80, (256, 8192)),
+        ("cuda", 70, (256, 8192)),
+        ("cuda:1", 40, (128, 4096)),
+        ("cuda", 24, (64, 2048)),
+        ("cpu", 80, (32, 2048)),
+    ],
+)
+def test_a_step_is_as_large_as_the_card_allows_or_as_it_is_set(
+    device: str, gigabytes: int, limits: tuple[int, int]
+) -> None:
+    for gpus in (1, 4):  # the memory is that of a worker's GPUs together
+        worker = WorkerSettings(gpus=gpus, memory_bytes=gpus * gigabytes * 10**9)
+        assert settings(device=device).step_limits(worker) == limits
+        assert settings(device=device, batch_max=7).step_limits(worker) == (7, limits[1])
+        assert settings(device=device, prefill_tokens_max=100).step_limits(worker) == (limits[0], 100)
+
+
 def kinds_and_groups(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple[tuple[int, ...], ...]]:
     """The first letters of the workers' kinds, and the groups."""
     made = tuple({"gpus": gpus, "memory_bytes": 2**30, "kind": kind} for gpus, kind in slots)
