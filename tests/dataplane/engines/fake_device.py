@@ -48,6 +48,10 @@ class _Computed(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        with self:
+            made = function.decompose(*args, **kwargs)  # in inference mode torch does not
+        if made is not NotImplemented:
+            return made
         leaves = tree_leaves((args, kwargs))
         given = [one for one in leaves if isinstance(one, FakeTensor)]
         name = function.name().partition(".")[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 ATTENTION_NAME = "tidepool_paged"
 
@@ -128,11 +128,8 @@ def _attend(
     return out.reshape(n, kv_heads, -1, t, head_dim).permute(0, 3, 1, 2, 4).reshape(n * t, heads, head_dim)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Replaces transformers' own mask by `KvStep.mask`."""
-
-
 def register() -> None:
-    """Register `ATTENTION_NAME` as an `attn_implementation`. Idempotent."""
+    """Register `ATTENTION_NAME` as an `attn_implementation`, without a mask: `KvStep.mask` is ours, and transformers,
+    before it makes one, would look for packed sequences in the positions and wait for the device. Idempotent.
+    """
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
