@@ -44,6 +44,11 @@ def make_engine(configure: Configure) -> Engine:
         )
     if configure.engine == "vllm":
         return make_vllm_engine(configure)
+    return make_replay_engine(configure)
+
+
+def make_replay_engine(configure: Configure) -> Engine:
+    """The engine that replays a profile's step times."""
     from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings  # noqa: PLC0415
     from dataplane.scheduling.profile import load_gpu_profile  # noqa: PLC0415
 
