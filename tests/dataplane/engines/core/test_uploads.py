@@ -1,12 +1,14 @@
 """Arrays arrive as they were, in one copy for which nobody waits."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from dataplane.engines.core.uploads import upload
 from tests.dataplane.engines.fake_device import DEVICE, FakeTensor, counted
 
-ARRAYS = (
+ARRAYS: tuple[np.ndarray[Any, Any], ...] = (
     np.arange(6).reshape(3, 2),
     np.arange(12).reshape(3, 4).T,
     np.zeros((2, 0), dtype=np.int64),
