@@ -99,7 +99,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         size_bytes = stored_bytes(folder, settings.dtype)
         self._sleep_until_fits(size_bytes, keep=None)
         rules = read_rules(folder, spec.task)
-        runner = Runner(spec.name, folder, settings, self._cache, spec.task)
+        kv_bytes = settings.pool_bytes(size_bytes)
+        runner = Runner(spec.name, folder, settings, self._cache, spec.task, kv_bytes=kv_bytes)
         try:
             if settings.models_max > 1:
                 runner.keep_host_copy()
@@ -118,7 +119,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             estimate=_first_estimate(guess_s / 100),
             runner=runner,
             stored_bytes=size_bytes,
-            kv_bytes=runner.kv_bytes,
+            kv_bytes=kv_bytes,
             constraints=ConstraintCompiler(folder, size=runner.vocabulary, eos_ids=eos_ids),
             eos_ids=tuple(sorted(eos_ids)),
             wake_s=guess_s,

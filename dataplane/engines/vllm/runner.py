@@ -62,8 +62,10 @@ class Runner:
         settings: VllmEngineSettings,
         cache: ModelCache | None,
         task: Task = "generate",
+        *,
+        kv_bytes: int,
     ) -> None:
-        """Build it, which takes seconds.
+        """Build it, which takes seconds. `kv_bytes`: memory for its KV.
 
         Raises:
             ModelLoadError: vLLM cannot run the checkpoint, or its KV memory holds no token.
@@ -78,8 +80,7 @@ class Runner:
         self._computed: dict[str, int] = {}
         """With steps in flight: tokens that have KV after the step whose tokens were returned last, by request."""
         self._preemptions_ended = 0
-        self.kv_bytes = settings.pool_bytes(stored_bytes(folder, settings.dtype))
-        self.engine = _build(name, folder, settings, task, kv_bytes=self.kv_bytes)
+        self.engine = _build(name, folder, settings, task, kv_bytes)
         interfaces.check_interfaces(self.engine)
         self._overlaps = interfaces.overlaps(self.engine)
         self.scratch = interfaces.scratch()
@@ -238,7 +239,7 @@ def read_ahead(folder: Path) -> None:
                 pass
 
 
-def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, *, kv_bytes: int) -> Any:
+def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv_bytes: int) -> Any:
     pools = task != "generate"
     check_version()
     if settings.device == "cpu":

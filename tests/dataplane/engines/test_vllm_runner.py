@@ -23,7 +23,8 @@ class StandIn:
         scheduler = SimpleNamespace(
             requests={}, needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(usage=0.5), kv_cache_config=None
         )
-        core = SimpleNamespace(scheduler=scheduler, model_executor=SimpleNamespace(shutdown=lambda: None))
+        executor = SimpleNamespace(shutdown=lambda: None)
+        core = SimpleNamespace(scheduler=scheduler, model_executor=executor, batch_queue=None)
         self.engine_core = SimpleNamespace(engine_core=core, _finalizer=SimpleNamespace(detach=lambda: None))
 
     def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
@@ -55,7 +56,7 @@ def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> A
     module = importlib.import_module("dataplane.engines.vllm.runner")
     monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again
     monkeypatch.setattr(module, "_build", lambda *_: engine)
-    made = module.Runner("tide", tmp_path, VllmEngineSettings(weights_bytes=1, kv_bytes=1), None)
+    made = module.Runner("tide", tmp_path, VllmEngineSettings(weights_bytes=1, kv_bytes=1), None, kv_bytes=1)
     monkeypatch.setattr(made, "_copy", object())
     engine.called.clear()
     return made
@@ -79,6 +80,9 @@ def test_an_interface_that_changed_is_named(engine: StandIn) -> None:
     interfaces.check_interfaces(engine)
     engine.engine_core.engine_core.scheduler.kv_cache_manager.usage = "half"
     with pytest.raises(ModelLoadError, match=r"not as it was when it was tested: kv_cache_manager\.usage"):
+        interfaces.check_interfaces(engine)
+    del engine.engine_core.engine_core.batch_queue
+    with pytest.raises(ModelLoadError, match=r"not as it was when it was tested: .*batch_queue"):
         interfaces.check_interfaces(engine)
     del engine.engine_core._finalizer
     with pytest.raises(ModelLoadError, match=r"not as it was when it was tested: .*_finalizer"):
