@@ -35,8 +35,8 @@ POOLED = -1
 """In place of the token of a sequence whose values were pooled."""
 
 Watch = Callable[[TokenSequence, torch.Tensor], None]
-"""Called with each sequence that is about to get a token, and the logits `[vocabulary]` it is sampled from, which change
-when it is.
+"""Called with each sequence that is about to get a token, and the logits `[vocabulary]` it is sampled from, which
+sampling changes afterwards.
 """
 
 
