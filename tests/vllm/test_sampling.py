@@ -11,7 +11,7 @@ from dataplane.engines.vllm import interfaces
 from tests.dataplane.engines.fake_device import FakeTensor, counted
 from tests.dataplane.engines.torch.drive import request
 
-pytest.importorskip("vllm")
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 interfaces.prepare_process("cpu")
 
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality  # noqa: E402
