@@ -27,7 +27,10 @@ class WorkerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gpus: int = Field(1, ge=1, le=64)
-    """GPUs of the worker; more than 1 for the replay engine only, or as a planning number on a CPU"""
+    """GPUs of the worker; several run each model together, by tensor parallelism"""
+    ranks: int | None = Field(None, ge=1, le=64)
+    """processes that run each model together, one for each GPU; on a CPU either 1, so that `gpus` is a number for
+    planning, or `gpus`, to try tensor parallelism; unset: `gpus` on GPUs, 1 on a CPU and for the replay engine"""
     memory_bytes: int = Field(ge=2**20)
     """memory of the worker's GPUs together"""
     kind: Literal["auto", WorkerKind] = "auto"
@@ -36,12 +39,12 @@ class WorkerSettings(BaseModel):
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
     """vLLM on GPUs where a tested version is installed, else torch: vLLM is slower on a CPU, and has neither worker
-    groups nor most of `kv_pressure`.
+    groups, nor several GPUs for a model here, nor most of `kv_pressure`.
     """
     if vllm_refusal(values.get("kv_pressure", "auto")):
         return "torch"
     split = values.get("split") or any(one.kind in {"prefill", "decode"} for one in values.get("slots", ()))
-    alone = not split and not values.get("together")
+    alone = not split and not values.get("together") and all(one.gpus == 1 for one in values.get("slots", ()))
     usable = values.get("device", "cpu") != "cpu" and alone and installed_version() in TESTED
     return "vllm" if usable else "torch"
 
@@ -219,12 +222,16 @@ class AgentSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:
-        for index, worker in enumerate(self.slots if self.engine != "replay" else ()):
-            if self.device != "cpu" and worker.gpus > 1:
+        for index, worker in enumerate(self.slots):
+            usable = self._usable_ranks(worker)
+            if worker.ranks is not None and worker.ranks not in usable:
+                given = f"got {worker.ranks} with gpus={worker.gpus}"
+                raise ValueError(f"slots.{index}.ranks must be {' or '.join(map(str, usable))}, {given}")
+            if self.engine == "vllm" and self.ranks_of(index) > 1:
                 raise ValueError(
-                    f"slots.{index}.gpus must be 1 on {self.device}, got {worker.gpus}: the torch engine and vLLM run a"
-                    " model on one GPU; make a slot of each"
+                    f"slots.{index}.gpus must be 1 for vLLM, which runs a model on one GPU here, got {worker.gpus}"
                 )
+        for index in range(len(self.slots) if self.engine != "replay" else 0):
             try:
                 visible_gpus(self.gpus_of(index), os.environ)
             except ModelLoadError as error:
@@ -261,6 +268,17 @@ class AgentSettings(BaseSettings):
         start = int(first) if first else sum(before.gpus for before in self.slots[:worker])
         return range(start, start + self.slots[worker].gpus)
 
+    def _usable_ranks(self, worker: WorkerSettings) -> tuple[int, ...]:
+        """How many ranks a worker may have. The first is the default."""
+        if self.engine == "replay":
+            return (1,)
+        return tuple(dict.fromkeys((1, worker.gpus))) if self.device == "cpu" else (worker.gpus,)
+
+    def ranks_of(self, worker: int) -> int:
+        """How many processes run each model of a worker together."""
+        one = self.slots[worker]
+        return self._usable_ranks(one)[0] if one.ranks is None else one.ranks
+
     @property
     def worker_device(self) -> str:
         """The device of a worker, as its process sees it: the first of its GPUs."""
@@ -293,13 +311,13 @@ class AgentSettings(BaseSettings):
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The worker groups, as indices of workers: the prefill and decode workers of a size, and with `together` those
-        that do both. Each other worker is a group.
+        """The worker groups, as indices of workers: the prefill and decode workers of a size, in GPUs and in ranks, and
+        with `together` those that do both. Each other worker is a group.
         """
         groups: dict[object, list[int]] = {}
         for index, (worker, kind) in enumerate(zip(self.slots, self.kinds, strict=True)):
             alone = kind == "both" and not self.together
-            key = ("alone", index) if alone else (kind == "both", worker.gpus)
+            key = ("alone", index) if alone else (kind == "both", worker.gpus, self.ranks_of(index))
             groups.setdefault(key, []).append(index)
         return tuple(tuple(indices) for indices in groups.values())
 

@@ -41,6 +41,7 @@ def _worker_state(worker: WorkerSupervisor, group: WorkerGroup, now_s: float) ->
         "kind": worker.kind,
         "engine": worker.engine,
         "gpus": worker.gpus,
+        "ranks": worker.ranks,
         "pid": worker.pid,
         "restarts_total": worker.restarts_total,
         "in_flight": group.dispatcher.count(worker.index),

@@ -97,6 +97,7 @@ class WorkerSupervisor:
         self.index = index
         self.kind = settings.kinds[index]
         self.gpus = settings.slots[index].gpus
+        self.ranks = settings.ranks_of(index)
         self.engine: EngineKind = settings.engine
         """The engine of its process, or of the next one."""
         self.restarts_total = 0
@@ -226,6 +227,8 @@ class WorkerSupervisor:
             return f"worker {self.index} is a {self.kind} worker; vLLM needs one that does both"
         if not self._alone:
             return f"worker {self.index} is in a group with others; vLLM needs a worker of its own"
+        if self.ranks > 1:
+            return f"worker {self.index} runs each model on {self.ranks} GPUs; vLLM runs a model on one GPU here"
         try:
             check_version()
         except ModelLoadError as error:
@@ -329,15 +332,15 @@ def configure(
     settings: AgentSettings, index: int, host_kv_file: Path | None, files: HostFiles, engine: EngineKind
 ) -> Configure:
     """The first command of a worker process: its engine and memory."""
-    worker = settings.slots[index]
+    worker, ranks = settings.slots[index], settings.ranks_of(index)
     limits = settings.step_limits(worker)
     return Configure(
         engine=engine,
         device=settings.worker_device,
         dtype=settings.dtype,
-        weights_bytes=settings.weights_bytes(worker),
-        kv_bytes=settings.kv_bytes(worker),
-        host_kv_bytes=settings.host_kv_bytes_of(worker),
+        weights_bytes=settings.weights_bytes(worker) // ranks,
+        kv_bytes=settings.kv_bytes(worker) // ranks,
+        host_kv_bytes=settings.host_kv_bytes_of(worker) // ranks,
         host_kv_file=None if host_kv_file is None else str(host_kv_file),
         slab_bytes=settings.slab_bytes,
         cache_folder=str(files.models),
@@ -355,4 +358,5 @@ def configure(
         replay_mean_tokens=settings.replay_mean_tokens,
         vllm_models_max=settings.vllm_models_max,
         vllm_async_scheduling=settings.vllm_async_scheduling,
+        ranks=ranks,
     )

@@ -94,18 +94,18 @@ class AllOf:
     """An event that is done when all its events are. `error`: the first one."""
 
     def __init__(self, events: Sequence[Event]) -> None:
-        self._events = tuple(events)
+        self.events = tuple(events)
 
     def done(self) -> bool:
-        return all(event.done() for event in self._events)
+        return all(event.done() for event in self.events)
 
     def wait(self) -> None:
-        for event in self._events:
+        for event in self.events:
             event.wait()
 
     @property
     def error(self) -> BaseException | None:
-        return next((event.error for event in self._events if event.error is not None), None)
+        return next((event.error for event in self.events if event.error is not None), None)
 
 
 class Settled:
@@ -114,14 +114,14 @@ class Settled:
     error: BaseException | None = None
 
     def __init__(self, event: Event) -> None:
-        self._event = event
+        self.event = event
 
     def done(self) -> bool:
-        return self._event.done()
+        return self.event.done()
 
     def wait(self) -> None:
         with suppress(TransferError):
-            self._event.wait()
+            self.event.wait()
 
 
 class MoveList(Generic[Item]):

@@ -108,6 +108,11 @@ class CachedModel:
         self._view: memoryview | None = memoryview(mapping)
 
     @property
+    def path(self) -> Path:
+        """The file, which stays where it is until it is evicted."""
+        return self._folder.path / self._file
+
+    @property
     def view(self) -> memoryview:
         """All bytes of the file, in memory that all workers of the node share. Callers must not write.
 

@@ -13,35 +13,10 @@ def make_engine(configure: Configure) -> Engine:
 
     Raises:
         ModelLoadError: vLLM is not installed, or its version was not tested.
+        DeviceLostError: the ranks of a torch engine do not start.
     """
     if configure.engine == "torch":
-        from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
-        from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
-
-        return TorchEngine(
-            TorchEngineSettings(
-                device=configure.device,
-                dtype=configure.dtype,
-                weights_bytes=configure.weights_bytes,
-                kv_bytes=configure.kv_bytes,
-                host_kv_bytes=configure.host_kv_bytes,
-                host_kv_file=None if configure.host_kv_file is None else Path(configure.host_kv_file),
-                slab_bytes=configure.slab_bytes,
-                cache_folder=Path(configure.cache_folder),
-                cache_bytes=configure.cache_bytes,
-                host_wait_max_s=configure.host_wait_max_s,
-                prefill_tokens_per_step_max=(
-                    configure.prefill_tokens_max or TorchEngineSettings.prefill_tokens_per_step_max
-                ),
-                batch_max=configure.batch_max,
-                prefetch=configure.prefetch,
-                prefill_only=configure.prefill_only,
-                kv_pressure=configure.kv_pressure,
-                prefix_cache=configure.prefix_cache,
-                turns=configure.turns,
-            ),
-            time.monotonic,
-        )
+        return make_torch_engine(configure)
     if configure.engine == "vllm":
         return make_vllm_engine(configure)
     return make_replay_engine(configure)
@@ -69,6 +44,42 @@ def make_replay_engine(configure: Configure) -> Engine:
         turns=configure.turns,
     )
     return ReplayEngine(settings, time.monotonic, time.sleep)
+
+
+def make_torch_engine(configure: Configure) -> Engine:
+    """Our own engine. Its other ranks import torch while this process does."""
+    from dataplane.engines.torch.ranks.processes import start_processes  # noqa: PLC0415
+
+    other_ranks = start_processes(configure.ranks - 1)
+    from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
+    from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
+
+    return TorchEngine(
+        TorchEngineSettings(
+            device=configure.device,
+            dtype=configure.dtype,
+            weights_bytes=configure.weights_bytes,
+            kv_bytes=configure.kv_bytes,
+            host_kv_bytes=configure.host_kv_bytes,
+            host_kv_file=None if configure.host_kv_file is None else Path(configure.host_kv_file),
+            slab_bytes=configure.slab_bytes,
+            cache_folder=Path(configure.cache_folder),
+            cache_bytes=configure.cache_bytes,
+            host_wait_max_s=configure.host_wait_max_s,
+            prefill_tokens_per_step_max=(
+                configure.prefill_tokens_max or TorchEngineSettings.prefill_tokens_per_step_max
+            ),
+            batch_max=configure.batch_max,
+            prefetch=configure.prefetch,
+            prefill_only=configure.prefill_only,
+            kv_pressure=configure.kv_pressure,
+            prefix_cache=configure.prefix_cache,
+            turns=configure.turns,
+            ranks=configure.ranks,
+        ),
+        time.monotonic,
+        other_ranks=other_ranks,
+    )
 
 
 def make_vllm_engine(configure: Configure) -> Engine:

@@ -9,20 +9,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from dataplane.engines.core.pressure import Shortage
 from dataplane.engines.core.pressure_handler import KvPressureHandler
 from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
-from dataplane.engines.interface import PoolStats
+from dataplane.engines.interface import InstanceStats, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel, make_model
 from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
-from dataplane.engines.torch.memory.transfer_rates import transfer_rates
+from dataplane.engines.torch.memory.transfer_rates import TransferRates, transfer_rates
 from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.ranks.commands import HOST_KV, STREAMS
+from dataplane.engines.torch.ranks.leader import Leader
+from dataplane.engines.torch.ranks.processes import OtherRanks, start_processes
+from dataplane.engines.torch.ranks.start import lead
 from dataplane.engines.torch.report import memory_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
@@ -48,7 +53,9 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         clock: Callable[[], float],
         make_copy_stream: Callable[[str], CopyStream] | None = None,
         watch: Watch | None = None,
+        other_ranks: OtherRanks | None = None,
     ) -> None:
+        """`other_ranks`: those that were started for `settings.ranks`; None: they are started here."""
         self._settings = settings
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
@@ -58,8 +65,10 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         weights_slabs = settings.weights_bytes // slab_bytes
         self.arena = SlabArena(weights_slabs + settings.kv_bytes // slab_bytes, weights_slabs=weights_slabs)
         buffer = torch.empty(self.arena.slabs * slab_bytes, dtype=torch.uint8, device=self._device)
-        stream = make_copy_stream or (lambda name: make_stream(self._device, name, threads=settings.copy_threads))
-        self._streams = {name: stream(name) for name in ("weights", "layers", "kv_in", "kv_out")}
+        self._leader: Leader | None = None
+        if settings.ranks > 1:
+            self._leader = lead(settings, buffer, other_ranks or start_processes(settings.ranks - 1))
+        self._streams = self._make_streams(make_copy_stream)
         cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
         self.host_models = HostModels(
             cache,
@@ -69,21 +78,12 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             leave_rank=self._leave_rank,
             in_use=lambda name: name in self.models,
             host_wait_max_s=settings.host_wait_max_s,
+            leader=self._leader,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        self.kv = KvStore(
-            self.arena,
-            buffer,
-            slab_bytes,
-            host_bytes=settings.host_kv_bytes,
-            host_file=settings.host_kv_file,
-            make_stream=self._streams.__getitem__,
-            rates=rates,
-            prefix_cache=settings.prefix_cache,
-        )
-        streams = self._streams
+        self.kv = self._make_kv(buffer, rates)
         self.weights = WeightStore(
-            self.arena, buffer, slab_bytes, streams["weights"], rates.weights, streams["layers"], self.kv
+            self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"], self.kv
         )
         super().__init__(settings, clock, self.kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
         memory = self._slot_memory = TorchSlotMemory(self.weights, self.kv, self.arena, batch_max=settings.batch_max)
@@ -95,11 +95,39 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         )
         self._prefetched_s = self._checked_s = float("-inf")
 
+    def _make_streams(self, make: Callable[[str], CopyStream] | None) -> dict[str, CopyStream]:
+        threads = self._settings.copy_threads
+        own = make or (lambda name: make_stream(self._device, name, threads=threads))
+        streams = {name: own(name) for name in STREAMS}
+        if self._leader is None:
+            return streams
+        return {name: self._leader.stream(name, inner) for name, inner in streams.items()}
+
+    def _make_kv(self, buffer: torch.Tensor, rates: TransferRates) -> KvStore:
+        settings = self._settings
+        kv = KvStore(
+            self.arena,
+            buffer,
+            settings.slab_size_bytes,
+            host_bytes=settings.host_kv_bytes,
+            host_file=settings.host_kv_file,
+            make_stream=self._streams.__getitem__,
+            rates=rates,
+            prefix_cache=settings.prefix_cache,
+            ranks=settings.ranks,
+            note_file=None if self._leader is None else self._leader.note_file,
+        )
+        if self._leader is not None:
+            self._leader.regions.add(HOST_KV, kv.host_bytes)
+        return kv
+
     def close(self) -> None:
         """End the threads. The engine cannot be used afterwards."""
         for stream in self._streams.values():
             stream.close()
         self.host_models.close()
+        if self._leader is not None:
+            self._leader.close()
 
     def prepare(self, model: ModelSpec) -> None:
         """See `Engine.prepare`.
@@ -242,6 +270,15 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _kv_free_bytes(self, model: TorchModel) -> int:
         return self.kv.free_blocks(model.shape) * model.shape.block_bytes
+
+    def _instance_stats(self, instance_id: str, model: TorchModel) -> InstanceStats:
+        """The bytes of KV are those of all ranks, heads that several of them have counted once."""
+        stats = super()._instance_stats(instance_id, model)
+        geometry = model.weights.skeleton.geometry
+        parts = geometry.kv_heads_total // geometry.kv_heads
+        return replace(
+            stats, kv_used_bytes=parts * stats.kv_used_bytes, kv_capacity_bytes=parts * stats.kv_capacity_bytes
+        )
 
     def _resident_models(self, now_s: float) -> tuple[str, ...]:
         return self.weights.resident_models

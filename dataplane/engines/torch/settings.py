@@ -27,6 +27,9 @@ class TorchEngineSettings:
     whose tokens begin alike. `host_link_bytes_per_s`: the bandwidth between
     host memory and the device in each direction, if known; None: measured. `kv_pressure`: how KV pressure is handled;
     `remap`: which layers are offloaded then.
+    A slot of several GPUs has as many `ranks`: processes that run each model together, with a part of its weights and
+    of its KV each, on consecutive devices from `device` on. All sizes but `cache_bytes` are then those of one rank. A
+    rank that does not take part in a step for `ranks_timeout_s` ends the worker.
     """
 
     device: str = "cpu"
@@ -51,6 +54,8 @@ class TorchEngineSettings:
     kv_pressure: KvPressure = "auto"
     remap: RemapSettings = field(default_factory=RemapSettings)
     turns: TurnSettings = field(default_factory=TurnSettings)
+    ranks: int = 1
+    ranks_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work.
@@ -66,12 +71,17 @@ class TorchEngineSettings:
             "prefill_tokens_per_step_max",
             "batch_max",
             "copy_threads",
+            "ranks",
         )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.host_link_bytes_per_s is not None and not self.host_link_bytes_per_s > 0:
             raise ValueError(f"host_link_bytes_per_s must be over 0, got {self.host_link_bytes_per_s}")
+        if not self.ranks_timeout_s > 0:
+            raise ValueError(f"ranks_timeout_s must be over 0, got {self.ranks_timeout_s}")
+        if self.ranks > 1 and self.cache_folder is None:
+            raise ValueError(f"cache_folder must be set for {self.ranks} ranks: they share host copies there")
         if self.host_kv_bytes < 0:
             raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
         if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):

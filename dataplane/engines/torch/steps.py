@@ -19,6 +19,7 @@ from dataplane.engines.torch.model.runner import run_chunks
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import TransferError
+from dataplane.protocol.errors import DeviceLostError
 from dataplane.scheduling.schedule import Turn
 
 
@@ -71,6 +72,7 @@ class Steps:
         Raises:
             TransferError: a transfer of weights failed.
             ModelFailedError: the model's code raised an exception.
+            DeviceLostError: so it did on a slot of several ranks, or one of them is gone.
         """
         if not self._weights.load(model.weights, self._clock()):
             self._evict_kv_for(model)
@@ -87,7 +89,7 @@ class Steps:
         began_s = self._clock()
         try:
             made = self._forward(model, chunks)
-        except (TransferError, torch.AcceleratorError):
+        except (TransferError, torch.AcceleratorError, DeviceLostError):
             raise
         except Exception as error:
             raise ModelFailedError(f"{type(error).__name__}: {error}") from error

@@ -20,11 +20,12 @@ from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.memory.releases import PendingReleases
-from dataplane.engines.torch.model.checkpoint import list_tensors, read_tensors
-from dataplane.engines.torch.model.layout import cache_key, match_tensors
+from dataplane.engines.torch.model.checkpoint import list_tensors, read_parts
+from dataplane.engines.torch.model.layout import cache_key, match_tensors, parts_of
 from dataplane.engines.torch.model.mapping import as_stored
 from dataplane.engines.torch.model.pooling import Pooler, make_pooler
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton
+from dataplane.engines.torch.ranks.leader import Leader
 from dataplane.memory.events import Event
 from dataplane.memory.model_cache import CachedModel, HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError
@@ -72,6 +73,9 @@ class HostModels:
     """The models of a slot. The thread that constructs this is the engine's; `prepare` may run on others.
     `leave_rank(name)`: how early a model's host copy may be released when host memory is short, None if it may not;
     `in_use(name)`: whether an instance of it is loaded. A model that finds no memory for `host_wait_max_s` fails.
+
+    On a slot of several ranks `leader` tells the others. A host copy is then a file of the node's cache with the parts
+    of all ranks, which this process reads and each of them maps.
     """
 
     def __init__(
@@ -84,7 +88,11 @@ class HostModels:
         leave_rank: Callable[[str], int | None],
         in_use: Callable[[str], bool],
         host_wait_max_s: float = inf,
+        leader: Leader | None = None,
     ) -> None:
+        assert cache is not None or leader is None, "ranks share host copies by way of the node's cache"
+        self._leader = leader
+        self._ranks = 1 if leader is None else leader.rank.count
         self._cache = cache
         self._dtype = dtype
         self._device = device
@@ -134,7 +142,7 @@ class HostModels:
                 model = self._build(name, folder, slabs_max, task)
                 with self._lock:
                     if known is not None:
-                        self.release_copy(known)
+                        self.forget(name)
                     self._models[name] = model
             else:
                 model = known
@@ -173,6 +181,8 @@ class HostModels:
             model = self._models.pop(name, None)
             if model is not None:
                 self.release_copy(model)
+                if model.skeleton.mirror is not None:
+                    model.skeleton.mirror.forget()
 
     def ready(self, model: HostModel) -> bool:
         """Whether the weights are in host memory. If not, a thread starts to read them.
@@ -216,7 +226,8 @@ class HostModels:
         self._releases.settle(wait=False)
 
     def _build(self, name: str, folder: Path, slabs_max: int, task: Task) -> HostModel:
-        skeleton = build_skeleton(folder, self._dtype, self._device, task)
+        rank = None if self._leader is None else self._leader.rank
+        skeleton = build_skeleton(folder, self._dtype, self._device, task, rank)
         pooler = make_pooler(skeleton, folder)
         slabs = skeleton.slabs(self._slab_bytes)
         if slabs > slabs_max:
@@ -224,11 +235,14 @@ class HostModels:
                 f"{name}: weights of {skeleton.size_bytes} bytes take {slabs} slabs of {self._slab_bytes} bytes;"
                 f" weights_bytes of the slot hold {slabs_max}"
             )
-        if self._cache is not None and skeleton.size_bytes > self._cache.capacity_bytes:
+        host_bytes = self._ranks * skeleton.size_bytes
+        if self._cache is not None and host_bytes > self._cache.capacity_bytes:
             limit = f"cache_bytes={self._cache.capacity_bytes}"
-            raise ModelLoadError(f"{name}: weights of {skeleton.size_bytes} bytes exceed {limit} of the node")
+            raise ModelLoadError(f"{name}: weights of {host_bytes} bytes exceed {limit} of the node")
         stored = list_tensors(folder, task)
         pairs = match_tensors(folder, as_stored(skeleton.places, stored), stored)
+        if self._leader is not None:
+            skeleton.mirror = self._leader.build(skeleton, folder)
         return HostModel(
             name=name,
             folder=folder,
@@ -249,7 +263,7 @@ class HostModels:
         """Raises HostMemoryError if host memory is full, and requests memory then."""
         if model.host is not None:
             return
-        size_bytes = model.skeleton.size_bytes
+        size_bytes = self._ranks * model.skeleton.size_bytes
         cached = None
         if self._cache is None:
             host = torch.empty(size_bytes, dtype=torch.uint8)
@@ -262,8 +276,11 @@ class HostModels:
             except HostMemoryError as error:
                 self._request_memory(model, error)
                 raise
-            host = torch.frombuffer(cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
+            whole = torch.frombuffer(cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
+            host = whole[: model.skeleton.size_bytes]
         pinned(host, self._device)
+        if model.skeleton.mirror is not None and cached is not None:
+            model.skeleton.mirror.hold(host, cached.path)
         with self._lock:
             model.host, model.cached, model.fresh, model.short_since_s = host, cached, True, None
 
@@ -306,9 +323,12 @@ class HostModels:
         """Detach the model's host copy; the engine's thread frees it."""
         with self._lock:
             self._releases.add(model.host, model.cached, model.copies)
+            if model.skeleton.mirror is not None and model.host is not None:
+                model.skeleton.mirror.release()
             model.host, model.cached, model.copies = None, None, []
 
-    @staticmethod
-    def _fill(model: HostModel, host: torch.Tensor) -> None:
+    def _fill(self, model: HostModel, host: torch.Tensor) -> None:
+        """Read the parts of all ranks."""
+        parts = torch.split(host, model.skeleton.size_bytes)
         shards = model.skeleton.shards
-        read_tensors((stored, place.view(shards[place.shard].of(host))) for place, stored in model.pairs)
+        read_parts(one for rank, part in enumerate(parts) for one in parts_of(model.pairs, shards, part, rank))

@@ -69,6 +69,9 @@ class SequenceKv:
 class KvStore:
     """The KV of one slot, over the arena's bytes. Meets `dataplane.engines.core.kv.KvMemory` and, in
     `dataplane.engines.core.pressure_handler`, `KvCapacity`. Called by one thread.
+
+    On a slot of several `ranks` it is the first one's, and its files have a part for each rank, one after another;
+    `note_file` is called with each file of another slot that is mapped, and this rank's part of it.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class KvStore:
         make_stream: Callable[[str], CopyStream],
         rates: TransferRates,
         prefix_cache: bool = True,
+        ranks: int = 1,
+        note_file: Callable[[str, torch.Tensor], None] | None = None,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
@@ -89,7 +94,9 @@ class KvStore:
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
         self.host_cache = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
-        memory = host_memory(self._host_slabs.slabs * slab_bytes, host_file)
+        self._ranks, self._note_file = ranks, note_file
+        size_bytes = self._host_slabs.slabs * slab_bytes
+        memory = host_memory(size_bytes if host_file is None else ranks * size_bytes, host_file)[:size_bytes]
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
         self.rates = rates
@@ -110,6 +117,11 @@ class KvStore:
         )
         self.swapped_out_total = 0
         self.swapped_in_total = 0
+
+    @property
+    def host_bytes(self) -> torch.Tensor:
+        """The host memory of this slot, flat uint8."""
+        return self._host.bytes
 
     @property
     def slab_bytes(self) -> int:
@@ -171,12 +183,9 @@ class KvStore:
         return any(block // per_slab in slabs for block in kv.blocks)
 
     def view(self, shape: KvShape, dtype: torch.dtype) -> torch.Tensor:
-        """The arena as blocks of a shape `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`."""
+        """The arena as blocks of a shape; see `KvFile.view`."""
         if (shape, dtype) not in self._views:
-            slab_bytes, per_slab = self._device.slab_bytes, self.device_cache.blocks_per_slab(shape)
-            slabs = self._device.bytes.view(-1, slab_bytes)[:, : per_slab * shape.block_bytes]
-            sizes = (per_slab, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
-            self._views[shape, dtype] = slabs.view(dtype).view(self._arena.slabs, *sizes)
+            self._views[shape, dtype] = self._device.view(shape, dtype)
         return self._views[shape, dtype]
 
     def capacity_blocks(self, shape: KvShape) -> int:
@@ -416,11 +425,14 @@ class KvStore:
     def _open(self, handle: KvHandle) -> KvFile | None:
         if handle.file not in self._files:
             try:
-                memory = host_memory(0, Path(handle.file))
+                whole = host_memory(0, Path(handle.file))
             except (OSError, ValueError):
                 return None
             gone = [file for file in self._files if not Path(file).exists()]
             for file in gone:  # their slots ended; sequences that read them keep them open
                 del self._files[file]
+            memory = whole[: whole.numel() // self._ranks]
+            if self._note_file is not None:
+                self._note_file(handle.file, memory)
             self._files[handle.file] = KvFile(bytes=memory, slab_bytes=handle.slab_bytes)
         return self._files[handle.file]

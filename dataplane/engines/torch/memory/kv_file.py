@@ -22,6 +22,13 @@ class KvFile:
         start = slab * self.slab_bytes + index * shape.block_bytes
         return self.bytes[start : start + shape.block_bytes]
 
+    def view(self, shape: KvShape, dtype: torch.dtype) -> torch.Tensor:
+        """All slabs as blocks of a shape `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`."""
+        per_slab = self.slab_bytes // shape.block_bytes
+        slabs = self.bytes.view(-1, self.slab_bytes)[:, : per_slab * shape.block_bytes]
+        sizes = (per_slab, shape.layers, 2, shape.block_tokens, shape.kv_heads, shape.head_dim)
+        return slabs.view(dtype).view(-1, *sizes)
+
 
 def host_memory(size_bytes: int, file: Path | None) -> torch.Tensor:
     """Flat uint8: private, or that of a file, which is created if a size is given and else mapped as it is.

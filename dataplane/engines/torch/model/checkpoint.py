@@ -1,7 +1,8 @@
 """Tensors of a Hugging Face checkpoint, read straight into host memory by a few threads."""
 
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,18 +54,42 @@ def _is_read(name: str) -> bool:
     return not name.endswith(IGNORED_SUFFIXES)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Part:
+    """A part of a stored tensor, and the host tensor it is read to: as many rows as that has along `dim`, from `start`
+    on. Along the other dimensions the two have the same size.
+    """
+
+    stored: StoredTensor
+    target: torch.Tensor
+    dim: int = 0
+    start: int = 0
+
+
 def read_tensors(pairs: Iterable[tuple[StoredTensor, torch.Tensor]], *, threads: int = 4) -> None:
     """Fill each target, a contiguous host tensor of the same shape, converting to the target's dtype on the way.
 
     Raises:
         ModelLoadError: a file ended early or cannot be read.
     """
-    pairs = sorted(pairs, key=lambda pair: (pair[0].file, pair[0].offset_bytes))
+    read_parts((Part(stored=stored, target=target) for stored, target in pairs), threads=threads)
+
+
+def read_parts(parts: Iterable[Part], *, threads: int = 4) -> None:
+    """As `read_tensors`, for parts of tensors. A tensor that is divided by columns is read once for all its parts.
+
+    Raises:
+        ModelLoadError: a file ended early or cannot be read.
+    """
+    tensors: dict[tuple[Path, int, str], list[Part]] = {}
+    for part in parts:
+        tensors.setdefault((part.stored.file, part.stored.offset_bytes, part.stored.name), []).append(part)
     try:
         with ExitStack() as stack:
-            files = {file: stack.enter_context(FileIO(file)) for file in {stored.file for stored, _ in pairs}}
+            files = {file: stack.enter_context(FileIO(file)) for file in {file for file, *_ in tensors}}
             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="checkpoint"))
-            reads = [read for stored, target in pairs for read in _split(files[stored.file], stored, target)]
+            ordered = sorted(tensors.items(), key=lambda item: item[0])
+            reads = [read for (file, *_), of_one in ordered for read in _reads(files[file], of_one)]
             for _ in pool.map(_read, reads):
                 pass
     except OSError as error:
@@ -73,26 +98,60 @@ def read_tensors(pairs: Iterable[tuple[StoredTensor, torch.Tensor]], *, threads:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Read:
+    """Consecutive elements of a stored tensor, in `shape` (outer, along the dimension of its parts, inner), and the
+    tensors that some of them are for: each with the first one along that dimension.
+    """
+
     file: FileIO
     stored: StoredTensor
     offset_bytes: int
-    target: torch.Tensor
+    shape: tuple[int, int, int]
+    targets: tuple[tuple[torch.Tensor, int], ...]
 
 
-def _split(file: FileIO, stored: StoredTensor, target: torch.Tensor) -> Iterator[_Read]:
-    assert tuple(target.shape) == stored.shape, (stored.name, target.shape, stored.shape)
-    flat = target.view(-1)
+def _reads(file: FileIO, parts: Sequence[Part]) -> Iterator[_Read]:
+    """Those of one tensor. Rows are read straight to their target; columns of all parts together."""
+    stored = parts[0].stored
     item_bytes = _DTYPES[stored.dtype].itemsize
-    for start in range(0, flat.numel(), READ_ELEMENTS):
-        offset_bytes = stored.offset_bytes + start * item_bytes
-        yield _Read(file=file, stored=stored, offset_bytes=offset_bytes, target=flat[start : start + READ_ELEMENTS])
+    for part in parts:
+        sizes = list(stored.shape)
+        if sizes:
+            sizes[part.dim] = part.target.shape[part.dim]
+        assert list(part.target.shape) == sizes, (stored.name, part.target.shape, stored.shape)
+    for part in parts if parts[0].dim == 0 else ():
+        flat = part.target.view(-1)
+        first = part.start * math.prod(stored.shape[1:])
+        for start in range(0, flat.numel(), READ_ELEMENTS):
+            target = flat[start : start + READ_ELEMENTS].view(1, -1, 1)
+            offset_bytes = stored.offset_bytes + (first + start) * item_bytes
+            shape = (1, target.numel(), 1)
+            yield _Read(file=file, stored=stored, offset_bytes=offset_bytes, shape=shape, targets=((target, 0),))
+    if parts[0].dim == 0:
+        return
+    outer, size, inner = _folded(stored.shape, parts[0].dim)
+    rows = max(1, READ_ELEMENTS // (size * inner))
+    views = [(part.target.view(outer, -1, inner), part.start) for part in parts]
+    for row in range(0, outer, rows):
+        yield _Read(
+            file=file,
+            stored=stored,
+            offset_bytes=stored.offset_bytes + row * size * inner * item_bytes,
+            shape=(min(rows, outer - row), size, inner),
+            targets=tuple((view[row : row + rows], start) for view, start in views),
+        )
+
+
+def _folded(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    """The shape with the dimensions before `dim`, and those after it, as one each."""
+    return math.prod(shape[:dim]), shape[dim], math.prod(shape[dim + 1 :])
 
 
 def _read(read: _Read) -> None:
     dtype = _DTYPES[read.stored.dtype]
-    same = read.target.dtype == dtype
-    buffer = read.target if same else torch.empty(read.target.shape, dtype=dtype)
-    array: Any = buffer.view(torch.uint8).numpy()
+    only, _ = read.targets[0]
+    straight = read.shape == tuple(only.shape) and only.dtype == dtype and only.is_contiguous()
+    buffer = only if straight else torch.empty(read.shape, dtype=dtype)
+    array: Any = buffer.view(-1).view(torch.uint8).numpy()
     view = memoryview(array)
     filled = 0
     while filled < len(view):
@@ -100,5 +159,6 @@ def _read(read: _Read) -> None:
         if not count:
             raise ModelLoadError(f"{read.stored.file} ends inside tensor {read.stored.name}")
         filled += count
-    if not same:
-        read.target.copy_(buffer)
+    if not straight:
+        for target, start in read.targets:
+            target.copy_(buffer[:, start : start + target.shape[1]])

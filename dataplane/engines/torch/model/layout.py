@@ -1,13 +1,14 @@
 """The mapping of a checkpoint's tensors to a model's run-time layout, and the cache key of the resulting bytes."""
 
 import hashlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from dataplane.checkpoints.safetensors_file import StoredTensor
-from dataplane.engines.torch.model.checkpoint import can_convert
-from dataplane.engines.torch.model.skeleton import PlacedTensor
+from dataplane.engines.torch.model.checkpoint import Part, can_convert
+from dataplane.engines.torch.model.skeleton import PlacedTensor, WeightShard
 from dataplane.protocol.errors import ModelLoadError
 
 LAYOUT_VERSION = 1
@@ -38,9 +39,9 @@ def match_tensors(
                 f"{folder}: the checkpoint {what} {len(names)} tensors, such as {', '.join(names[:3])}"
             )
     for place, tensor in pairs:
-        if place.shape != tensor.shape:
+        if place.whole_shape != tensor.shape:
             raise ModelLoadError(
-                f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.shape}"
+                f"{folder}: tensor {tensor.name} has shape {tensor.shape}, the config says {place.whole_shape}"
             )
         if not can_convert(tensor, place.dtype):
             raise ModelLoadError(
@@ -49,10 +50,24 @@ def match_tensors(
     return pairs
 
 
+def parts_of(
+    pairs: Iterable[tuple[PlacedTensor, StoredTensor]], shards: Sequence[WeightShard], host: torch.Tensor, rank: int
+) -> Iterator[Part]:
+    """What is read to the host copy of a rank's weights, flat uint8 in run-time layout."""
+    for place, stored in pairs:
+        target = place.view(shards[place.shard].of(host))
+        if place.split is None:
+            yield Part(stored=stored, target=target)
+            continue
+        dim = place.split.dim
+        for cut in place.split.cuts(rank):
+            yield Part(stored=stored, target=target.narrow(dim, cut.at, cut.count), dim=dim, start=cut.start)
+
+
 def cache_key(folder: Path, dtype: torch.dtype, pairs: list[tuple[PlacedTensor, StoredTensor]]) -> str:
     """A key of all that determines the bytes: the files' state, the dtype and the layout."""
     files = sorted({stored.file for _, stored in pairs})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    layout = [(place.names[0], place.shard, place.offset_bytes) for place, _ in pairs]
+    layout = [(place.names[0], place.shard, place.offset_bytes, place.split) for place, _ in pairs]
     described = repr((LAYOUT_VERSION, str(dtype), state, layout))
     return f"{folder.name}-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
 from dataplane.engines.torch.model.skeleton import PlacedTensor
+from dataplane.engines.torch.model.split import Split
 
 _EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp.experts.gate_up_proj": (
@@ -47,4 +48,11 @@ def _pieces(place: PlacedTensor, stored: Container[str]) -> Iterator[PlacedTenso
     for number in range(experts * len(tensors)):
         expert, tensor = divmod(number, len(tensors))
         names = tuple(name.removesuffix(fused) + known.format(expert) for known in tensors[tensor])
-        yield replace(place, names=names, shape=shape, offset_bytes=place.offset_bytes + number * piece_bytes)
+        offset_bytes = place.offset_bytes + number * piece_bytes
+        split = None if place.split is None else _split_of_expert(place.split, tensor)
+        yield replace(place, names=names, shape=shape, offset_bytes=offset_bytes, split=split)
+
+
+def _split_of_expert(split: Split, tensor: int) -> Split:
+    """How one of an expert's tensors is divided, where the parameter of all experts is."""
+    return replace(split, dim=split.dim - 1, segments=(split.segments[tensor],))

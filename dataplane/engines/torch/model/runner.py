@@ -1,6 +1,11 @@
-"""One forward pass of a step batch: chunks of tokens in, one row of logits or the final states per chunk out."""
+"""One forward pass of a step batch: chunks of tokens in, one row of logits or the final states per chunk out.
+
+On a slot of several GPUs, `run_chunks` and `run_states` let the other ranks run `forward_logits` and `forward_states`
+on the same inputs.
+"""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,19 +13,33 @@ import torch
 
 from dataplane.engines.core.uploads import upload
 from dataplane.engines.torch.model.attention import KvStep, Span
+from dataplane.engines.torch.model.inputs import ChunkInput, chunk_inputs
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk
-from dataplane.memory.kv_cache import blocks_for
 
 
-@torch.inference_mode()
 def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
     """Run the chunks' tokens through the model, filling their KV blocks.
 
     The skeleton must be bound; `cache` is `KvStep.cache`. Returns the logits `[len(chunks), vocabulary]` after each
     chunk's last token, float32.
     """
-    batch = _make_batch(cache, chunks)
+    inputs = chunk_inputs(chunks, cache.shape[4])
+    with nullcontext() if skeleton.mirror is None else skeleton.mirror.step("logits", inputs):
+        return forward_logits(skeleton, cache, inputs)
+
+
+def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+    """As `run_chunks`, without logits. Returns the final states `[count, hidden]` of each chunk's tokens."""
+    inputs = chunk_inputs(chunks, cache.shape[4])
+    with nullcontext() if skeleton.mirror is None else skeleton.mirror.step("states", inputs):
+        return forward_states(skeleton, cache, inputs)
+
+
+@torch.inference_mode()
+def forward_logits(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput]) -> torch.Tensor:
+    """See `run_chunks`."""
+    batch = _make_batch(cache, inputs)
     logits: torch.Tensor = skeleton.model(
         input_ids=batch.tokens,
         position_ids=batch.positions,
@@ -32,15 +51,15 @@ def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
 
 
 @torch.inference_mode()
-def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-    """As `run_chunks`, without logits. Returns the final states `[count, hidden]` of each chunk's tokens."""
-    batch = _make_batch(cache, chunks)
+def forward_states(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput]) -> list[torch.Tensor]:
+    """See `run_states`."""
+    batch = _make_batch(cache, inputs)
     states: torch.Tensor = skeleton.trunk(
         input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, kv_step=batch.step
     ).last_hidden_state[0]
-    pieces = torch.split(states, [chunks[index].count for index in batch.order])
+    pieces = torch.split(states, [inputs[index].count for index in batch.order])
     by_index = dict(zip(batch.order, pieces, strict=True))
-    return [by_index[index] for index in range(len(chunks))]
+    return [by_index[index] for index in range(len(inputs))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +75,7 @@ class _Batch:
     step: KvStep
 
 
-def _make_batch(cache: torch.Tensor, chunks: Sequence[Chunk]) -> _Batch:
+def _make_batch(cache: torch.Tensor, chunks: Sequence[ChunkInput]) -> _Batch:
     """All inputs are made on the host and uploaded together: the host waits for nothing."""
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
     per_slab, block_tokens = cache.shape[1], cache.shape[4]
@@ -67,7 +86,7 @@ def _make_batch(cache: torch.Tensor, chunks: Sequence[Chunk]) -> _Batch:
     last = np.empty(len(chunks), dtype=np.int64)
     last[order] = np.cumsum([chunk.count for chunk in ordered]) - 1
     groups = _groups(ordered)
-    tables = [_tables(group, block_tokens) for group in groups]
+    tables = [_tables(group) for group in groups]
     inputs, write, begun, last_rows, *slabs = upload(
         cache.device,
         rows[:2],
@@ -84,23 +103,22 @@ def _make_batch(cache: torch.Tensor, chunks: Sequence[Chunk]) -> _Batch:
     return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step)
 
 
-def _rows(chunk: Chunk, block_tokens: int) -> list[tuple[int, int, int, int]]:
+def _rows(chunk: ChunkInput, block_tokens: int) -> list[tuple[int, int, int, int]]:
     """(token, position, block, offset in the block) of each token of the chunk."""
-    sequence = chunk.sequence
     return [
-        (sequence.tokens[at], at, sequence.kv.blocks[at // block_tokens], at % block_tokens)
-        for at in range(sequence.cached, chunk.end)
+        (token, at, chunk.blocks[at // block_tokens], at % block_tokens)
+        for at, token in enumerate(chunk.tokens, chunk.start)
     ]
 
 
-def _groups(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+def _groups(chunks: Sequence[ChunkInput]) -> list[list[ChunkInput]]:
     """All single-token chunks as one group in front; each longer chunk as its own."""
     singles = [chunk for chunk in chunks if chunk.count == 1]
     return [singles] * bool(singles) + [[chunk] for chunk in chunks if chunk.count > 1]
 
 
 def _spans(
-    groups: Sequence[Sequence[Chunk]], positions: torch.Tensor, tables: Sequence[torch.Tensor]
+    groups: Sequence[Sequence[ChunkInput]], positions: torch.Tensor, tables: Sequence[torch.Tensor]
 ) -> tuple[Span, ...]:
     spans = []
     first_row = 0
@@ -112,8 +130,7 @@ def _spans(
     return tuple(spans)
 
 
-def _tables(chunks: Sequence[Chunk], block_tokens: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def _tables(chunks: Sequence[ChunkInput]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
-    tables = [chunk.sequence.kv.blocks[: blocks_for(chunk.end, block_tokens)] for chunk in chunks]
-    longest = max(len(table) for table in tables)
-    return np.array([table + table[:1] * (longest - len(table)) for table in tables])
+    longest = max(len(chunk.blocks) for chunk in chunks)
+    return np.array([[*c.blocks, *c.blocks[:1] * (longest - len(c.blocks))] for c in chunks])

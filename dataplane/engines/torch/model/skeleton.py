@@ -9,10 +9,11 @@ shard is contiguous and may be located, and loaded, apart from the others: each 
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -22,8 +23,11 @@ from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
+from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.linear import speed_up
+from dataplane.engines.torch.model.parallel import Rank, parallelize
 from dataplane.engines.torch.model.quantized import QuantizedLinear, quantize, read_quantization
+from dataplane.engines.torch.model.split import Split, make_splits, rank_config
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
@@ -57,13 +61,23 @@ _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedTensor:
-    """A weight and its location in its shard. `names`: all its names, the model's own first."""
+    """A weight and its location in its shard. `names`: all its names, the model's own first. `split`: how the whole
+    weight is divided, if a rank has a part of it only.
+    """
 
     names: tuple[str, ...]
     shard: int
     offset_bytes: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    split: Split | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole weight."""
+        if self.split is None:
+            return self.shape
+        return tuple(self.split.size if dim == self.split.dim else size for dim, size in enumerate(self.shape))
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The tensor inside `buffer`, a flat uint8 tensor that starts where the shard starts."""
@@ -76,10 +90,13 @@ class PlacedTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The sizes that the KV cache, the limits and the sampler need."""
+    """The sizes that the KV cache, the limits and the sampler need. `kv_heads`: those of this rank, of the model's
+    `kv_heads_total`.
+    """
 
     layers: int
     kv_heads: int
+    kv_heads_total: int
     head_dim: int
     vocabulary: int
     context_tokens: int
@@ -101,12 +118,32 @@ class WeightShard:
         return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
 
+class Mirror(Protocol):
+    """What lets other ranks follow a model, on the rank that decides."""
+
+    def hold(self, host: torch.Tensor, file: Path) -> None:
+        """A host copy was made: this rank's part of a file with the parts of all ranks, one after another."""
+
+    def release(self) -> None:
+        """The host copy is released once no transfer reads it."""
+
+    def forget(self) -> None:
+        """The model is forgotten. It has no host copy."""
+
+    def bound(self, shard: int, buffer: torch.Tensor) -> None:
+        """A shard was bound to a buffer of the arena."""
+
+    def step(self, wanted: Wanted, inputs: Sequence[ChunkInput]) -> AbstractContextManager[None]:
+        """Let the other ranks run a forward pass, while this one does."""
+
+
 class Skeleton:
     """A model's modules. `places` and `shards` describe the layout of its weights; in host memory they take
     `size_bytes`. `trunk`: the model without what makes logits or scores of its states; `head`: what makes scores.
 
     `await_shard` is called before a shard is used; it is set while the weights are loaded. `passed_shard` is called
-    once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate.
+    once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate. `splits`: of
+    the weights of which this rank has a part; `mirror`: set where other ranks follow this one.
     """
 
     def __init__(
@@ -116,6 +153,7 @@ class Skeleton:
         eos_ids: frozenset[int],
         dtype: torch.dtype,
         task: Task = "generate",
+        splits: Mapping[str, Split] | None = None,
     ) -> None:
         self.model = model
         self.task = task
@@ -126,9 +164,10 @@ class Skeleton:
         self.eos_ids = eos_ids
         self.await_shard: Callable[[int], None] | None = None
         self.passed_shard: Callable[[int], None] | None = None
+        self.mirror: Mirror | None = None
         slots = _parameter_slots(model)
         stages = _stages(model)
-        self.places, self.shards = _lay_out(slots, stages)
+        self.places, self.shards = _lay_out(slots, stages, splits or {})
         self.size_bytes = sum(shard.size_bytes for shard in self.shards)
         self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.shards]
         self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.shards]
@@ -166,6 +205,8 @@ class Skeleton:
             _replace(owners, parameter)
         if len(views) > ADDRESSES_KEPT:
             del views[next(iter(views))]
+        if self.mirror is not None:
+            self.mirror.bound(shard, buffer)
 
     def unbind(self) -> None:
         """Restore the empty Parameters."""
@@ -195,25 +236,35 @@ _Owner = tuple[str, torch.nn.Module, str]
 _Slot = tuple[torch.nn.Parameter, list[_Owner]]
 
 
-def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device, task: Task = "generate") -> Skeleton:
+def build_skeleton(
+    folder: Path, dtype: torch.dtype, device: torch.device, task: Task = "generate", rank: Rank | None = None
+) -> Skeleton:
     """The model that `folder/config.json` describes, as its task needs it: one that embeds has no head. Its buffers are
-    on `device`, its Parameters on `meta`.
+    on `device`, its Parameters on `meta`. `rank`: of several, which run the model together.
 
     Raises:
-        ModelLoadError: no such folder or config, or an unsupported architecture or quantization.
+        ModelLoadError: no such folder or config, an unsupported architecture or quantization, or a model that cannot be
+            divided among so many ranks.
     """
     if not folder.is_dir():
         raise ModelLoadError(f"{folder} is no folder")
     described = read_json(folder / "config.json")
     _check_supported(folder, described)
     quantization = read_quantization(folder, described)
+    if quantization is not None and rank is not None and rank.count > 1:
+        raise ModelLoadError(f"{folder}: a quantized model runs on one GPU, not on {rank.count}")
     register()
+    splits: dict[str, Split] = {}
     try:
         config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        build: Any = _builder(described, task).from_config
-        with torch.device("meta"):
-            model = build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-        geometry = _geometry(config)
+        model = _on_meta(config, described, task, dtype)
+        geometry = _geometry(config, 1 if rank is None else rank.count)
+        if rank is not None and rank.count > 1:
+            whole, mine = model, rank_config(config, rank.count, dtype.itemsize, folder)
+            model = _on_meta(mine, described, task, dtype)
+            splits = make_splits(_shapes(whole), _shapes(model), config, rank.count)
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
     if quantization is not None:
@@ -223,7 +274,20 @@ def build_skeleton(folder: Path, dtype: torch.dtype, device: torch.device, task:
     model.eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         speed_up(model)
-    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype, task)
+    if rank is not None and splits:
+        parallelize(model, splits, rank, geometry.vocabulary)
+    return Skeleton(model, geometry, read_eos_ids(folder, described), dtype, task, splits)
+
+
+def _on_meta(config: Any, described: dict[str, Any], task: Task, dtype: torch.dtype) -> Any:
+    build: Any = _builder(described, task).from_config
+    with torch.device("meta"):
+        return build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """By every name of a weight."""
+    return {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
 
 
 def _builder(described: dict[str, Any], task: Task) -> Any:
@@ -251,11 +315,13 @@ def _check_rope(folder: Path, rope_parameters: dict[str, Any] | None) -> None:
         raise ModelLoadError(f"{folder}: rope type {unsupported[0]!r} is not supported")
 
 
-def _geometry(config: Any) -> Geometry:
+def _geometry(config: Any, ranks: int) -> Geometry:
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return Geometry(
         layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        kv_heads=max(kv_heads // ranks, 1),
+        kv_heads_total=kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocabulary=config.vocab_size,
         context_tokens=config.max_position_embeddings,
@@ -295,7 +361,7 @@ def _stages(model: Any) -> list[torch.nn.Module]:
 
 
 def _lay_out(
-    slots: list[_Slot], stages: list[torch.nn.Module]
+    slots: list[_Slot], stages: list[torch.nn.Module], splits: Mapping[str, Split]
 ) -> tuple[tuple[PlacedTensor, ...], tuple[WeightShard, ...]]:
     """Shard 0 is everything outside of the stages; parameters keep their order within a shard."""
     shard_of = {id(module): number for number, stage in enumerate(stages, start=1) for module in stage.modules()}
@@ -304,9 +370,15 @@ def _lay_out(
     for parameter, owners in slots:
         shard = min(shard_of.get(id(module), 0) for _, module, _ in owners)
         names = tuple(full_name for full_name, _, _ in owners)
-        shape = tuple(parameter.shape)
         places.append(
-            PlacedTensor(names=names, shard=shard, offset_bytes=sizes[shard], shape=shape, dtype=parameter.dtype)
+            PlacedTensor(
+                names=names,
+                shard=shard,
+                offset_bytes=sizes[shard],
+                shape=tuple(parameter.shape),
+                dtype=parameter.dtype,
+                split=splits.get(names[0]),
+            )
         )
         sizes[shard] += aligned(parameter.numel() * parameter.dtype.itemsize)
     starts = [sum(sizes[:shard]) for shard in range(len(sizes))]

@@ -1,0 +1,36 @@
+"""The inputs of a forward pass, as plain values that can be sent to other processes."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from dataplane.engines.torch.sequences import Chunk
+from dataplane.memory.kv_cache import blocks_for
+
+Wanted = Literal["logits", "states"]
+"""What a forward pass is for."""
+
+
+class ChunkInput(Struct, frozen=True, array_like=True):
+    """New tokens of one sequence, the first at position `start`, and the blocks of its KV up to the last of them."""
+
+    tokens: tuple[int, ...]
+    start: int
+    blocks: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+def chunk_inputs(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkInput]:
+    """The inputs of a step batch, whose KV blocks have `block_tokens` tokens."""
+    return [
+        ChunkInput(
+            tokens=tuple(chunk.sequence.tokens[chunk.sequence.cached : chunk.end]),
+            start=chunk.sequence.cached,
+            blocks=tuple(chunk.sequence.kv.blocks[: blocks_for(chunk.end, block_tokens)]),
+        )
+        for chunk in chunks
+    ]

@@ -1,0 +1,69 @@
+"""The processes of a slot's other ranks. Imports no torch, so that they can start before rank 0 has imported it."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+log = structlog.get_logger()
+
+END_MAX_S = 5.0
+"""How long ranks may take to end after their sockets were closed, before they are killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRanks:
+    """The ranks 1 and above of a slot, by the sockets on which they get their commands. `wait` waits for their end,
+    after the sockets were closed.
+    """
+
+    connections: tuple[socket.socket, ...]
+    wait: Callable[[], None]
+
+
+def start_processes(count: int) -> OtherRanks:
+    """A process each. This process ends as soon as one of them does, whatever it is doing: it may be in a collective
+    operation, and only the agent can start all of them again.
+    """
+    closing = threading.Event()
+    started = [_start() for _ in range(count)]
+
+    def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not closing.is_set():
+            log.error("a rank of the slot ended; the worker ends", rank=rank, pid=process.pid, status=status)
+            os._exit(1)
+
+    watches = [
+        threading.Thread(target=watch, args=(rank, process), name=f"rank-{rank}", daemon=True)
+        for rank, (_, process) in enumerate(started, start=1)
+    ]
+    for one in watches:
+        one.start()
+
+    def wait() -> None:
+        closing.set()
+        for one, (_, process) in zip(watches, started, strict=True):
+            one.join(END_MAX_S)
+            if one.is_alive():
+                process.kill()
+                one.join()
+
+    return OtherRanks(connections=tuple(connection for connection, _ in started), wait=wait)
+
+
+def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dataplane.engines.torch.ranks.follower", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+        )
+    return ours, process
