@@ -33,6 +33,7 @@ def check_node(
     switches: Annotated[int, typer.Option(min=0, help="The least number of switches.")] = 50,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each model.")] = 4,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to make from each prompt, at most.")] = 16,
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Processes that run each model: one for each GPU.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else.")] = False,
 ) -> None:
     """Interleave models on one pooled slot and compare tokens and logits with transformers' own generate.
@@ -49,7 +50,8 @@ def check_node(
     from ops.profiling.interleaving import CheckSettings
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    settings = CheckSettings(device=device, dtype=dtype, switches=switches, prompts=prompts, tokens=tokens)
+    given: dict[str, Any] = {"device": device, "dtype": dtype, "switches": switches, "ranks": ranks}
+    settings = CheckSettings(**given, prompts=prompts, tokens=tokens)
     try:
         with progress_bar("reading the models") as report_progress:
             report = check_models(model_dirs, settings, report_progress)
@@ -85,7 +87,9 @@ def _show(report: "CheckReport") -> None:
     }
     settings = report.settings
     print_table(
-        f"Pooled slot against transformers, {settings.dtype} on {settings.device}", columns, asdict(report)["models"]
+        f"Pooled slot against transformers, {settings.dtype} on {settings.ranks} {settings.device}",
+        columns,
+        asdict(report)["models"],
     )
     print_fields(
         [

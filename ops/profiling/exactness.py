@@ -11,9 +11,11 @@ ties are counted, and the request continues from the reference's token, so that 
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
+from dataplane.engines.torch.model.parallel import Rank, Unconnected
 from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.kv_cache import blocks_for
@@ -36,12 +38,14 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, report: Progr
     """Compare all models.
 
     Raises:
-        ModelLoadError: a folder holds no model that the engine runs.
+        ModelLoadError: a folder holds no model that the engine runs, or that so many ranks can run.
         ValueError: the device cannot be used, a model is quantized, or its context is too short for `tokens` and a
             prompt.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("no CUDA device can be used here")
+    if settings.device == "cuda" and torch.cuda.device_count() < settings.ranks:
+        raise ValueError(f"{settings.ranks} ranks need as many CUDA devices; here are {torch.cuda.device_count()}")
     names = _names(folders)
     dtype = getattr(torch, settings.dtype)
     skeletons = {name: build_skeleton(folder, dtype, torch.device("cpu")) for name, folder in names.items()}
@@ -58,15 +62,20 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, report: Progr
         prompts = make_prompts(skeleton, count=settings.prompts, tokens=settings.tokens, seed=settings.seed + number)
         references[name] = run_reference(names[name], skeleton, prompts, tokens=settings.tokens, device=settings.device)
     specs = [_spec(name, names[name], skeleton) for name, skeleton in skeletons.items()]
-    interleaving = Interleaving(specs, references, slot_for_one(list(skeletons.values()), settings), settings)
-    try:
-        return interleaving.run(report)
-    finally:
-        interleaving.engine.close()
+    rank = Rank(index=0, count=settings.ranks, collectives=Unconnected())
+    parts = [build_skeleton(folder, dtype, torch.device("cpu"), rank=rank) for folder in names.values()]
+    with TemporaryDirectory(prefix="tidepool-check-") as cache:
+        interleaving = Interleaving(specs, references, slot_for_one(parts, settings, Path(cache)), settings)
+        try:
+            return interleaving.run(report)
+        finally:
+            interleaving.engine.close()
 
 
-def slot_for_one(skeletons: Sequence[Skeleton], settings: CheckSettings) -> TorchEngineSettings:
-    """Engine settings for the largest model, with KV memory for one and a half of the largest requests."""
+def slot_for_one(skeletons: Sequence[Skeleton], settings: CheckSettings, cache_folder: Path) -> TorchEngineSettings:
+    """Engine settings for the largest model, with KV memory for one and a half of the largest requests. The skeletons
+    are those of a rank; the ranks share host copies in the folder.
+    """
     longest = [longest_prompt(skeleton, tokens=settings.tokens) + settings.tokens for skeleton in skeletons]
     blocks_bytes = [s.geometry.kv_bytes_per_token(s.dtype) * BLOCK_TOKENS for s in skeletons]
     wanted_bytes = max(*blocks_bytes, SLAB_BYTES_MIN, max(s.size_bytes for s in skeletons) // SLABS_WANTED)
@@ -86,6 +95,8 @@ def slot_for_one(skeletons: Sequence[Skeleton], settings: CheckSettings) -> Torc
         prefill_tokens_per_step_max=max(1, max(longest) // 3),
         batch_max=BATCH_MAX,
         turns=TurnSettings(decode=DecodeSettings(quota_max_s=QUOTA_S, quota_min_s=QUOTA_S)),
+        ranks=settings.ranks,
+        cache_folder=None if settings.ranks == 1 else cache_folder,
     )
 
 

@@ -41,7 +41,9 @@ SPREADS_MAX = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckSettings:
-    """`prompts` per model, at most `tokens` generated from each; at least `switches` if there are several models."""
+    """`prompts` per model, at most `tokens` generated from each; at least `switches` if there are several models.
+    `ranks`: processes that run each model together.
+    """
 
     device: str
     dtype: Literal["float32", "bfloat16"]
@@ -49,6 +51,7 @@ class CheckSettings:
     prompts: int
     tokens: int
     seed: int = 0
+    ranks: int = 1
 
     @property
     def tolerance(self) -> float:
