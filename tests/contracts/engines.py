@@ -15,6 +15,7 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.profile import load_gpu_profile
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import request
+from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.tiny import save_tiny
 
 CONTEXT_TOKENS = 160
@@ -52,11 +53,11 @@ class Subject:
 _kv_files = count()
 
 
-def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False) -> Subject:
+def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False, ranks: int = 1) -> Subject:
     """Two tiny models of different architectures, of which the arena holds one, and one that is wider. `mixed`: whether
-    steps prefill beside the batch.
+    steps prefill beside the batch. Sizes are those of a rank.
     """
-    kv_bytes_per_token = 2 * 3 * 2 * 12 * 4
+    kv_bytes_per_token = 2 * 3 * 2 * 12 * 4 // ranks
     block_tokens = 8
     slab_bytes = block_tokens * kv_bytes_per_token
     wanted: tuple[tuple[str, str, dict[str, int]], ...] = (
@@ -73,12 +74,12 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool 
             name=name,
             path=str(path),
             weights_bytes=(path / "model.safetensors").stat().st_size,
-            kv_bytes_per_token=kv_bytes_per_token,
+            kv_bytes_per_token=ranks * kv_bytes_per_token,
             context_tokens=CONTEXT_TOKENS,
         )
         specs.append(spec)
     settings = TorchEngineSettings(
-        weights_bytes=max(spec.weights_bytes for spec in specs[:2]) + 8 * slab_bytes,  # each part begins a slab
+        weights_bytes=max(spec.weights_bytes for spec in specs[:2]) // ranks + 8 * slab_bytes,  # each begins a slab
         kv_bytes=KV_TOKENS * kv_bytes_per_token,
         kv_pressure="swap",
         host_kv_bytes=host_kv_tokens * kv_bytes_per_token,
@@ -87,15 +88,23 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool 
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
         turns=TurnSettings(mixed_batches=mixed),
+        ranks=ranks,
+        cache_folder=None if ranks == 1 else folder / "models",
     )
     handing_over = replace(settings, prefill_only=True, host_kv_file=folder / f"kv-{next(_kv_files)}")
-    engine, prefiller = TorchEngine(settings, time.monotonic), TorchEngine(handing_over, time.monotonic)
+    engine = TorchEngine(settings, time.monotonic, other_ranks=start_threads(ranks - 1))
+    prefiller = TorchEngine(handing_over, time.monotonic, other_ranks=start_threads(ranks - 1))
 
     def close() -> None:
         engine.close()
         prefiller.close()
 
     return Subject(engine=engine, prefiller=prefiller, models=(specs[0], specs[1]), oversized=specs[2], close=close)
+
+
+def two_ranks_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
+    """As `torch_subject`, on slots of two GPUs."""
+    return torch_subject(folder, host_kv_tokens=host_kv_tokens, ranks=2)
 
 
 def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False) -> Subject:
@@ -134,7 +143,13 @@ def replay_mixed_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Su
     return replay_subject(folder, host_kv_tokens=host_kv_tokens, mixed=True)
 
 
-ENGINES: list[Callable[..., Subject]] = [torch_subject, torch_mixed_subject, replay_subject, replay_mixed_subject]
+ENGINES: list[Callable[..., Subject]] = [
+    torch_subject,
+    torch_mixed_subject,
+    two_ranks_subject,
+    replay_subject,
+    replay_mixed_subject,
+]
 """Each takes a folder for checkpoints, and `host_kv_tokens`: of how many tokens KV fits in host memory."""
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
-from dataplane.agent.settings import AgentSettings
+from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure, engine_of
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces
@@ -142,6 +142,23 @@ def test_workers_in_a_group_run_no_vllm() -> None:
     errors = errors_of(asking("vllm"), together=True, slots=workers(1, 1))
     assert errors["i1"] == "worker 0 is in a group with others; vLLM needs a worker of its own"
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
+
+
+def test_workers_of_several_ranks_run_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
+    two = (WorkerSettings(gpus=2, ranks=2, memory_bytes=2**30),)
+    errors = errors_of(asking("vllm"), slots=two)
+    assert errors["i1"] == "worker 0 runs each model on 2 GPUs; vLLM runs a model on one GPU here"
+    with pytest.raises(ValidationError, match=r"slots\.0\.gpus must be 1 for vLLM, .* got 2"):
+        settings(engine="vllm", profile=None, slots=two)
+
+
+def test_a_gpu_node_with_a_slot_of_several_prefers_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
+    given = settings().model_dump(exclude={"engine", "profile", "slots"}) | {"device": "cuda"}
+    one, two = (WorkerSettings(gpus=gpus, memory_bytes=2**30) for gpus in (1, 2))
+    assert AgentSettings(**given, slots=(one,)).engine == "vllm"
+    assert AgentSettings(**given, slots=(one, two)).engine == "torch"
 
 
 @asynchronous

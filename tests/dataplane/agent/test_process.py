@@ -16,7 +16,9 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from dataplane.agent.host_files import HostFiles
 from dataplane.agent.settings import AgentSettings, WorkerSettings
+from dataplane.agent.workers import configure
 from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_lines
 from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings, workers
 
@@ -170,13 +172,24 @@ def test_an_agent_with_nobody_to_hand_over_to_says_that_it_drains() -> None:
         ({"slots": ({"memory_bytes": 2**30, "kind": "prefill"},)}, "slots: those of 1 GPUs have no decode slot"),
         ({"slots": ({"memory_bytes": 2**30, "kind": "fast"},)}, "kind"),
         (
+            {"engine": "torch", "device": "cuda", "slots": ({"gpus": 2, "ranks": 1, "memory_bytes": 2**30},)},
+            "slots.0.ranks must be 2, got 1 with gpus=2",
+        ),
+        (
+            {"engine": "torch", "slots": ({"memory_bytes": 2**30}, {"gpus": 4, "ranks": 2, "memory_bytes": 2**30})},
+            "slots.1.ranks must be 1 or 4, got 2 with gpus=4",
+        ),
+        (
             {
                 "engine": "torch",
-                "device": "cuda",
-                "slots": ({"memory_bytes": 2**30}, {"gpus": 2, "memory_bytes": 2**30}),
+                "slots": (
+                    {"gpus": 2, "ranks": 2, "memory_bytes": 2**30, "kind": "prefill"},
+                    {"gpus": 2, "memory_bytes": 2**30, "kind": "decode"},
+                ),
             },
-            "slots.1.gpus must be 1 on cuda, got 2",
+            "slots: those of 2 GPUs have no decode slot",
         ),
+        ({"slots": ({"gpus": 2, "ranks": 2, "memory_bytes": 2**30},)}, "slots.0.ranks must be 1, got 2 with gpus=2"),
         ({"prefill_ratio": 1.0}, "prefill_ratio"),
         ({"prefill_share": 0.0}, "prefill_share"),
         ({"quota_max_s": 0.0}, "quota_max_s"),
@@ -228,6 +241,18 @@ def test_a_step_is_as_large_as_the_card_allows_or_as_it_is_set(
         assert settings(device=device).step_limits(worker) == limits
         assert settings(device=device, batch_max=7).step_limits(worker) == (7, limits[1])
         assert settings(device=device, prefill_tokens_max=100).step_limits(worker) == (limits[0], 100)
+
+
+def test_a_slot_of_several_gpus_has_a_rank_for_each_and_its_memory_is_divided() -> None:
+    planned = WorkerSettings(gpus=4, memory_bytes=4 * 2**30)
+    tried = WorkerSettings(gpus=2, ranks=2, memory_bytes=4 * 2**30)
+    cpu: AgentSettings = settings(engine="torch", profile=None, slots=(planned, tried), host_kv_bytes=2**21)
+    cuda = settings(engine="torch", profile=None, device="cuda", slots=(planned,))
+    assert (cpu.ranks_of(0), cpu.ranks_of(1), cuda.ranks_of(0), settings(slots=(planned,)).ranks_of(0)) == (1, 2, 4, 1)
+    files = HostFiles(cpu, "boot")
+    whole, divided = (configure(cpu, index, None, files, "torch") for index in range(2))
+    assert (whole.ranks, whole.weights_bytes, whole.kv_bytes, whole.host_kv_bytes) == (1, 2**31, 2**31, 2**21)
+    assert (divided.ranks, divided.weights_bytes, divided.kv_bytes, divided.host_kv_bytes) == (2, 2**30, 2**30, 2**20)
 
 
 def kinds_and_groups(*slots: tuple[int, str], **changes: Any) -> tuple[str, tuple[tuple[int, ...], ...]]:

@@ -17,6 +17,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, request
+from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
 
@@ -56,7 +57,8 @@ def slot(deep: Deep, names: Sequence[str], *, models_there: int, **changes: Any)
         "remap": EAGER,
         **changes,
     }
-    one = slot_for_one([deep(name) for name in names], kv_bytes=KV_SLABS * SLAB_BYTES, slab_bytes=SLAB_BYTES)
+    ranks = {name: given[name] for name in ("ranks", "cache_folder") if name in given}
+    one = slot_for_one([deep(name) for name in names], kv_bytes=KV_SLABS * SLAB_BYTES, slab_bytes=SLAB_BYTES, **ranks)
     return TorchEngineSettings(weights_bytes=models_there * one.weights_bytes, kv_bytes=KV_SLABS * SLAB_BYTES, **given)
 
 
@@ -67,7 +69,7 @@ def loaded(
     make_stream: Callable[[str], CopyStream] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> TorchEngine:
-    engine = TorchEngine(settings, clock or Ticks(), make_stream)
+    engine = TorchEngine(settings, clock or Ticks(), make_stream, other_ranks=start_threads(settings.ranks - 1))
     for name in names:
         engine.load(name, spec_of(name, deep(name)))
     return engine

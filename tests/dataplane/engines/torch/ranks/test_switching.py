@@ -1,0 +1,149 @@
+"""Models that take turns on slots of two ranks, with preemption, offloaded layers, cached prefixes and transfers that
+fail: the tokens are those of one rank.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dataplane.engines.interface import EngineRequest
+from dataplane.engines.torch.copies.cpu import ThreadStream
+from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.scheduling.decode import DecodeSettings
+from dataplane.scheduling.schedule import TurnSettings
+from tests.dataplane.engines.torch.deep import Deep, Ticks, Undisturbed, loaded, pool_of, run_dry, slot, wants
+from tests.dataplane.engines.torch.drive import Gathered, drain, request
+from tests.dataplane.engines.torch.faults import FaultyStream
+from tests.dataplane.engines.torch.rank_threads import start_threads
+from tests.dataplane.engines.torch.slots import slot_for_one
+from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
+
+NAMES = ("llama", "qwen3_moe", "gemma2")
+SLAB_BYTES = 4608
+QUOTA_S = 0.01
+Checkpoint = Callable[[str], Path]
+
+
+def settings(folders: dict[str, Path], cache: Path, ranks: int) -> TorchEngineSettings:
+    """Weights of one model, and KV of two requests or less."""
+    return slot_for_one(
+        folders.values(),
+        ranks=ranks,
+        cache_folder=cache,
+        slab_bytes=SLAB_BYTES * 2 // ranks,
+        kv_bytes=7 * SLAB_BYTES * 2 // ranks,
+        host_kv_bytes=2**21,
+        block_tokens=8,
+        prefill_tokens_per_step_max=16,
+        batch_max=4,
+        kv_pressure="swap",
+        turns=TurnSettings(decode=DecodeSettings(quota_max_s=QUOTA_S, quota_min_s=QUOTA_S)),
+    )
+
+
+def requests_of(name: str, temperature: float) -> list[EngineRequest]:
+    chance = random.Random(name)
+    return [
+        request(
+            f"{name}-{number}",
+            [chance.randrange(3, VOCABULARY) for _ in range(length)],
+            instance_id=name,
+            max_tokens=6,
+            temperature=temperature,
+            seed=number,
+            ignore_eos=True,
+        )
+        for number, length in enumerate((30, 7, 18))
+    ]
+
+
+def interleaved(engine: TorchEngine, folders: dict[str, Path], temperature: float) -> Gathered:
+    """All requests, joining in any order; one more of each model leaves after its first tokens."""
+    for name, folder in folders.items():
+        engine.load(name, spec_of(name, folder))
+    joining = [one for name in folders for one in requests_of(name, temperature)]
+    joining += [request(f"leaves-{name}", range(3, 33), instance_id=name, max_tokens=20) for name in folders]
+    random.Random(0).shuffle(joining)
+    gathered, steps = Gathered(), 0
+    while joining or engine.has_work():
+        if joining and steps % 2 == 0:
+            engine.add(joining.pop())
+        outputs = engine.step()
+        gathered.take(outputs)
+        for output in outputs:
+            if output.request_id.startswith("leaves-") and len(gathered.tokens[output.request_id]) >= 2:
+                engine.cancel(output.request_id)
+        assert len(engine.stats().resident_models) <= 1
+        steps += 1
+    engine.check()
+    return gathered
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_models_take_turns_in_memory_for_one_over_faulty_transfers(
+    temperature: float, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folders = {name: checkpoint(name) for name in NAMES}
+    alone = TorchEngine(settings(folders, tmp_path / "alone", 1), Ticks())
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, folder in folders.items():
+        alone.load(name, spec_of(name, folder))
+        for one in requests_of(name, temperature):
+            alone.add(one)
+            expected |= drain(alone).tokens
+        alone.unload(name)
+    alone.close()
+
+    streams: dict[str, FaultyStream] = {}
+
+    def make(name: str) -> FaultyStream:
+        """Transfers of rank 0 are late, and fail; those of the other rank are as they are."""
+        inners = [ThreadStream(f"{name}-{number}") for number in range(2)]
+        streams[name] = FaultyStream(inners, random.Random(name), delay_s=0.002, fail_share=0.15)
+        return streams[name]
+
+    engine = TorchEngine(settings(folders, tmp_path / "two", 2), Ticks(), make, other_ranks=start_threads(1))
+    gathered = interleaved(engine, folders, temperature)
+    stats = engine.stats()
+    engine.close()
+    assert gathered.errors == {}
+    assert {name: made for name, made in gathered.tokens.items() if not name.startswith("leaves-")} == expected
+    assert stats.switches_total >= 2 * len(NAMES)
+    assert stats.extra["swapped_in"] >= 1
+    assert streams["weights"].failed > 0, "a forward pass was aborted before one of its shards"
+
+
+def test_layers_are_offloaded_on_both_ranks(deep: Deep, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    requests = wants(["llama"], 8)
+    expected = undisturbed(requests)
+    given = slot(deep, ["llama"], models_there=1, slab_bytes=2**12, ranks=2, cache_folder=tmp_path)
+    engine = loaded(deep, ["llama"], given)
+    for wanted in requests:
+        engine.add(wanted)
+    gathered = Gathered()
+    most = run_dry(engine, gathered)
+    engine.step()  # whose idle steps reclaim what is left
+    moved = pool_of(engine).layers_moved
+    engine.close()
+    assert gathered.tokens == expected
+    assert most >= 2, "several layers deep"
+    assert moved["offloaded"] == moved["reclaimed"] >= most
+
+
+def test_a_cached_prefix_outlives_a_switch_on_both_ranks(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folders = {name: checkpoint(name) for name in ("llama", "gemma2")}
+    engine = TorchEngine(settings(folders, tmp_path, 2), Ticks(), other_ranks=start_threads(1))
+    for name, folder in folders.items():
+        engine.load(name, spec_of(name, folder))
+    prompt = list(range(3, 43))
+    made = []
+    for number, name in enumerate(("llama", "gemma2", "llama")):
+        engine.add(request(f"r{number}", prompt, instance_id=name, max_tokens=6, ignore_eos=True))
+        made.append(drain(engine).tokens[f"r{number}"])
+    hits = engine.stats().prefix_hit_tokens
+    engine.close()
+    assert hits["llama"] == 32
+    assert made[0] == made[2]
