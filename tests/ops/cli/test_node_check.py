@@ -41,6 +41,13 @@ def test_good_models_pass_and_everything_was_tried(dtype: str, folders: list[str
     assert said["swapped_out"] == said["swapped_in"] > 0
 
 
+@pytest.mark.slow
+def test_two_ranks_pass(folders: list[str], check: Run) -> None:
+    outcome = check(*folders, *QUICK, "--ranks", "2", "--json")
+    assert (outcome.status, outcome.json["failed"], outcome.json["settings"]["ranks"]) == (0, [], 2)
+    assert outcome.json["switches"] >= 6
+
+
 def test_the_table_names_the_architectures(folders: list[str], check: Run) -> None:
     outcome = check(folders[0], *QUICK)
     assert outcome.status == 0
