@@ -190,8 +190,7 @@ class Follower:
 
     def _report_end(self, command: Transfer, event: Event) -> None:
         """Report a transfer once it has ended. One that failed is not reported, and ends this rank later."""
-        while not event.done():
-            time.sleep(POLL_S)
+        _until_done(event)
         event.wait()
         self._report(REPORT.pack(command.stream, command.number))
 
@@ -240,7 +239,7 @@ class Follower:
         model.host, model.held, model.copies = None, None, []
 
         def release() -> None:
-            copies.wait()
+            _until_done(copies)
             unpinned(host, self._device)
 
         self._pins.submit(release)
@@ -267,6 +266,12 @@ class Follower:
 
 def _ignore(_: object) -> None:
     """A task without a result."""
+
+
+def _until_done(event: Event) -> None:
+    """Block until it is done, which `Event.wait` does not do on a GPU."""
+    while not event.done():
+        time.sleep(POLL_S)
 
 
 def _no_link(path: str, flags: int) -> int:
