@@ -117,6 +117,12 @@ test-browser: .clients/playwright/.ready $(CONSOLE_READY) ## drive the console i
 	  TIDEPOOL_CHROMIUM=$$(command -v chromium) PYTHONPATH=.clients/playwright $(BIN)/python -m pytest -n0 tests/browser $(ARGS); \
 	else echo "Skipped: there is no Chromium here, and apt-get could not install one (it needs root, Debian and the network)."; fi
 
+results: $(READY) ## make the rows of ops/docs/results.md that commands make (minutes; goes on where it was broken off; DATA=DIR of the recordings)
+	$(BIN)/python -m ops.bench.results.run --data $(DATA) $(ARGS)
+
+results-check: $(READY) ## run two of these rows again, and fail where a figure differs (DATA=DIR)
+	$(BIN)/python -m ops.bench.results.run --data $(DATA) --check 2 $(ARGS)
+
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 

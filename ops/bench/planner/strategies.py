@@ -21,6 +21,7 @@ import typer
 
 from dataplane.scheduling.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
+from ops.bench.marked_table import PageError
 from ops.bench.planner.strategies_cases import (
     CASES,
     POINTS,
@@ -30,7 +31,7 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
-from ops.bench.planner.strategies_page import DISTANCES, PageError, split_page, spread, tail, work, write_page
+from ops.bench.planner.strategies_page import DISTANCES, TABLE, markdown_of, spread, tail, work
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -325,7 +326,7 @@ def main(
     if plot is not None:
         draw_frontier(rows, plot)
     if markdown is not None:
-        write_page(markdown, rows)
+        TABLE.write(markdown, markdown_of(rows))
 
 
 def measure_missing(wanted: Sequence[Run]) -> None:
@@ -345,7 +346,7 @@ def check_page(page: Path | None) -> None:
     """
     try:
         if page is not None:
-            split_page(page)
+            TABLE.split(page)
     except PageError as error:
         raise typer.BadParameter(str(error), param_hint="--markdown") from error
 

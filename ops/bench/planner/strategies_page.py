@@ -1,15 +1,15 @@
-"""The table of strategies on a page of the documentation, between two marks: no figure there is typed by hand."""
+"""The table of strategies on a page of the documentation."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
+from ops.bench.marked_table import MarkedTable
 from ops.client.screen import Columns
 from ops.reference.markdown import table
 
-BEGIN, END = "<!-- strategies: begin -->", "<!-- strategies: end -->"
+TABLE = MarkedTable("strategies")
 
 NAMES: Mapping[str, str] = {
     "reactive": "Reactive 70/30, as the paper prints",
@@ -28,36 +28,6 @@ NAMES: Mapping[str, str] = {
 """What the table calls the strategies that are not named by themselves."""
 
 Row = Mapping[str, Any]
-
-
-class PageError(ValueError):
-    """A page that the table cannot be written into."""
-
-
-def split_page(path: Path) -> tuple[str, str]:
-    """What stands before the table, with its mark, and after it.
-
-    Raises:
-        PageError: the file cannot be read, or lacks a mark.
-    """
-    try:
-        before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PageError(f"{path}: cannot be read: {error}") from error
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise PageError(f"{path}: needs the lines {BEGIN} and {END}, the table comes between them")
-    return before + begin, end + after
-
-
-def write_page(path: Path, rows: Sequence[Row]) -> None:
-    """Replace the table of a page.
-
-    Raises:
-        PageError: see `split_page`.
-    """
-    before, after = split_page(path)
-    path.write_text(f"{before}\n\n{markdown_of(rows)}\n{after}", encoding="utf-8")
 
 
 def markdown_of(rows: Sequence[Row]) -> str:

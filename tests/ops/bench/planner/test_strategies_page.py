@@ -7,8 +7,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
+from ops.bench.marked_table import PageError
 from ops.bench.planner import strategies
-from ops.bench.planner.strategies_page import BEGIN, END, PageError, markdown_of, write_page
+from ops.bench.planner.strategies_page import TABLE, markdown_of
 
 PAGE = Path(__file__).parents[4] / "ops" / "docs" / "results.md"
 
@@ -49,21 +50,21 @@ def test_losses_are_bold_and_what_is_later_is_in_brackets() -> None:
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page(page, ROWS)
+    page.write_text(f"before\n{TABLE.begin}\nold\n{TABLE.end}\nafter\n")
+    TABLE.write(page, markdown_of(ROWS))
     once = page.read_text()
-    assert once.startswith(f"before\n{BEGIN}\n")
-    assert once.endswith(f"\n{END}\nafter\n")
+    assert once.startswith(f"before\n{TABLE.begin}\n")
+    assert once.endswith(f"\n{TABLE.end}\nafter\n")
     assert "old" not in once
-    write_page(page, ROWS)
+    TABLE.write(page, markdown_of(ROWS))
     assert page.read_text() == once
 
 
 def test_a_page_without_marks_is_refused_before_anything_is_run(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"{END}\n{BEGIN}\n")
+    page.write_text(f"{TABLE.end}\n{TABLE.begin}\n")
     with pytest.raises(PageError, match="needs the lines"):
-        write_page(page, ROWS)
+        TABLE.write(page, markdown_of(ROWS))
     commands = Typer()
     commands.command()(strategies.main)
     given = ["--data", str(tmp_path), "--runs", str(tmp_path / "runs"), "--markdown", str(page)]
@@ -73,4 +74,4 @@ def test_a_page_without_marks_is_refused_before_anything_is_run(tmp_path: Path) 
 
 def test_the_page_of_results_has_a_place_for_it() -> None:
     text = PAGE.read_text()
-    assert text.count(BEGIN) == text.count(END) == 1
+    assert text.count(TABLE.begin) == text.count(TABLE.end) == 1
