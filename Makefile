@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test test-quick test-slow test-all test-vllm test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
+.PHONY: help install demo run test results results-check test-quick test-slow test-all test-vllm test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
