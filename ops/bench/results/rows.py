@@ -48,6 +48,38 @@ def _attainments(answer: Any) -> dict[str, float]:
     return {"service": row["service_attainment"], "tokens": row["token_attainment"]}
 
 
+def _limits(answer: Any) -> dict[str, float]:
+    (row,) = answer
+    return {
+        f"{metric}_{name}": value
+        for metric in ("service", "token")
+        for draws in [row[metric]["draws"]]
+        for name, value in (("mean", row[metric]["mean"]), ("low", min(draws)), ("high", max(draws)))
+    }
+
+
+def _limits_row(system: str, what: str, against: str, tokens: str = "**{}**") -> ResultRow:
+    """`tokens`: how that metric is shown: bold where the rival is better."""
+    by_tokens = tokens.format("{token_mean:.1f} ({token_low:.0f} to {token_high:.0f})")
+    return ResultRow(
+        what=what,
+        arguments=(
+            "-m",
+            "ops.bench.papers.aegaeon",
+            "limits",
+            _WORKLOADS,
+            "--draws",
+            "5",
+            "--json",
+            "--system",
+            system,
+        ),
+        values=_limits,
+        text=f"{{service_mean:.1f}} ({{service_low:.0f}} to {{service_high:.0f}}), {by_tokens}",
+        against=against,
+    )
+
+
 def _fleet(answer: Any) -> dict[str, float]:
     before, after = answer["dedicated_gpus"], answer["pooled_gpus"]
     return {"before": before, "after": after, "change": after / before - 1}
@@ -81,6 +113,19 @@ def _guesses(answer: Any) -> dict[str, float]:
 
 
 ROWS: Mapping[str, ResultRow] = {
+    "limits-aggregated": _limits_row(
+        "pooled-both",
+        "models at 0.1 requests/s each that 16 GPUs serve with 90 % of service, of tokens in time; the Aegaeon"
+        " artifact's assumptions, simulated, mean (range) of five draws: pool, aggregated",
+        "paper 70, artifact 72, by service on one draw",
+    ),
+    "limits-disaggregated": _limits_row("pooled", "the same: pool, disaggregated", "as above"),
+    "limits-rival": _limits_row(
+        "request-level-prefetch",
+        "the same: whole requests from one queue, the next model prefetched",
+        "the strongest simple rival",
+        tokens="{}",
+    ),
     "pool-94": ResultRow(
         what="94 models on 16 GPUs at 0.1 requests/s each, the artifact's assumptions and draw, simulated: requests and"
         " tokens in time",
@@ -130,4 +175,4 @@ ROWS: Mapping[str, ResultRow] = {
         against="",
     ),
 }
-"""By name. Their commands take seconds to a few minutes each."""
+"""By name. Their commands take seconds to some minutes each."""
