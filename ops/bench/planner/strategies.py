@@ -147,7 +147,7 @@ def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[float, float]]]:
     for row in sorted(rows, key=itemgetter("instance_hours")):
         strategy, _ = POINTS[row["strategy"]]
         lines.setdefault(strategy, []).append((row["instance_hours"], 100 * row["late"]))
-    return lines
+    return {name: lines[name] for name in sorted(lines)}  # in each panel in the same order, so of the same colour
 
 
 def _hours(hours: float | None) -> str:
