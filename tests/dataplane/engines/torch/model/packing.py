@@ -33,6 +33,16 @@ def _grouped(weights: Floats, group: int, levels: int) -> tuple[npt.NDArray[np.i
     return np.concatenate(integers).astype(np.int64), zeros.astype(np.int64), scales
 
 
+def _symmetric(weights: Floats, group: int, levels: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats]:
+    """As `_grouped`, with the zero point in the middle."""
+    rows, half = weights.T, levels // 2
+    parts = [rows[at : at + group] for at in range(0, len(rows), group)]
+    scales = np.stack([np.maximum(np.abs(part).max(axis=0), 1e-3) / (half - 1) for part in parts])
+    scales = scales.astype(np.float16).astype(np.float32)
+    integers = [np.clip(np.round(p / s) + half, 0, levels - 1) for p, s in zip(parts, scales, strict=True)]
+    return np.concatenate(integers).astype(np.int64), np.full(scales.shape, half, np.int64), scales
+
+
 def _int32(numbers: npt.NDArray[np.int64]) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.uint32).view(np.int32).copy())
 
@@ -57,13 +67,15 @@ def awq(group: int) -> Pack:
     return pack
 
 
-def gptq(bits: int, group: int, *, shuffled: bool = False, shift: int = 1) -> Pack:
-    """AutoGPTQ; `shuffled`: rows are in groups by their activations (`desc_act`); `shift`: 0 for `gptq_v2`."""
+def gptq(bits: int, group: int, *, shuffled: bool = False, shift: int = 1, symmetric: bool = False) -> Pack:
+    """AutoGPTQ; `shuffled`: rows are in groups by their activations (`desc_act`); `shift`: 0 for `gptq_v2`;
+    `symmetric`: all zero points are in the middle.
+    """
 
     def pack(weights: Floats) -> Packed:
         inputs = weights.shape[1]
         order = np.random.default_rng(inputs).permutation(inputs) if shuffled else np.arange(inputs)
-        ordered, zeros, scales = _grouped(weights[:, order], group, 1 << bits)
+        ordered, zeros, scales = (_symmetric if symmetric else _grouped)(weights[:, order], group, 1 << bits)
         integers, index = np.empty_like(ordered), np.empty(inputs, np.int64)
         integers[order], index[order] = ordered, np.arange(inputs) // group
         per = 32 // bits
@@ -108,6 +120,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "gptq": (GPTQ, gptq(4, 16)),
     "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(8, 16)),
     "gptq, by activations": (GPTQ | {"desc_act": True}, gptq(4, 16, shuffled=True)),
+    "gptq, symmetric": (GPTQ | {"sym": True}, gptq(4, 16, symmetric=True)),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 16, shift=0)),
     "fp8, blocks": (FP8 | {"weight_block_size": [32, 20]}, fp8((32, 20))),
     "fp8, one scale": (FP8, fp8(None)),
