@@ -231,12 +231,15 @@ class AgentSettings(BaseSettings):
                 raise ValueError(
                     f"slots.{index}.gpus must be 1 for vLLM, which runs a model on one GPU here, got {worker.gpus}"
                 )
-        for index in range(len(self.slots) if self.engine != "replay" else 0):
-            try:
-                visible_gpus(self.gpus_of(index), os.environ)
-            except ModelLoadError as error:
-                raise ValueError(f"slots.{index}: {error}") from error
+            if self.engine != "replay":
+                self._check_visible(index)
         return self
+
+    def _check_visible(self, worker: int) -> None:
+        try:
+            visible_gpus(self.gpus_of(worker), os.environ)
+        except ModelLoadError as error:
+            raise ValueError(f"slots.{worker}: {error}") from error
 
     @model_validator(mode="after")
     def _check_addresses(self) -> Self:

@@ -47,8 +47,7 @@ Kind = Literal["prefill", "decode"]
 class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
     switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet;
-    `blocked`: models whose prompts found no memory beside their batch; `load`: of
-    the slot, measured.
+    `blocked`: models whose prompts found no memory beside their batch; `load`: of the slot, measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)

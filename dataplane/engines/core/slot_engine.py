@@ -219,16 +219,14 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         facts = self._facts(now_s) if self.requests.prefills.groups or not self._slot.prefill_only else _NO_FACTS
         self._batches = facts.batches
         turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
-        if turn is None:
-            self._log.turn(None, now_s)
-        else:
-            missing_s, blocked = facts.switch_s.get(turn.model, 0.0), turn.model in facts.blocked
-            self._log.turn(turn, now_s, missing_s=missing_s, blocked=blocked)
         outputs = self.requests.take_ended()
         if turn is None:
+            self._log.turn(None, now_s)
             self._hold = 0
             self._wait(now_s)
             return outputs
+        missing_s, blocked = facts.switch_s.get(turn.model, 0.0), turn.model in facts.blocked
+        self._log.turn(turn, now_s, missing_s=missing_s, blocked=blocked)
         self._last_model = turn.model
         tokens_before = self._log.tokens_total
         made = self._run(turn, self.models[turn.model], now_s)

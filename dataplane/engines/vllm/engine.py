@@ -265,13 +265,14 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         weights = sum(model.stored_bytes for model in awake)
         used = {model.name: int(model.kv_bytes * model.runner.kv_usage) for model in awake}
         free = settings.weights_bytes - weights + settings.kv_bytes - sum(used.values())
-        held = {model.name: model.kv_bytes for model in awake}
         return PoolStats(
             now_s=now_s,
             slabs={"weights": weights, "kv": sum(used.values()), "free": free},
             kv=tuple(
-                KvShapeStats(shape=f"vLLM: {name}", used_bytes=size, held_bytes=held[name], moving_bytes=0)
-                for name, size in used.items()
+                KvShapeStats(
+                    shape=f"vLLM: {model.name}", used_bytes=used[model.name], held_bytes=model.kv_bytes, moving_bytes=0
+                )
+                for model in awake
             ),
         )
 

@@ -142,10 +142,7 @@ class FastForwardEngine(ReplayEngine):
         self.fast_forwarded, self.batched_tokens_made = None, 0
         if turn.kind == "prefill":
             return super()._run(turn, model, now_s)
-        if turn.is_mixed:
-            self._dissolve_batches()
-            return super()._run(turn, model, now_s)
-        if self._steps_singly(model):
+        if turn.is_mixed or self._steps_singly(model):
             self._dissolve_batches()
             return super()._run(turn, model, now_s)
         there_s = self._steps.load_weights(turn, model, now_s)

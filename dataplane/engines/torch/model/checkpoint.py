@@ -14,16 +14,23 @@ import torch
 
 from dataplane.checkpoints import safetensors_file
 from dataplane.checkpoints.pooling import HEADS
-from dataplane.checkpoints.safetensors_file import StoredTensor
+from dataplane.checkpoints.safetensors_file import FLOATS, StoredTensor
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
 
 READ_ELEMENTS = 16 * 2**20
 """Elements that one thread reads at a time."""
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {**_FLOATS, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+}
+"""By the name of a type in the format; others are refused."""
 _TRUNK = "model."
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".input_scale", ".k_scale", ".v_scale")
 """Tensors that no model here reads: what follows from the config, and scales of quantized activations and KV."""
 
 
@@ -34,11 +41,12 @@ def list_tensors(folder: Path, task: Task = "generate") -> dict[str, StoredTenso
     Raises:
         ModelLoadError: there are no safetensors, a header does not describe its file, or a dtype is not supported.
     """
-    tensors = {name: one for name, one in safetensors_file.list_tensors(folder).items() if _is_read(name)}
+    stored_there = safetensors_file.list_tensors(folder)
+    tensors = {name: one for name, one in stored_there.items() if not name.endswith(_IGNORED_SUFFIXES)}
     for stored in tensors.values():
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in DTYPES:
             raise ModelLoadError(
-                f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported are {', '.join(_DTYPES)}"
+                f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}"
             )
     if task == "embed":
         return {name.removeprefix(_TRUNK): tensor for name, tensor in tensors.items() if name not in HEADS}
@@ -47,11 +55,7 @@ def list_tensors(folder: Path, task: Task = "generate") -> dict[str, StoredTenso
 
 def can_convert(stored: StoredTensor, dtype: torch.dtype) -> bool:
     """Whether `read_tensors` gives such numbers in a dtype. Packed and 8-bit ones are read as they are."""
-    return stored.dtype in _FLOATS or _DTYPES[stored.dtype] == dtype
-
-
-def _is_read(name: str) -> bool:
-    return not name.endswith(IGNORED_SUFFIXES)
+    return stored.dtype in FLOATS or DTYPES[stored.dtype] == dtype
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -110,32 +114,42 @@ class _Read:
 
 
 def _reads(file: FileIO, parts: Sequence[Part]) -> Iterator[_Read]:
-    """Those of one tensor. Rows are read straight to their target; columns of all parts together."""
+    """Those of one tensor, whose parts are divided along the same dimension."""
     stored = parts[0].stored
-    item_bytes = _DTYPES[stored.dtype].itemsize
     for part in parts:
         sizes = list(stored.shape)
         if sizes:
             sizes[part.dim] = part.target.shape[part.dim]
         assert list(part.target.shape) == sizes, (stored.name, part.target.shape, stored.shape)
-    for part in parts if parts[0].dim == 0 else ():
-        flat = part.target.view(-1)
-        first = part.start * math.prod(stored.shape[1:])
-        for start in range(0, flat.numel(), READ_ELEMENTS):
-            target = flat[start : start + READ_ELEMENTS].view(1, -1, 1)
-            offset_bytes = stored.offset_bytes + (first + start) * item_bytes
-            shape = (1, target.numel(), 1)
-            yield _Read(file=file, stored=stored, offset_bytes=offset_bytes, shape=shape, targets=((target, 0),))
-    if parts[0].dim == 0:
-        return
+    if parts[0].dim:
+        yield from _column_reads(file, stored, parts)
+    else:
+        for part in parts:
+            yield from _row_reads(file, stored, part)
+
+
+def _row_reads(file: FileIO, stored: StoredTensor, part: Part) -> Iterator[_Read]:
+    """Rows are consecutive, and read straight to their target."""
+    flat = part.target.view(-1)
+    first = part.start * math.prod(stored.shape[1:])
+    for start in range(0, flat.numel(), READ_ELEMENTS):
+        target = flat[start : start + READ_ELEMENTS].view(1, -1, 1)
+        offset_bytes = stored.offset_bytes + (first + start) * DTYPES[stored.dtype].itemsize
+        shape = (1, target.numel(), 1)
+        yield _Read(file=file, stored=stored, offset_bytes=offset_bytes, shape=shape, targets=((target, 0),))
+
+
+def _column_reads(file: FileIO, stored: StoredTensor, parts: Sequence[Part]) -> Iterator[_Read]:
+    """Columns of all parts are read together."""
     outer, size, inner = _folded(stored.shape, parts[0].dim)
+    row_bytes = size * inner * DTYPES[stored.dtype].itemsize
     rows = max(1, READ_ELEMENTS // (size * inner))
     views = [(part.target.view(outer, -1, inner), part.start) for part in parts]
     for row in range(0, outer, rows):
         yield _Read(
             file=file,
             stored=stored,
-            offset_bytes=stored.offset_bytes + row * size * inner * item_bytes,
+            offset_bytes=stored.offset_bytes + row * row_bytes,
             shape=(min(rows, outer - row), size, inner),
             targets=tuple((view[row : row + rows], start) for view, start in views),
         )
@@ -147,7 +161,7 @@ def _folded(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
 
 
 def _read(read: _Read) -> None:
-    dtype = _DTYPES[read.stored.dtype]
+    dtype = DTYPES[read.stored.dtype]
     only, _ = read.targets[0]
     straight = read.shape == tuple(only.shape) and only.dtype == dtype and only.is_contiguous()
     buffer = only if straight else torch.empty(read.shape, dtype=dtype)

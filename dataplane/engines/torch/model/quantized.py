@@ -21,15 +21,14 @@ import torch
 from torch.nn.functional import linear
 
 from dataplane.checkpoints.safetensors_file import StoredTensor
+from dataplane.engines.torch.model.checkpoint import DTYPES
 from dataplane.protocol.errors import ModelLoadError
 
 Method = Literal["awq", "gptq", "fp8"]
-_SCALES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = {"I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn, **_SCALES}
 _STORED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qweight", "qzeros", "g_idx"), ("I32",)),
     "weight": ("F8_E4M3",),
-    **dict.fromkeys(("scales", "weight_scale", "weight_scale_inv"), tuple(_SCALES)),
+    **dict.fromkeys(("scales", "weight_scale", "weight_scale_inv"), ("F32", "F16", "BF16")),
 }
 """The types that a layer's tensors may have."""
 _INT_BITS = 32
@@ -270,5 +269,5 @@ def _types(prefix: str, stored: Mapping[str, StoredTensor]) -> Mapping[str, torc
             supported = " or ".join(allowed)
             raise ModelLoadError(f"{found.file}: {found.name} has dtype {found.dtype}; supported is {supported}")
         if found is not None:
-            types[name] = _DTYPES[found.dtype]
+            types[name] = DTYPES[found.dtype]
     return types

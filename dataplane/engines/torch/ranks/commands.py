@@ -29,6 +29,8 @@ READY = b"."
 """What a rank sends back, once: it has read its first command."""
 REPORT = struct.Struct("<BI")
 """What it sends back of a transfer that is `reported`, as soon as that has ended: (stream, number)."""
+FILES_KEPT = 128
+"""Files with KV of other slots that each end knows at a time, the last ones; a node has fewer workers."""
 ARENA, HOST_KV = "arena", "host_kv"
 """Regions. Others are host copies of models, and files with KV of other slots."""
 

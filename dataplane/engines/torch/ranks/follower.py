@@ -30,6 +30,7 @@ from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
 from dataplane.engines.torch.ranks.collectives import join_group
 from dataplane.engines.torch.ranks.commands import (
     ARENA,
+    FILES_KEPT,
     HOST_KV,
     READY,
     REPORT,
@@ -56,8 +57,6 @@ from dataplane.runtime.logs import LogSettings, logging_to_stderr
 log = structlog.get_logger()
 
 POLL_S = 0.0002
-FILES_KEPT = 128
-"""Files with KV of other slots that stay mapped; a node has fewer workers."""
 
 
 class StepAbortedError(Exception):

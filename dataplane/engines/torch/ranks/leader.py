@@ -19,6 +19,7 @@ from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.parallel import Rank
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.ranks.commands import (
+    FILES_KEPT,
     HOST_KV,
     REPORT,
     STREAMS,
@@ -39,9 +40,6 @@ from dataplane.engines.torch.ranks.commands import (
 )
 from dataplane.memory.events import AllOf, Event, FlagEvent, Settled, TransferError
 from dataplane.protocol.errors import DeviceLostError
-
-FILES_KEPT = 128
-"""Files with KV of other slots whose location is remembered; a node has fewer workers."""
 
 
 class Regions:

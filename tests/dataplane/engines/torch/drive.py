@@ -1,5 +1,6 @@
 """Run an engine to the end and gather its outputs."""
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,3 +51,22 @@ def drain(
             return gathered
         gathered.take(engine.step())
     raise AssertionError(f"not done after {steps_max} steps")
+
+
+def interleave(engine: Engine, joining: list[EngineRequest]) -> Gathered:
+    """Let requests join in any order, one every other step, and step until nothing is left. Those whose ids begin with
+    `leaves-` are cancelled after their first tokens. No two models are on the slot at once.
+    """
+    random.Random(0).shuffle(joining)
+    gathered, steps = Gathered(), 0
+    while joining or engine.has_work():
+        if joining and steps % 2 == 0:
+            engine.add(joining.pop())
+        outputs = engine.step()
+        gathered.take(outputs)
+        for output in outputs:
+            if output.request_id.startswith("leaves-") and len(gathered.tokens[output.request_id]) >= 2:
+                engine.cancel(output.request_id)
+        assert len(engine.stats().resident_models) <= 1
+        steps += 1
+    return gathered

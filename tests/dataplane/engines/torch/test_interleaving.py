@@ -15,7 +15,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
-from tests.dataplane.engines.torch.drive import Gathered, drain, request
+from tests.dataplane.engines.torch.drive import Gathered, drain, interleave, request
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, spec_of
@@ -103,20 +103,7 @@ def interleaved(folders: dict[str, Path], dtype: Dtype, faults: Faults) -> tuple
         engine.load(architecture, spec_of(architecture, folder))
     joining = [wanted for architecture in folders for wanted in requests_of(architecture)]
     joining += [request(f"leaves-{a}", prompts_of(a)[0], instance_id=a, max_tokens=20) for a in folders]
-    random.Random(0).shuffle(joining)
-    gathered = Gathered()
-    steps = 0
-    while joining or engine.has_work():
-        if joining and steps % 2 == 0:
-            engine.add(joining.pop())
-        outputs = engine.step()
-        gathered.take(outputs)
-        for output in outputs:
-            if output.request_id.startswith("leaves-") and len(gathered.tokens[output.request_id]) >= 2:
-                engine.cancel(output.request_id)
-        assert len(engine.stats().resident_models) <= 1
-        steps += 1
-    return gathered, engine
+    return interleave(engine, joining), engine
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,7 +15,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.deep import Deep, Ticks, Undisturbed, loaded, pool_of, run_dry, slot, wants
-from tests.dataplane.engines.torch.drive import Gathered, drain, request
+from tests.dataplane.engines.torch.drive import Gathered, drain, interleave, request
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.slots import slot_for_one
@@ -66,18 +66,7 @@ def interleaved(engine: TorchEngine, folders: dict[str, Path], temperature: floa
         engine.load(name, spec_of(name, folder))
     joining = [one for name in folders for one in requests_of(name, temperature)]
     joining += [request(f"leaves-{name}", range(3, 33), instance_id=name, max_tokens=20) for name in folders]
-    random.Random(0).shuffle(joining)
-    gathered, steps = Gathered(), 0
-    while joining or engine.has_work():
-        if joining and steps % 2 == 0:
-            engine.add(joining.pop())
-        outputs = engine.step()
-        gathered.take(outputs)
-        for output in outputs:
-            if output.request_id.startswith("leaves-") and len(gathered.tokens[output.request_id]) >= 2:
-                engine.cancel(output.request_id)
-        assert len(engine.stats().resident_models) <= 1
-        steps += 1
+    gathered = interleave(engine, joining)
     engine.check()
     return gathered
 
