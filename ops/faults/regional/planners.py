@@ -13,6 +13,8 @@ from ops.client.api import open_api
 
 EVERY_S, AGAIN_S = 2.0, 0.2
 SOLVED_WITHIN_S = 20.0
+LAST_TRIES = 50
+"""How many plans a planner without one that was applied drafts at most, once nobody else changes the fleet."""
 
 
 @dataclass(kw_only=True)
@@ -25,27 +27,34 @@ class PlanPromises:
 
 
 class Planner:
-    """Drafts plan after plan at one region's gateway, and applies each. Other regions' planners change the fleet
-    meanwhile, so many are refused as stale.
+    """Drafts plan after plan at one region's gateway, and applies each. Others change the fleet meanwhile, so many are
+    refused as stale: on a slow machine all of them, while administrators make pins faster than a plan is solved.
     """
 
-    def __init__(self, region: str, url: str, key: str) -> None:
+    def __init__(self, region: str, url: str, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.promises = PlanPromises(region=region)
         self._http = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             timeout=SOLVED_WITHIN_S,
             limits=httpx.Limits(max_keepalive_connections=0),
+            transport=transport,
             trust_env=False,
         )
 
     async def run(self, until: asyncio.Event) -> None:
-        """Plan every two seconds until the event, and sooner after a plan that was not applied."""
+        """Plan every two seconds until the event, and sooner after a plan that was not applied. After the event, go on
+        until one plan was, if none was before.
+        """
         async with self._http:
             while not until.is_set():
                 wait_s = EVERY_S if await self._plan() else AGAIN_S
                 with suppress(TimeoutError):
                     await asyncio.wait_for(until.wait(), wait_s)
+            for _ in range(LAST_TRIES):
+                if self.promises.applied or await self._plan():
+                    break
+                await asyncio.sleep(AGAIN_S)
 
     async def _plan(self) -> bool:
         """Whether a plan was applied."""

@@ -1,8 +1,11 @@
 """Acknowledged plans are counted: none is lost, none in force twice, none applied twice."""
 
+import asyncio
 from typing import Any
 
-from ops.faults.regional.planners import PlanPromises, plan_findings
+import httpx2 as httpx
+
+from ops.faults.regional.planners import Planner, PlanPromises, plan_findings
 
 
 def plan(number: int, state: str = "superseded", before: int | None = None) -> dict[str, Any]:
@@ -51,3 +54,22 @@ def test_two_plans_in_force_and_a_ring_are_found() -> None:
     assert plan_findings(promised(), two, []) == ["2 plans are in force: ['plan_2', 'plan_1']"]
     ring = [plan(2, "applied", before=1), plan(1, before=2)]
     assert plan_findings(promised(), ring, []) == ["plan plan_2 is its own predecessor"]
+
+
+def test_a_planner_whose_plans_were_all_stale_goes_on_until_one_is_applied() -> None:
+    calls: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        calls.append(request.url.path)
+        if request.url.path == "/admin/plans":
+            return httpx.Response(200, json={"plan": {"id": "plan_1", "fleet_index": 7}})
+        return httpx.Response(409 if len(calls) < 4 else 200, json={})
+
+    async def run() -> Planner:
+        planner, stopped = Planner("north", "http://gateway", "key", httpx.MockTransport(answer)), asyncio.Event()
+        stopped.set()
+        await planner.run(stopped)
+        return planner
+
+    promises = asyncio.run(run()).promises
+    assert (promises.applied, dict(promises.refused)) == (["plan_1"], {"409": 1})
