@@ -1,6 +1,7 @@
 """Servers for the whole session, started when first asked for. Under pytest-xdist each worker has its own."""
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from ops.local.supervisor import Supervisor
 settings.register_profile("reproducible", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("searching", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
+
+# Without a GPU kernels are interpreted. It counts when Triton is imported.
+if shutil.which("nvidia-smi") is None:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 LEFT_OUT = pytest.StashKey[int]()
 """Tests that `-m` or `-k` left out."""

@@ -26,6 +26,7 @@ class BenchModel:
     name: str
     folder: Path
     weights_bytes: int
+    context_tokens: int = CONTEXT_TOKENS
 
     @property
     def spec(self) -> ModelSpec:
@@ -34,7 +35,7 @@ class BenchModel:
             path=str(self.folder),
             weights_bytes=self.weights_bytes,
             kv_bytes_per_token=0,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self.context_tokens,
         )
 
 
@@ -84,7 +85,12 @@ def shape_of(parameters: int) -> Shape:
 
 
 def build_checkpoints(
-    folder: Path, shapes: Sequence[Shape], dtype: DtypeName, *, device: str = "cpu"
+    folder: Path,
+    shapes: Sequence[Shape],
+    dtype: DtypeName,
+    *,
+    device: str = "cpu",
+    context_tokens: int = CONTEXT_TOKENS,
 ) -> list[BenchModel]:
     """Write a checkpoint of each shape into a sub-folder, architectures in rotation. Weights are drawn on `device`."""
     build: Any = AutoModelForCausalLM.from_config
@@ -94,7 +100,7 @@ def build_checkpoints(
         config = AutoConfig.for_model(
             architecture,
             vocab_size=VOCABULARY,
-            max_position_embeddings=CONTEXT_TOKENS,
+            max_position_embeddings=context_tokens,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=None,
@@ -106,5 +112,7 @@ def build_checkpoints(
         target = folder / f"{architecture}-{number}"
         model.save_pretrained(target)
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        models.append(BenchModel(name=target.name, folder=target, weights_bytes=weights_bytes))
+        models.append(
+            BenchModel(name=target.name, folder=target, weights_bytes=weights_bytes, context_tokens=context_tokens)
+        )
     return models

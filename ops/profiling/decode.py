@@ -107,6 +107,7 @@ def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, .
             outputs = engine.step()
             now_s = time.perf_counter()
             for output in outputs:
+                assert output.error is None, output.error
                 stamps[output.request_id] += [now_s] * len(output.token_ids)
         return list(stamps.values())
 

@@ -53,9 +53,9 @@ class PacedStream:
 class FirstTokens:
     """Times the first token of a random prompt."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int) -> None:
         self._numbers = count()
-        self._prompt = tuple(random.Random(0).choices(range(VOCABULARY), k=PROMPT_TOKENS))
+        self._prompt = tuple(random.Random(0).choices(range(VOCABULARY), k=prompt_tokens))
 
     def token_s(self, engine: TorchEngine, model: BenchModel) -> float:
         """Seconds to the model's first token, whether its weights are resident or not."""
@@ -67,7 +67,8 @@ class FirstTokens:
             )
         )
         while engine.has_work():
-            engine.step()
+            for output in engine.step():
+                assert output.error is None, output.error
         return time.perf_counter() - began_s
 
     def token_after_switch_s(self, engine: TorchEngine, model: BenchModel, other: BenchModel) -> float:
@@ -77,11 +78,17 @@ class FirstTokens:
 
 
 def measure_layerwise(
-    models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int, balanced: bool = False
+    models: list[BenchModel],
+    *,
+    device: str,
+    dtype: DtypeName,
+    rounds: int,
+    balanced: bool = False,
+    prompt_tokens: int = PROMPT_TOKENS,
 ) -> Figure:
     """The share of time saved: 1 - layer-wise / load-then-run. Detail `most`: its upper bound."""
     model, other = models[:2]
-    first_tokens = FirstTokens()
+    first_tokens = FirstTokens(prompt_tokens)
     with ExitStack() as opened:
 
         def engine(*, layerwise: bool, bytes_per_s: float | None = None) -> TorchEngine:
@@ -110,7 +117,7 @@ def measure_layerwise(
         )
     load_s = max(0.0, times_s["whole"] - times_s["run"])
     return Figure(
-        name=f"first token of {PROMPT_TOKENS} layer-wise, sooner by" + (", loading as long as running" * balanced),
+        name=f"first token of {prompt_tokens} layer-wise, sooner by" + (", loading as long as running" * balanced),
         value=1 - times_s["layerwise"] / times_s["whole"],
         unit="",
         bound="at least",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.copies.cuda import direct_parts
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.transfer_rates import transfer_rates
@@ -188,7 +189,8 @@ def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName,
 def _copy(slot: BenchSlot, model: HostModel) -> None:
     """One plain copy of the model's bytes into the arena. What it overwrites is not used."""
     assert model.host is not None, "without a cache nothing evicts it"
-    slot.buffer[: model.host.numel()].copy_(model.host)
+    for source, target in direct_parts(Copy(model.host, slot.buffer[: model.host.numel()])):
+        target.copy_(source, non_blocking=True)
 
 
 def _pinned_rate(device: torch.device, rounds: int) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dataplane.engines.torch.copies import cuda as cuda_copies
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cuda import pin, unpin
@@ -78,7 +79,7 @@ def test_within_the_device_and_from_registered_memory(stream: CopyStream) -> Non
 def test_a_copy_may_cross_the_pieces_in_which_memory_was_pinned(
     stream: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "PIN_BYTES", 2**20)
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", 2**20)
     host, ended = numbers(), threading.Event()
     opening.pinned(host, CUDA)
     assert opening.PINS.refused is None

@@ -24,6 +24,7 @@ from dataplane.engines.torch.memory.models import TorchModel, make_model
 from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
 from dataplane.engines.torch.memory.transfer_rates import TransferRates, transfer_rates
 from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.model.graphs import DecodeGraphs
 from dataplane.engines.torch.ranks.commands import HOST_KV, STREAMS
 from dataplane.engines.torch.ranks.leader import Leader
 from dataplane.engines.torch.ranks.processes import OtherRanks, start_processes
@@ -60,6 +61,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
         if self._device.type == "cuda":
+            self._device = torch.device("cuda", self._device.index or 0)
             torch.cuda.set_device(self._device)  # events wait on the current device's stream
         slab_bytes = settings.slab_size_bytes
         weights_slabs = settings.weights_bytes // slab_bytes
@@ -91,9 +93,21 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             settings, self.models, memory, self.kv, clock, requests=self.requests, schedule=lambda: self.state
         )
         self._steps = Steps(
-            settings, self.weights, self.kv, self._step_batches, clock, watch, evict_kv=self._evict_kv_for
+            settings,
+            self.weights,
+            self.kv,
+            self._step_batches,
+            clock,
+            watch,
+            evict_kv=self._evict_kv_for,
+            graphs=self._make_graphs(),
         )
         self._prefetched_s = self._checked_s = float("-inf")
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        settings = self._settings
+        has_graphs = self._device.type == "cuda" and settings.cuda_graphs and settings.ranks == 1
+        return DecodeGraphs(self._device, settings.batch_max) if has_graphs else None
 
     def _make_streams(self, make: Callable[[str], CopyStream] | None) -> dict[str, CopyStream]:
         threads = self._settings.copy_threads
@@ -126,6 +140,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         for stream in self._streams.values():
             stream.close()
         self.host_models.close()
+        self.kv.close()
         if self._leader is not None:
             self._leader.close()
 

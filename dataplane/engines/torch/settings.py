@@ -24,9 +24,9 @@ class TorchEngineSettings:
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     loads the next model early; `layerwise` starts a model while its later layers are loaded; on a `prefill_only` slot a
     request leaves after its first token, to be decoded by another slot. `prefix_cache`: whether KV is kept for requests
-    whose tokens begin alike. `host_link_bytes_per_s`: the bandwidth between
-    host memory and the device in each direction, if known; None: measured. `kv_pressure`: how KV pressure is handled;
-    `remap`: which layers are offloaded then.
+    whose tokens begin alike; `cuda_graphs`: whether decode steps of a single GPU run as CUDA graphs.
+    `host_link_bytes_per_s`: the bandwidth between host memory and the device in each direction, if known; None:
+    measured. `kv_pressure`: how KV pressure is handled; `remap`: which layers are offloaded then.
     A slot of several GPUs has as many `ranks`: processes that run each model together, with a part of its weights and
     of its KV each, on consecutive devices from `device` on. All sizes but `cache_bytes` are then those of one rank. A
     rank that does not take part in a step for `ranks_timeout_s` ends the worker.
@@ -49,6 +49,7 @@ class TorchEngineSettings:
     layerwise: bool = True
     prefill_only: bool = False
     prefix_cache: bool = True
+    cuda_graphs: bool = True
     copy_threads: int = 1
     host_link_bytes_per_s: float | None = None
     kv_pressure: KvPressure = "auto"

@@ -14,8 +14,10 @@ from dataplane.engines.interface import TokenScore
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.model.graphs import DecodeGraphs
 from dataplane.engines.torch.model.pooling import Pooler
 from dataplane.engines.torch.model.runner import run_chunks
+from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import TransferError
@@ -43,7 +45,7 @@ sampling changes afterwards.
 
 class Steps:
     """Runs steps. A step that cannot run waits for a transfer, if one is under way. `evict_kv` evicts KV from slabs
-    that a model needs to be loaded.
+    that a model needs to be loaded. `graphs`: run decode steps where they can.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Steps:
         watch: Watch | None = None,
         *,
         evict_kv: Callable[[TorchModel], None],
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._settings = settings
         self._weights = weights
@@ -65,6 +68,7 @@ class Steps:
         self._watch = watch
         self._evict_kv_for = evict_kv
         self._draws: SequenceDraws[SequenceKv] = SequenceDraws()
+        self._graphs = graphs
 
     def run(self, turn: Turn, model: TorchModel, group: Sequence[TokenSequence]) -> Sampled | None:
         """Run a step of the turn; None if it could not run. `group`: the prompts of the turn, in order.
@@ -86,6 +90,7 @@ class Steps:
             return None
         whole = model.name in self._weights.resident_models  # its layers may have been offloaded for this step
         work = work_of(chunks)
+        captures = self._captures
         began_s = self._clock()
         try:
             made = self._forward(model, chunks)
@@ -95,7 +100,7 @@ class Steps:
             raise ModelFailedError(f"{type(error).__name__}: {error}") from error
         took_s = self._clock() - began_s
         self._weights.ran(model.weights)
-        if whole:
+        if whole and captures == self._captures:
             model.observe_step(took_s, work)
         return made
 
@@ -105,7 +110,7 @@ class Steps:
             return self._pool(pooler, model, chunks)
         makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
         prepare_masks(chunks[index].sequence for index in makers)  # while the model runs
-        logits = run_chunks(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
+        logits = self._logits(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
         if self._watch is not None:
             for index in makers:
                 self._watch(chunks[index].sequence, logits[index])
@@ -123,6 +128,14 @@ class Steps:
                 self._kv.computed(sequence.kv, sequence.cached)
         scores = _scores(unchanged, scored, sequences, tokens)
         return [(sequence, tokens[at], scores.get(at)) for at, sequence in enumerate(sequences)]
+
+    @property
+    def _captures(self) -> int:
+        return 0 if self._graphs is None else self._graphs.captures
+
+    def _logits(self, skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        logits = None if self._graphs is None else self._graphs.run(skeleton, cache, chunks)
+        return run_chunks(skeleton, cache, chunks) if logits is None else logits
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton = model.weights.skeleton

@@ -12,13 +12,16 @@ rest goes through one of two halves of the staging buffer, chunk by chunk, so th
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import cycle, groupby
+from itertools import cycle, groupby, pairwise
 from typing import Any
 
 import torch
 
 from dataplane.engines.torch.copies.base import CHUNK_BYTES, Copy, Line, Movers, check_copies, cut, flat_bytes
 from dataplane.memory.events import Event, TransferError
+
+PIN_BYTES = 64 * 2**20
+"""Bytes that one call of the driver pins or unpins, in some 6 ms: steps of the engine wait for the locks it holds."""
 
 
 class RecordedEvent:
@@ -110,7 +113,8 @@ class CudaStream:
                 self._stage.download(group)
             else:
                 for copy in group:
-                    flat_bytes(copy.target).copy_(flat_bytes(copy.source), non_blocking=True)
+                    for source, target in direct_parts(copy):
+                        target.copy_(source, non_blocking=True)
 
 
 class Stage:
@@ -183,6 +187,22 @@ def _route(copy: Copy) -> str:
     if all(tensor.is_cuda or tensor.is_pinned() for tensor in (copy.source, copy.target)):
         return "direct"
     return "upload" if copy.target.is_cuda else "download"
+
+
+def direct_parts(copy: Copy) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A copy without a staging buffer, as sources and targets, in parts of which the host's side was pinned by one call
+    each: the driver refuses a copy that reaches from one pinned range to the next one.
+    """
+    source, target = flat_bytes(copy.source), flat_bytes(copy.target)
+    host = target if source.is_cuda else source
+    return [(source, target)] if host.is_cuda else [(source[a:b], target[a:b]) for a, b in pinned_parts(host)]
+
+
+def pinned_parts(host: torch.Tensor) -> list[tuple[int, int]]:
+    """Where flat uint8 memory is cut to be pinned: at addresses that are multiples of `PIN_BYTES`, whole pages."""
+    address = host.data_ptr()
+    first = PIN_BYTES - address % PIN_BYTES
+    return list(pairwise([0, *range(first, host.nbytes, PIN_BYTES), host.nbytes]))
 
 
 def pin(host: torch.Tensor) -> None:

@@ -1,6 +1,5 @@
 """Streams and events of a device, and the host memory pinned for it."""
 
-import mmap
 import resource
 import threading
 from collections.abc import Callable
@@ -12,13 +11,10 @@ import torch
 
 from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream, flat_bytes
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.copies.cuda import CudaStream, RecordedEvent, pin, unpin
+from dataplane.engines.torch.copies.cuda import CudaStream, RecordedEvent, pin, pinned_parts, unpin
 from dataplane.memory.events import PASSED, Event, TransferError
 
 log = structlog.get_logger()
-
-PIN_BYTES = 64 * 2**20
-"""Bytes that one call of the driver pins or unpins, in some 6 ms: steps of the engine wait for the locks it holds."""
 
 
 def make_stream(device: torch.device, name: str, *, threads: int = 1, staging_bytes: int = STAGING_BYTES) -> CopyStream:
@@ -95,10 +91,9 @@ class Pins:
 
 
 def _pieces(host: torch.Tensor) -> list[torch.Tensor]:
-    """Memory in pieces of at most `PIN_BYTES`. No two share a page: the driver pins pages, and each only once."""
+    """No two share a page: the driver pins pages, and each only once."""
     flat = flat_bytes(host)
-    first_bytes = PIN_BYTES - flat.data_ptr() % mmap.PAGESIZE
-    return [piece for piece in (flat[:first_bytes], *torch.split(flat[first_bytes:], PIN_BYTES)) if piece.nbytes]
+    return [flat[begin:end] for begin, end in pinned_parts(flat)]
 
 
 def _unpin_all(pieces: list[torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ import torch
 from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_OUT, KvLocation
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
-from dataplane.engines.torch.copies.open import pinned, record_event
+from dataplane.engines.torch.copies.open import pinned, record_event, unpinned
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
 from dataplane.engines.torch.memory.prefixes import Memory, PrefixStore
 from dataplane.engines.torch.memory.transfer_rates import TransferRates
@@ -117,6 +117,10 @@ class KvStore:
         )
         self.swapped_out_total = 0
         self.swapped_in_total = 0
+
+    def close(self) -> None:
+        """Unpin the host memory. No copy is under way, and none follows."""
+        unpinned(self._host.bytes, self._device.bytes.device)
 
     @property
     def host_bytes(self) -> torch.Tensor:

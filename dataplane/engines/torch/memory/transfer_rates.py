@@ -7,6 +7,8 @@ from math import inf
 
 import torch
 
+from dataplane.engines.torch.copies.base import Copy
+from dataplane.engines.torch.copies.cuda import direct_parts
 from dataplane.engines.torch.copies.open import pinned, unpinned
 from dataplane.memory.events import Event, TimedEvent
 
@@ -67,17 +69,20 @@ def measured_rates(buffer: torch.Tensor) -> tuple[float, float]:
     """
     device = buffer[:RATE_SAMPLE_BYTES]
     host = pinned(torch.ones(device.shape, dtype=torch.uint8), buffer.device)
-    rates = _copy_rate(host, device), _copy_rate(device, host)
-    unpinned(host, buffer.device)
-    return rates
+    try:
+        return _copy_rate(host, device), _copy_rate(device, host)
+    finally:
+        unpinned(host, buffer.device)
 
 
 def _copy_rate(source: torch.Tensor, target: torch.Tensor) -> float:
     """The best of three; the first one allocates the pages of `target`."""
     times_s = []
+    parts = direct_parts(Copy(source, target))
     for _ in range(3):
         began_s = time.perf_counter()
-        target.copy_(source)
+        for one, other in parts:
+            other.copy_(one)
         if source.is_cuda or target.is_cuda:
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - began_s)

@@ -2,7 +2,7 @@
 
 A forward pass runs on flattened tokens `[1, T]` of several sequences: first those with one new token (decodes), one row
 each, attended together; then the spans of longer ones (prefill chunks), one after another. Each sequence attends to its
-own blocks only.
+own blocks only. On a GPU kernels read the blocks where they are (`paged_kernels.py`); elsewhere they are gathered.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ ATTENTION_NAME = "tidepool_paged"
 class Span:
     """A group of `n` sequences with `t` new tokens each: a decode batch (t = 1) or one prefill chunk (n = 1).
 
-    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[2, n, b]`: the slabs of blocks and
-    the blocks' indices in them, padded with any valid ones; `positions` `[n, t]`: those of the new tokens.
+    Its rows are `[first_row, first_row + n * t)` of the flattened batch. `tables` `[n, b]`: blocks, those of a slab
+    numbered one after another, padded with any valid ones; `positions` `[n, t]`: those of the new tokens.
     """
 
     first_row: int
@@ -40,6 +40,14 @@ class KvStep:
     write: torch.Tensor
     spans: tuple[Span, ...]
     masks: dict[tuple[int, int | None, int], torch.Tensor] = field(default_factory=dict)
+    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def place(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slabs of the blocks of span `index`, and the blocks' indices in them, made once per step."""
+        if index not in self.places:
+            tables, per_slab = self.spans[index].tables, self.cache.shape[1]
+            self.places[index] = tables // per_slab, tables % per_slab
+        return self.places[index]
 
     def mask(self, index: int, window: int | None, groups: int) -> torch.Tensor:
         """The attention mask of span `index`: bool `[n, 1, groups * t, s]`, made once per step and kind of layer.
@@ -49,7 +57,7 @@ class KvStep:
         key = (index, window, groups)
         if key not in self.masks:
             span = self.spans[index]
-            seen = torch.arange(span.tables.shape[2] * self.cache.shape[4], device=self.cache.device)
+            seen = torch.arange(span.tables.shape[1] * self.cache.shape[4], device=self.cache.device)
             positions = span.positions[:, :, None]
             mask = seen <= positions
             if window is not None:
@@ -78,6 +86,8 @@ def paged_attention(
     head_dim]`. transformers hands `kv_step` down from the model's forward call.
     """
     layer_index: Any = module.layer_idx
+    if query.is_cuda:
+        return _by_kernels(layer_index, query[0], key[0], value[0], kv_step, scaling, sliding_window, softcap), None
     cache = kv_step.cache[:, :, layer_index]
     keys, values = cache[:, :, 0], cache[:, :, 1]
     keys[tuple(kv_step.write)] = key[0].transpose(0, 1)
@@ -89,9 +99,39 @@ def paged_attention(
         n, t = span.positions.shape
         q = rows[span.first_row : span.first_row + n * t].view(n, t, *rows.shape[1:])
         mask = kv_step.mask(index, sliding_window, groups)
-        at = tuple(span.tables)
+        at = kv_step.place(index)
         outputs.append(_attend(q, _gather(keys, at), _gather(values, at), mask, scaling=scaling, softcap=softcap))
     return torch.cat(outputs).unsqueeze(0), None
+
+
+def _by_kernels(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    step: KvStep,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """As `paged_attention`, on a GPU; inputs without their first dimension."""
+    from dataplane.engines.torch.model import paged_kernels  # noqa: PLC0415  # Triton comes with CUDA builds of torch
+
+    paged_kernels.write_rows(step.cache, layer, step.write, key, value)
+    outputs = [
+        paged_kernels.attend_rows(
+            query[:, span.first_row : span.first_row + span.positions.numel()],
+            step.cache,
+            layer,
+            span.tables,
+            span.positions,
+            scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=window,
+            softcap=softcap,
+        )
+        for span in step.spans
+    ]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
 
 
 def _gather(blocks: torch.Tensor, at: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 from dataplane.engines.torch.sequences import Chunk
@@ -34,3 +35,17 @@ def chunk_inputs(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkInput]
         )
         for chunk in chunks
     ]
+
+
+def row_inputs(chunk: ChunkInput, block_tokens: int) -> list[tuple[int, int, int, int]]:
+    """(token, position, block, offset in the block) of each token of the chunk."""
+    return [
+        (token, at, chunk.blocks[at // block_tokens], at % block_tokens)
+        for at, token in enumerate(chunk.tokens, chunk.start)
+    ]
+
+
+def block_tables(chunks: Sequence[ChunkInput]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
+    longest = max(len(chunk.blocks) for chunk in chunks)
+    return np.array([[*c.blocks, *c.blocks[:1] * (longest - len(c.blocks))] for c in chunks])

@@ -13,7 +13,7 @@ import torch
 
 from dataplane.engines.core.uploads import upload
 from dataplane.engines.torch.model.attention import KvStep, Span
-from dataplane.engines.torch.model.inputs import ChunkInput, chunk_inputs
+from dataplane.engines.torch.model.inputs import ChunkInput, block_tables, chunk_inputs, row_inputs
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk
 
@@ -80,35 +80,27 @@ def _make_batch(cache: torch.Tensor, chunks: Sequence[ChunkInput]) -> _Batch:
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
     per_slab, block_tokens = cache.shape[1], cache.shape[4]
     ordered = [chunks[index] for index in order]
-    rows = np.array([row for chunk in ordered for row in _rows(chunk, block_tokens)]).T
+    rows = np.array([row for chunk in ordered for row in row_inputs(chunk, block_tokens)]).T
     blocks, offsets = rows[2:]
     written = np.stack((blocks // per_slab, blocks % per_slab, offsets))
     last = np.empty(len(chunks), dtype=np.int64)
     last[order] = np.cumsum([chunk.count for chunk in ordered]) - 1
     groups = _groups(ordered)
-    tables = [_tables(group) for group in groups]
-    inputs, write, begun, last_rows, *slabs = upload(
+    tables = [block_tables(group) for group in groups]
+    inputs, write, begun, last_rows, *on_device = upload(
         cache.device,
         rows[:2],
         written,
         written[:2, offsets == 0],
         last,
-        *(np.stack((table // per_slab, table % per_slab)) for table in tables),
+        *tables,
     )
-    # A block is written from its first offset on, and cleared then: attention multiplies masked entries by zero, and
-    # zero times a NaN of an earlier owner would be NaN.
-    if begun.numel():
+    # A block is written from its first offset on, and cleared then: attention over gathered blocks multiplies masked
+    # entries by zero, and zero times a NaN of an earlier owner would be NaN. Kernels do not read those entries.
+    if begun.numel() and not cache.is_cuda:
         cache[tuple(begun)] = 0
-    step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], slabs))
+    step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], on_device))
     return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step)
-
-
-def _rows(chunk: ChunkInput, block_tokens: int) -> list[tuple[int, int, int, int]]:
-    """(token, position, block, offset in the block) of each token of the chunk."""
-    return [
-        (token, at, chunk.blocks[at // block_tokens], at % block_tokens)
-        for at, token in enumerate(chunk.tokens, chunk.start)
-    ]
 
 
 def _groups(chunks: Sequence[ChunkInput]) -> list[list[ChunkInput]]:
@@ -128,9 +120,3 @@ def _spans(
         spans.append(Span(first_row=first_row, tables=table, positions=span_positions))
         first_row = last_row
     return tuple(spans)
-
-
-def _tables(chunks: Sequence[ChunkInput]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
-    longest = max(len(chunk.blocks) for chunk in chunks)
-    return np.array([[*c.blocks, *c.blocks[:1] * (longest - len(c.blocks))] for c in chunks])

@@ -143,7 +143,9 @@ class Skeleton:
 
     `await_shard` is called before a shard is used; it is set while the weights are loaded. `passed_shard` is called
     once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate. `splits`: of
-    the weights of which this rank has a part; `mirror`: set where other ranks follow this one.
+    the weights of which this rank has a part; `mirror`: set where other ranks follow this one. `addresses`: of the
+    shards, as they were bound last; `can_have_graphs`: whether a step's kernels depend on the number of rows alone,
+    which those of experts do not.
     """
 
     def __init__(
@@ -169,6 +171,8 @@ class Skeleton:
         stages = _stages(model)
         self.places, self.shards = _lay_out(slots, stages, splits or {})
         self.size_bytes = sum(shard.size_bytes for shard in self.shards)
+        self.addresses: tuple[int, ...] = (0,) * len(self.shards)
+        self.can_have_graphs = not any(name.endswith("experts") for name, _ in model.named_modules())
         self._views: list[dict[int, list[torch.nn.Parameter]]] = [{} for _ in self.shards]
         self._slots: list[list[tuple[PlacedTensor, _Slot]]] = [[] for _ in self.shards]
         for place, slot in zip(self.places, slots, strict=True):
@@ -182,6 +186,12 @@ class Skeleton:
     def is_quantized(self) -> bool:
         """Whether some of its weights are packed integers or 8-bit numbers."""
         return any(isinstance(module, QuantizedLinear) for module in self.model.modules())
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a step could be captured as a CUDA graph now: all weights are in place, on this rank alone."""
+        moves = (self.await_shard, self.passed_shard, self.mirror)
+        return self.can_have_graphs and all(one is None for one in moves)
 
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each shard begins a slab."""
@@ -200,6 +210,7 @@ class Skeleton:
         if parameters is None:
             parameters = [_parameter(place, buffer) for place, _ in self._slots[shard]]
         views[address] = parameters
+        self.addresses = (*self.addresses[:shard], address, *self.addresses[shard + 1 :])
         for parameter, (place, (_, owners)) in zip(parameters, self._slots[shard], strict=True):
             assert parameter.shape == place.shape, (place.names[0], place.shape)
             _replace(owners, parameter)

@@ -13,6 +13,7 @@ import torch
 from structlog.testing import capture_logs
 
 from dataplane.engines.torch.copies import base
+from dataplane.engines.torch.copies import cuda as cuda_copies
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.base import Copy, CopyStream, cut
 from dataplane.engines.torch.copies.cpu import ThreadStream
@@ -258,7 +259,7 @@ def let_go(host: torch.Tensor) -> int:
 
 def test_memory_is_pinned_in_small_pieces_by_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     piece_bytes = 2 * mmap.PAGESIZE
-    monkeypatch.setattr(opening, "PIN_BYTES", piece_bytes)
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", piece_bytes)
     driver, size_bytes = Driver(monkeypatch, bytes_max=10**9), 7 * mmap.PAGESIZE + 100
     mapped = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
     elsewhere = torch.empty(size_bytes + 64, dtype=torch.uint8)[64:]  # begins within a page
@@ -274,8 +275,24 @@ def test_memory_is_pinned_in_small_pieces_by_a_thread_of_its_own(monkeypatch: py
     assert {thread for _, thread in driver.calls}.isdisjoint({threading.get_ident()}), "the engine's steps go on"
 
 
+def test_a_direct_copy_is_cut_where_pinned_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver refuses a copy that reaches from one pinned range to the next one."""
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", 2 * mmap.PAGESIZE)
+    driver = Driver(monkeypatch, bytes_max=10**9)
+    host = torch.frombuffer(mmap.mmap(-1, 7 * mmap.PAGESIZE), dtype=torch.uint8)
+    pinned(host, CUDA)
+    there = torch.zeros(6 * mmap.PAGESIZE, dtype=torch.uint8)
+    parts = cuda_copies.direct_parts(Copy(host[100 : 100 + there.nbytes], there))
+    for source, target in parts:
+        target.copy_(source.new_full(source.shape, 1))
+        (whole,) = [at for at, size in driver.pinned.items() if at <= source.data_ptr() < at + size]
+        assert source.data_ptr() + source.nbytes <= whole + driver.pinned[whole]
+    assert there.sum() == there.nbytes, "every byte is copied"
+    let_go(host)
+
+
 def test_memory_that_cannot_be_pinned_whole_is_not_pinned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "PIN_BYTES", mmap.PAGESIZE)
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", mmap.PAGESIZE)
     driver = Driver(monkeypatch, bytes_max=3 * mmap.PAGESIZE)
     host = torch.frombuffer(mmap.mmap(-1, 5 * mmap.PAGESIZE), dtype=torch.uint8)
     pinned(host, CUDA)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from dataplane.engines.torch.copies import cuda as cuda_copies
 from dataplane.engines.torch.copies import open as opening
 from dataplane.engines.torch.copies.open import PINS
 from dataplane.engines.torch.engine import TorchEngine
@@ -186,7 +187,7 @@ def test_a_host_copy_is_unpinned_beside_the_engine_and_then_given_back(
         calls.append((call, host.nbytes, threading.get_ident()))
 
     cuda = torch.device("cuda")
-    monkeypatch.setattr(opening, "PIN_BYTES", 2**16)
+    monkeypatch.setattr(cuda_copies, "PIN_BYTES", 2**16)
     monkeypatch.setattr(opening, "pin", lambda host: note("pin", host))
     monkeypatch.setattr(opening, "unpin", lambda host: note("unpin", host))
     monkeypatch.setattr(host_models, "pinned", lambda host, _: opening.pinned(host, cuda))

@@ -1,0 +1,154 @@
+"""Decode steps as CUDA graphs: one launch instead of a thousand, which a small step would wait for.
+
+A graph reads weights where they lay when it was captured, so there is one for each place that a model comes to, and for
+each size of a batch; smaller batches are padded with copies of their first row, which write what that row writes.
+Contexts may be of any length: inputs are copied to where the graph reads them, and no launch depends on their values.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import structlog
+import torch
+
+from dataplane.engines.core.uploads import upload
+from dataplane.engines.torch.model.attention import KvStep, Span
+from dataplane.engines.torch.model.inputs import ChunkInput, block_tables, chunk_inputs, row_inputs
+from dataplane.engines.torch.model.skeleton import Skeleton
+from dataplane.engines.torch.sequences import Chunk
+from dataplane.memory.kv_cache import blocks_for
+
+log = structlog.get_logger()
+
+GRAPHS_KEPT = 64
+"""Of a model: those used last."""
+_SMALL, _STEP = (1, 2, 4), 8
+
+_Key = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Captured:
+    """A graph, and where it leaves its logits `[size, vocabulary]`."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+@dataclass(eq=False, kw_only=True)
+class _ModelGraphs:
+    """The graphs of a model, None for a place and size that was met once, and the inputs of all: `tokens` and
+    `positions` `[1, n]`, `write` `[3, n]` and `tables` `[n, b]` as in `KvStep`, for the largest `n` and `b`.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    write: torch.Tensor
+    tables: torch.Tensor
+    known: OrderedDict[_Key, _Captured | None] = field(default_factory=OrderedDict)
+
+
+class DecodeGraphs:
+    """The graphs of a slot's models, whose memory they share. Called by one thread. `captures`: how many were made."""
+
+    def __init__(self, device: torch.device, batch_max: int) -> None:
+        self._device = device
+        self._batch_max = batch_max
+        self._models: WeakKeyDictionary[Skeleton, _ModelGraphs] = WeakKeyDictionary()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self.captures = 0
+
+    @torch.inference_mode()
+    def run(self, skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """As `run_chunks`, for chunks of one token; None if this step has no graph, and is to run without.
+
+        A graph is captured when its place and size are met for the second time. The logits are overwritten by the next
+        step.
+        """
+        size = graph_size(len(chunks))
+        if size > self._batch_max or not skeleton.can_be_captured or any(chunk.count != 1 for chunk in chunks):
+            return None
+        made = self._models.get(skeleton)
+        if made is None:
+            made = self._models[skeleton] = self._inputs(skeleton, cache)
+        key = skeleton.addresses, size
+        if key not in made.known:
+            made.known[key] = None
+            if len(made.known) > GRAPHS_KEPT:
+                made.known.popitem(last=False)
+            return None
+        made.known.move_to_end(key)
+        inputs = chunk_inputs(chunks, cache.shape[4])
+        if max(len(each.blocks) for each in inputs) > made.tables.shape[1]:
+            return None
+        self._fill(made, inputs, cache, size)
+        captured = made.known[key]
+        if captured is None:
+            return self._capture(skeleton, cache, made, key)[: len(chunks)].float()
+        captured.graph.replay()
+        return captured.logits[: len(chunks)].float()
+
+    def _inputs(self, skeleton: Skeleton, cache: torch.Tensor) -> _ModelGraphs:
+        blocks = blocks_for(skeleton.geometry.context_tokens, cache.shape[4])
+        n, whole = self._batch_max, torch.int64
+        return _ModelGraphs(
+            tokens=torch.zeros(1, n, dtype=whole, device=self._device),
+            positions=torch.zeros(1, n, dtype=whole, device=self._device),
+            write=torch.zeros(3, n, dtype=whole, device=self._device),
+            tables=torch.zeros(n, blocks, dtype=torch.int32, device=self._device),
+        )
+
+    @staticmethod
+    def _fill(made: _ModelGraphs, inputs: Sequence[ChunkInput], cache: torch.Tensor, size: int) -> None:
+        per_slab, block_tokens = cache.shape[1], cache.shape[4]
+        padded = [*inputs, *[inputs[0]] * (size - len(inputs))]
+        rows = np.array([row for chunk in padded for row in row_inputs(chunk, block_tokens)]).T
+        write = np.stack((rows[2] // per_slab, rows[2] % per_slab, rows[3]))
+        on_device, written, tables = upload(cache.device, rows[:2], write, block_tables(padded))
+        made.tokens[0, :size] = on_device[0]
+        made.positions[0, :size] = on_device[1]
+        made.write[:, :size] = written
+        made.tables[:size, : tables.shape[1]] = tables
+
+    def _capture(self, skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, key: _Key) -> torch.Tensor:
+        """The logits of this step, which runs on the inputs that the graph will read, and whose kernels are compiled
+        with it. A model that cannot be captured runs without graphs, which is logged.
+        """
+        logits = _forward(skeleton, cache, made, key[1])
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    static = _forward(skeleton, cache, made, key[1])
+                finally:
+                    graph.capture_end()
+        except RuntimeError as error:
+            skeleton.can_have_graphs = False
+            log.warning("decode steps of a model run without graphs", reason=str(error))
+            return logits
+        torch.cuda.current_stream().wait_stream(self._stream)
+        made.known[key] = _Captured(graph=graph, logits=static)
+        self.captures += 1
+        return logits
+
+
+def _forward(skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, size: int) -> torch.Tensor:
+    span = Span(first_row=0, tables=made.tables[:size], positions=made.positions[0, :size].view(size, 1))
+    logits: torch.Tensor = skeleton.model(
+        input_ids=made.tokens[:, :size],
+        position_ids=made.positions[:, :size],
+        use_cache=False,
+        kv_step=KvStep(cache=cache, write=made.write[:, :size], spans=(span,)),
+    ).logits[0]
+    return logits
+
+
+def graph_size(sequences: int) -> int:
+    """The size of the graph that runs so many sequences: 1, 2, 4, or a multiple of 8."""
+    return next((size for size in _SMALL if sequences <= size), -(-sequences // _STEP) * _STEP)
