@@ -84,8 +84,12 @@ def _engine(model: BenchModel, device: str, dtype: DtypeName) -> TorchEngine:
     return engine
 
 
-def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Stamps]:
-    """A run of all prompts at once on an engine that has loaded the model as instance `model.name`."""
+def engine_run(
+    engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, ...]], tokens: int = TOKENS
+) -> Callable[[], Stamps]:
+    """A run of all prompts at once, to so many tokens each, on an engine that has loaded the model as instance
+    `model.name`.
+    """
     numbers = count()
 
     def run() -> Stamps:
@@ -99,7 +103,7 @@ def engine_run(engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, .
                     instance_id=model.name,
                     tier=Tier.IW_F,
                     prompt=prompt,
-                    max_tokens=TOKENS,
+                    max_tokens=tokens,
                     ignore_eos=True,
                 )
             )

@@ -85,6 +85,7 @@ def measure_layerwise(
     rounds: int,
     balanced: bool = False,
     prompt_tokens: int = PROMPT_TOKENS,
+    step_tokens: int = PROMPT_TOKENS,
 ) -> Figure:
     """The share of time saved: 1 - layer-wise / load-then-run. Detail `most`: its upper bound."""
     model, other = models[:2]
@@ -92,7 +93,7 @@ def measure_layerwise(
     with ExitStack() as opened:
 
         def engine(*, layerwise: bool, bytes_per_s: float | None = None) -> TorchEngine:
-            opened_engine = _engine([model, other], device, dtype, layerwise=layerwise, bytes_per_s=bytes_per_s)
+            opened_engine = _engine([model, other], device, dtype, layerwise, bytes_per_s, step_tokens)
             return opened.enter_context(closing(opened_engine))
 
         def run_s() -> float:
@@ -132,7 +133,12 @@ def measure_layerwise(
 
 
 def _engine(
-    models: list[BenchModel], device: str, dtype: DtypeName, *, layerwise: bool, bytes_per_s: float | None
+    models: list[BenchModel],
+    device: str,
+    dtype: DtypeName,
+    layerwise: bool,
+    bytes_per_s: float | None,
+    step_tokens: int,
 ) -> TorchEngine:
     largest_bytes = max(model.weights_bytes for model in models)
     settings = TorchEngineSettings(
@@ -140,7 +146,7 @@ def _engine(
         dtype=dtype,
         weights_bytes=int(ARENA_MODELS * largest_bytes),
         kv_bytes=largest_bytes // 2,
-        prefill_tokens_per_step_max=PROMPT_TOKENS,
+        prefill_tokens_per_step_max=step_tokens,
         prefetch=False,
         prefix_cache=False,
         layerwise=layerwise,

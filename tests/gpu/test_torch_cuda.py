@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.local.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.dataplane.engines.torch.tiny import CONTEXT_TOKENS, spec_of
+from tests.dataplane.engines.torch.tiny import ARCHITECTURES, CONTEXT_TOKENS, VOCABULARY, save_tiny, spec_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,12 +19,12 @@ pytestmark = [
 ]
 
 
-def _tokens(folder: Path, device: str) -> dict[str, tuple[int, ...]]:
+def _tokens(folder: Path, device: str, vocabulary: int = 500) -> dict[str, tuple[int, ...]]:
     settings = TorchEngineSettings(weights_bytes=2**25, kv_bytes=2**22, device=device, prefill_tokens_per_step_max=16)
     engine = TorchEngine(settings, lambda: 0.0)
     engine.load("a", spec_of("model", folder))
     for length in (1, 9, 40):
-        prompt = [(7 * place + length) % 500 for place in range(length)]
+        prompt = [(7 * place + length) % vocabulary for place in range(length)]
         engine.add(request(f"r{length}", prompt, max_tokens=24, ignore_eos=True))
     return drain(engine).tokens
 
@@ -32,6 +33,48 @@ def _tokens(folder: Path, device: str) -> dict[str, tuple[int, ...]]:
 def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     (model,) = build_tiny_models(tmp_path, [name])
     assert _tokens(model.path, "cuda") == _tokens(model.path, "cpu")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_makes_the_tokens_of_the_cpu(architecture: str, tmp_path: Path) -> None:
+    folder = save_tiny(architecture, tmp_path / "model")
+    assert _tokens(folder, "cuda", VOCABULARY) == _tokens(folder, "cpu", VOCABULARY)
+
+
+def _switched(folders: list[Path], *, cuda_graphs: bool, **settings: Any) -> tuple[dict[str, tuple[int, ...]], int]:
+    """The tokens of two models in memory for one, by requests of many lengths; how many graphs were captured."""
+    known = TorchEngineSettings(
+        weights_bytes=2**20, kv_bytes=2**21, slab_bytes=2**16, device="cuda", cuda_graphs=cuda_graphs, **settings
+    )
+    engine = TorchEngine(known, lambda: 0.0)
+    for number, folder in enumerate(folders):
+        engine.load(str(number), spec_of(f"model-{number}", folder))
+    for number in range(22):
+        prompt = [(5 * place + number) % VOCABULARY for place in range(1 + 3 * number)]
+        fields = {"instance_id": str(number % 2), "max_tokens": 8 + 4 * number, "ignore_eos": True}
+        engine.add(request(f"r{number}", prompt, **fields))
+    gathered = drain(engine)
+    assert gathered.errors == {}
+    captures = engine._steps._captures
+    engine.close()
+    return gathered.tokens, captures
+
+
+def test_graphs_change_no_token(tmp_path: Path) -> None:
+    """Models are switched, batches shrink, and graphs of other sizes take over."""
+    folders = [save_tiny(name, tmp_path / name) for name in ("llama", "gemma2")]
+    tokens, captures = _switched(folders, cuda_graphs=True)
+    expected, without = _switched(folders, cuda_graphs=False)
+    assert tokens == expected
+    assert (captures >= 4, without) == (True, 0)
+
+
+def test_graphs_run_in_bfloat16(tmp_path: Path) -> None:
+    """Batches of other sizes round otherwise, so that tokens may differ from those without graphs."""
+    folders = [save_tiny(name, tmp_path / name) for name in ("qwen3", "mistral")]
+    tokens, captures = _switched(folders, cuda_graphs=True, dtype="bfloat16")
+    assert captures >= 4
+    assert {name: len(made) for name, made in tokens.items()} == {f"r{n}": 8 + 4 * n for n in range(22)}
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES)[:2])

@@ -2,7 +2,7 @@
 CUDA graphs; switches against the wire; and the first token after a switch, layer by layer, by the length of its prompt.
 
 Models have random weights. The floor of a decode step is its weights and KV over the rate of a large copy within the
-device, which reads and writes. What can be hidden of a switch is the shorter of load and prefill.
+device, which reads and writes.
 """
 
 import random
@@ -38,6 +38,7 @@ from ops.profiling.switch import measure_prefetch, measure_switch
 DTYPE: DtypeName = "bfloat16"
 CONTEXT_TOKENS = 24_576
 COPY_BYTES = 2**32
+STEP_TOKENS = 8192
 SEQUENCES = (1, 16, 64, 128)
 PROMPTS = (512, 4_000, 10_000, 20_000)
 
@@ -62,7 +63,7 @@ def measure_decodes(
             dtype=DTYPE,
             weights_bytes=model.weights_bytes + 2**30,
             kv_bytes=int(1.3 * max(SEQUENCES) * (prompt_tokens + 64) * kv_token_bytes) + 2**30,
-            prefill_tokens_per_step_max=8192,
+            prefill_tokens_per_step_max=STEP_TOKENS,
             batch_max=max(SEQUENCES),
             prefix_cache=False,
             cuda_graphs=has_graphs,
@@ -73,7 +74,7 @@ def measure_decodes(
         for sequences in SEQUENCES:
             chance = random.Random(sequences)
             prompts = [tuple(chance.choices(range(VOCABULARY), k=prompt_tokens)) for _ in range(sequences)]
-            runs = {name: _rate_of(engine_run(engine, model, prompts)) for name, engine in arms.items()}
+            runs = {name: _rate_of(engine_run(engine, model, prompts, 48 + sequences)) for name, engine in arms.items()}
             rates = medians(interleaved(runs, rounds=rounds))
             read_bytes = model.weights_bytes + sequences * prompt_tokens * kv_token_bytes
             floor = sequences * bytes_per_s / read_bytes
@@ -84,18 +85,23 @@ def _rate_of(run: Callable[[], list[list[float]]]) -> Callable[[], float]:
     return lambda: decode_rate(run())
 
 
-def measure_starts(models: list[BenchModel], *, device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """The first token after a switch by the length of its prompt; `hidden`: of what can be."""
+def measure_starts(models: list[BenchModel], load_s: float, *, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """The first token after a switch that takes `load_s`, by the length of its prompt. `hidden`: of what can be, since
+    nothing is sooner than the longer of load and run. The host submits a model's kernels while its weights are loaded
+    in either case.
+    """
     for prompt_tokens in PROMPTS:
-        found = measure_layerwise(models, device=device, dtype=DTYPE, rounds=rounds, prompt_tokens=prompt_tokens)
+        found = measure_layerwise(
+            models, device=device, dtype=DTYPE, rounds=rounds, prompt_tokens=prompt_tokens, step_tokens=STEP_TOKENS
+        )
         whole_s, layerwise_s, run_s = (found.details[name] for name in ("load_then_run_s", "layerwise_s", "run_s"))
-        hidable_s = min(run_s, whole_s - run_s)
+        hidable_s = whole_s - max(load_s, run_s)
         yield {
             "prompt_tokens": prompt_tokens,
             "whole_s": whole_s,
             "layerwise_s": layerwise_s,
             "run_s": run_s,
-            "hidden": (whole_s - layerwise_s) / hidable_s,
+            "hidden": (whole_s - layerwise_s) / hidable_s if hidable_s > 0 else None,
         }
 
 
@@ -109,12 +115,12 @@ def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: i
     for name, figure in (("switch", measure_switch), ("prefetch", measure_prefetch)):
         found[name] = asdict(figure(pair, device=device, dtype=DTYPE, rounds=rounds))
     notes().print("layer-wise starts")
-    found["starts"] = list(measure_starts(pair, device=device, rounds=rounds))
+    found["starts"] = list(measure_starts(pair, found["switch"]["details"]["switch_s"], device=device, rounds=rounds))
     notes().print("decode steps")
     (model,) = built(folder / "decoded", [shape_of(decoded)])
     found["decodes"] = list(
         measure_decodes(
-            model, shape_of(decoded), device=device, rounds=rounds, prompt_tokens=1024, bytes_per_s=bytes_per_s
+            model, shape_of(decoded), device=device, rounds=rounds, prompt_tokens=512, bytes_per_s=bytes_per_s
         )
     )
     return found
@@ -156,7 +162,7 @@ def _show(found: dict[str, Any]) -> None:
         "load, then run, s": lambda row: f"{row['whole_s']:.3f}",
         "layer by layer, s": lambda row: f"{row['layerwise_s']:.3f}",
         "run, s": lambda row: f"{row['run_s']:.3f}",
-        "hidden of what can be": lambda row: f"{row['hidden']:.0%}",
+        "hidden of what can be": lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
     }
     print_table("First token after a switch", seconds_of, found["starts"])
     rates: Columns = {

@@ -25,6 +25,7 @@ from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.linear import speed_up
+from dataplane.engines.torch.model.norms import fuse_norms
 from dataplane.engines.torch.model.parallel import Rank, parallelize
 from dataplane.engines.torch.model.quantized import QuantizedLinear, quantize, read_quantization
 from dataplane.engines.torch.model.split import Split, make_splits, rank_config
@@ -285,6 +286,8 @@ def build_skeleton(
     model.eval().requires_grad_(False)
     if device.type == "cpu" and dtype == torch.float32:
         speed_up(model)
+    if device.type == "cuda":
+        fuse_norms(model)
     if rank is not None and splits:
         parallelize(model, splits, rank, geometry.vocabulary)
     return Skeleton(model, geometry, read_eos_ids(folder, described), dtype, task, splits)
