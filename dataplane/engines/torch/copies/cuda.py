@@ -10,6 +10,7 @@ rest goes through one of two halves of the staging buffer, chunk by chunk, so th
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle, groupby, pairwise
@@ -22,6 +23,14 @@ from dataplane.memory.events import Event, TransferError
 
 PIN_BYTES = 64 * 2**20
 """Bytes that one call of the driver pins or unpins, in some 6 ms: steps of the engine wait for the locks it holds."""
+
+
+DIRECT_BYTES = 16 * 2**20
+DIRECT_AHEAD = 2
+"""A direct transfer is submitted in parts of so many bytes, of which so many wait in the device's queue at most, for
+some 0.6 ms. All streams share the copy engine of a direction, which takes copies in the order of their submission: the
+inputs of a step that is submitted while a model is loaded would wait for all of that model.
+"""
 
 
 class RecordedEvent:
@@ -112,9 +121,34 @@ class CudaStream:
             elif route == "download":
                 self._stage.download(group)
             else:
+                pace = Pace()
                 for copy in group:
                     for source, target in direct_parts(copy):
+                        pace.wait()
                         target.copy_(source, non_blocking=True)
+                        pace.add(source.nbytes)
+
+
+class Pace:
+    """Lets the submitting thread wait while `DIRECT_AHEAD` parts of a direct transfer are in the device's queue."""
+
+    def __init__(self) -> None:
+        self._ahead: deque[torch.cuda.Event] = deque()
+        self._bytes = 0
+
+    def wait(self) -> None:
+        """Before a copy is submitted."""
+        if len(self._ahead) == DIRECT_AHEAD:
+            self._ahead.popleft().synchronize()
+
+    def add(self, size_bytes: int) -> None:
+        """A copy was submitted to the current stream. Small ones make up a part together."""
+        self._bytes += size_bytes
+        if self._bytes >= DIRECT_BYTES:
+            self._bytes = 0
+            passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            passed.record()
+            self._ahead.append(passed)
 
 
 class Stage:
@@ -190,19 +224,26 @@ def _route(copy: Copy) -> str:
 
 
 def direct_parts(copy: Copy) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A copy without a staging buffer, as sources and targets, in parts of which the host's side was pinned by one call
-    each: the driver refuses a copy that reaches from one pinned range to the next one.
+    """A copy without a staging buffer, as sources and targets of at most `DIRECT_BYTES`, in parts of which the host's
+    side was pinned by one call each: the driver refuses a copy that reaches from one pinned range to the next one.
     """
     source, target = flat_bytes(copy.source), flat_bytes(copy.target)
     host = target if source.is_cuda else source
-    return [(source, target)] if host.is_cuda else [(source[a:b], target[a:b]) for a, b in pinned_parts(host)]
+    if host.is_cuda:
+        return [(source, target)]
+    return [(source[a:b], target[a:b]) for a, b in _cuts(host, min(DIRECT_BYTES, PIN_BYTES))]
 
 
-def pinned_parts(host: torch.Tensor) -> list[tuple[int, int]]:
-    """Where flat uint8 memory is cut to be pinned: at addresses that are multiples of `PIN_BYTES`, whole pages."""
-    address = host.data_ptr()
-    first = PIN_BYTES - address % PIN_BYTES
-    return list(pairwise([0, *range(first, host.nbytes, PIN_BYTES), host.nbytes]))
+def pin_pieces(host: torch.Tensor) -> list[torch.Tensor]:
+    """Memory in pieces of at most `PIN_BYTES`. No two share a page: the driver pins pages, and each only once."""
+    flat = flat_bytes(host)
+    return [flat[a:b] for a, b in _cuts(flat, PIN_BYTES)]
+
+
+def _cuts(host: torch.Tensor, size_bytes: int) -> list[tuple[int, int]]:
+    """Begin and end of the parts of flat uint8 memory, cut at addresses that are multiples of `size_bytes`."""
+    first = size_bytes - host.data_ptr() % size_bytes
+    return list(pairwise([0, *range(first, host.nbytes, size_bytes), host.nbytes]))
 
 
 def pin(host: torch.Tensor) -> None:

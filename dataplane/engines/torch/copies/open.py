@@ -9,9 +9,9 @@ from contextlib import suppress
 import structlog
 import torch
 
-from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream, flat_bytes
+from dataplane.engines.torch.copies.base import STAGING_BYTES, CopyStream
 from dataplane.engines.torch.copies.cpu import ThreadStream
-from dataplane.engines.torch.copies.cuda import CudaStream, RecordedEvent, pin, pinned_parts, unpin
+from dataplane.engines.torch.copies.cuda import CudaStream, RecordedEvent, pin, pin_pieces, unpin
 from dataplane.memory.events import PASSED, Event, TransferError
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ class Pins:
 
     def _pin(self, host: torch.Tensor) -> None:
         done: list[torch.Tensor] = []
-        for piece in _pieces(host):
+        for piece in pin_pieces(host):
             try:
                 pin(piece)
             except TransferError as error:
@@ -76,7 +76,7 @@ class Pins:
 
     @staticmethod
     def _unpin(host: torch.Tensor, then: Callable[[], None]) -> None:
-        _unpin_all(_pieces(host))
+        _unpin_all(pin_pieces(host))
         then()
 
     def _note_refusal(self, host: torch.Tensor, error: str) -> None:
@@ -88,12 +88,6 @@ class Pins:
             self._reason = f"{error}; ulimit -l is {limit}"
         if first:
             log.warning("host memory is not pinned", size_bytes=host.nbytes, reason=self._reason)
-
-
-def _pieces(host: torch.Tensor) -> list[torch.Tensor]:
-    """No two share a page: the driver pins pages, and each only once."""
-    flat = flat_bytes(host)
-    return [flat[begin:end] for begin, end in pinned_parts(flat)]
 
 
 def _unpin_all(pieces: list[torch.Tensor]) -> None:

@@ -67,6 +67,46 @@ def _write(
     tl.store(target + kv, tl.load(value + at_head * value_head + row * value_row + at, mask=inside), mask=inside)
 
 
+def _visible(
+    score: tl.tensor,
+    seen: tl.tensor,
+    position: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    softcap: tl.tensor,
+    has_window: tl.constexpr,
+    has_softcap: tl.constexpr,
+) -> tl.tensor:
+    """The scores `[rows, tokens]` of rows at `position` for the tokens `seen` of a sequence: minus infinity for those
+    that a row does not see.
+    """
+    if has_softcap:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
+    sees = (seen < end)[None, :] & (seen[None, :] <= position[:, None])
+    if has_window:
+        sees = sees & (seen[None, :] > position[:, None] - window)
+    return tl.where(sees, score, float("-inf"))
+
+
+def _in_blocks(
+    table: tl.tensor,
+    seen: tl.tensor,
+    exists: tl.tensor,
+    per_slab: tl.tensor,
+    slab: tl.tensor,
+    block: tl.tensor,
+    token: tl.tensor,
+    block_tokens: tl.constexpr,
+) -> tl.tensor:
+    """Where the tokens `seen` of a sequence lie, by its block table."""
+    number = tl.load(table + seen // block_tokens, mask=exists, other=0).to(tl.int64)
+    return (number // per_slab) * slab + (number % per_slab) * block + (seen % block_tokens) * token
+
+
+_scored: Any = triton.jit(_visible)
+_place: Any = triton.jit(_in_blocks)
+
+
 def _attend(
     query: tl.tensor,
     layer: tl.tensor,
@@ -130,27 +170,17 @@ def _attend(
     for start in range(first, last, tile_tokens):
         seen = start + tl.arange(0, tile_tokens)
         exists = seen < end
-        number_of = tl.load(tables + sequence * table_row + seen // block_tokens, mask=exists, other=0).to(tl.int64)
-        place = (number_of // per_slab) * slab + (number_of % per_slab) * block + (seen % block_tokens) * token
-        keys = tl.load(
-            layer + (place + kv_head * head)[None, :] + at[:, None], mask=exists[None, :] & inside[:, None], other=0.0
+        place = kv_head * head + _place(
+            tables + sequence * table_row, seen, exists, per_slab, slab, block, token, block_tokens
         )
+        keys = tl.load(layer + place[None, :] + at[:, None], mask=exists[None, :] & inside[:, None], other=0.0)
         score = tl.dot(q, keys, input_precision=precision) * scaling
-        if has_softcap:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)
-        sees = exists[None, :] & (seen[None, :] <= position[:, None])
-        if has_window:
-            sees = sees & (seen[None, :] > position[:, None] - window)
-        score = tl.where(sees, score, float("-inf"))
+        score = _scored(score, seen, position, end, window, softcap, has_window, has_softcap)
         larger = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)
         weight = tl.exp(score - base[:, None])
         kept = tl.exp(largest - base)
-        values = tl.load(
-            layer + kv + (place + kv_head * head)[:, None] + at[None, :],
-            mask=exists[:, None] & inside[None, :],
-            other=0.0,
-        )
+        values = tl.load(layer + kv + place[:, None] + at[None, :], mask=exists[:, None] & inside[None, :], other=0.0)
         total = total * kept + tl.sum(weight, 1)
         mixed = mixed * kept[:, None] + tl.dot(weight.to(values.dtype), values, input_precision=precision)
         largest = larger

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from queue import Queue
 from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -289,6 +290,37 @@ def test_a_direct_copy_is_cut_where_pinned_memory_is(monkeypatch: pytest.MonkeyP
         assert source.data_ptr() + source.nbytes <= whole + driver.pinned[whole]
     assert there.sum() == there.nbytes, "every byte is copied"
     let_go(host)
+
+
+class FakeEvent:
+    """An event that notes when it is waited for."""
+
+    waited: ClassVar[list[int]] = []
+    recorded: ClassVar[list[int]] = []
+
+    def __init__(self, *, blocking: bool) -> None:
+        assert blocking, "the thread must not spin"
+
+    def record(self) -> None:
+        self.number = len(self.recorded)
+        self.recorded.append(self.number)
+
+    def synchronize(self) -> None:
+        self.waited.append(self.number)
+
+
+def test_few_parts_of_a_direct_transfer_wait_in_the_queue_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of the next step are copied between them."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(FakeEvent, "waited", [])
+    monkeypatch.setattr(FakeEvent, "recorded", [])
+    pace = cuda_copies.Pace()
+    for size_bytes in [cuda_copies.DIRECT_BYTES, *[cuda_copies.DIRECT_BYTES // 2] * 2] * 4:
+        pace.wait()
+        assert len(FakeEvent.recorded) - len(FakeEvent.waited) < cuda_copies.DIRECT_AHEAD
+        pace.add(size_bytes)
+    assert FakeEvent.waited == list(range(len(FakeEvent.waited))), "in their order"
+    assert len(FakeEvent.recorded) == 8, "halves make up a part together"
 
 
 def test_memory_that_cannot_be_pinned_whole_is_not_pinned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,11 @@ import torch
 
 from dataplane.engines.torch.model.attention import KvStep, Span, paged_attention
 
-kernels = pytest.importorskip("dataplane.engines.torch.model.paged_kernels", exc_type=ModuleNotFoundError)
+kernels = pytest.importorskip(
+    "dataplane.engines.torch.model.paged_kernels",
+    reason="Triton comes with CUDA builds of torch: make test-kernels",
+    exc_type=ModuleNotFoundError,
+)
 
 SLABS, PER_SLAB, LAYERS, BLOCK_TOKENS = 8, 3, 2, 4
 LAYER = 1
