@@ -8,7 +8,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from ops.bench.papers import aegaeon, workloads
+from ops.bench.papers import aegaeon, aegaeon_testbed, workloads
+from ops.simulator.scenario.formats import traffic_of
 
 
 def written(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
@@ -24,12 +25,12 @@ def written(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
 
 def test_a_gpu_keeps_as_many_models_as_it_holds_and_nobody_serves_the_others(tmp_path: Path) -> None:
     one_each, more, most = workloads.workloads_of(written(tmp_path, (16, 22, 34)))
-    assert aegaeon.measure(aegaeon.Setup(system="dedicated"), one_each).keeps("service")
-    alone = aegaeon.measure(aegaeon.Setup(system="dedicated"), more)
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="dedicated"), one_each).keeps("service")
+    alone = aegaeon_testbed.measure(aegaeon_testbed.Setup(system="dedicated"), more)
     assert 0 < alone.unserved < alone.requests
     assert not alone.keeps("service")
-    assert aegaeon.measure(aegaeon.Setup(system="static"), more).keeps("service")
-    assert aegaeon.measure(aegaeon.Setup(system="static"), most).unserved > 0
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="static"), more).keeps("service")
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="static"), most).unserved > 0
 
 
 def test_workloads_merged_have_the_requests_of_both(tmp_path: Path) -> None:
@@ -82,11 +83,41 @@ def test_rates_are_measured_on_each_draw(tmp_path: Path) -> None:
     assert (own["draw"], own["requests"]) == (0, 40)
 
 
+def test_lengths_are_scaled_and_the_requests_else_the_same(tmp_path: Path) -> None:
+    one, _ = workloads.workloads_of(written(tmp_path))
+    longer = replace(one, scale_inputs=2.0, scale_outputs=0.5)
+    plain, scaled = (
+        list(traffic_of(aegaeon_testbed.scenario_of(aegaeon_testbed.Setup(), each), 1)) for each in (one, longer)
+    )
+    assert [(request.arrived_s, request.model) for request in plain] == [
+        (request.arrived_s, request.model) for request in scaled
+    ]
+    assert [(2 * request.prompt_tokens, 30) for request in plain] == [
+        (request.prompt_tokens, request.output_tokens) for request in scaled
+    ]
+
+
+def test_limits_are_found_at_the_rate_and_for_the_lengths_that_are_asked_for(tmp_path: Path) -> None:
+    """At a twentieth of the objectives one GPU's longer answers are late even where it serves few models."""
+    arguments = ["limits", str(written(tmp_path, (4,))), "--draws", "1", "--system", "static", "--json"]
+    arguments += ["--least", "4", "--most", "8", "--slo-scale", "0.05"]
+    limits, said = {}, ""
+    for options in ((), ("--scale-outputs", "20"), ("--rate", "0.5")):
+        result = CliRunner().invoke(aegaeon.app, [*arguments, *options])
+        assert result.exit_code == 0, result.output
+        [row] = json.loads(result.stdout)
+        limits[options], said = row["token"]["mean"], result.stderr
+    assert limits[()] > limits["--scale-outputs", "20"]
+    assert "models at 0.5, draw 1" in said
+
+
 def test_a_metric_is_kept_by_itself() -> None:
-    row = aegaeon.Row(
+    row = aegaeon_testbed.Row(
         system="pooled",
         models=1,
         rate="0.1",
+        scale_inputs=1.0,
+        scale_outputs=1.0,
         draw=0,
         slo_scale=1.0,
         prefill_slots=6,
@@ -107,7 +138,8 @@ def test_turns_are_told_a_scaled_objective(tmp_path: Path) -> None:
     """One slot decodes four models: with less time for each token its turns are others."""
     one, _ = workloads.workloads_of(written(tmp_path))
     logs = [
-        aegaeon.measure(aegaeon.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash for scale in (1.0, 0.3)
+        aegaeon_testbed.measure(aegaeon_testbed.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash
+        for scale in (1.0, 0.3)
     ]
     assert logs[0] != logs[1]
 
