@@ -13,7 +13,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ops.bench.marked_table import MarkedTable, PageError
-from ops.bench.results.rows import DATA, ROWS, ResultRow
+from ops.bench.results.row import DATA, ResultRow
+from ops.bench.results.rows import ROWS
 from ops.bench.shared import chosen
 from ops.client.screen import AsJson, notes, print_json, progress_bar
 from ops.reference.markdown import code, table
@@ -146,21 +147,12 @@ def check_rows(
 
 def markdown_of(rows: Mapping[str, ResultRow], kept: Kept) -> str:
     """The table of the rows that are kept."""
-    head = ("what", "Tidepool", "compared with", "command", "made of")
+    head = ("what", "Tidepool", "compared with", "drawn by chance", "command", "made of")
     return table(head, _lines((rows[name], kept[name]) for name in rows if name in kept))
 
 
 def _lines(rows: Iterable[tuple[ResultRow, KeptRow]]) -> list[Sequence[str]]:
-    return [
-        (
-            row.what.format(**one.values),
-            row.said(one.values),
-            row.against,
-            code(one.command),
-            f"{one.commit}, {one.date}",
-        )
-        for row, one in rows
-    ]
+    return [(*row.cells(one.values), code(one.command), f"{one.commit}, {one.date}") for row, one in rows]
 
 
 def main(

@@ -10,7 +10,8 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from ops.bench.results import run
-from ops.bench.results.rows import ROWS, ResultRow
+from ops.bench.results.row import ResultRow
+from ops.bench.results.rows import ROWS
 from ops.bench.results.run import (
     KEPT,
     PAGE,

@@ -1,0 +1,169 @@
+"""Rows of results on Aegaeon's workloads: see `ops.bench.papers.aegaeon`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ops.bench.results.row import DATA, ResultRow
+
+_COMMAND = ("-m", "ops.bench.papers.aegaeon")
+_WORKLOADS = f"{DATA}/aegaeon/workloads.csv.gz"
+_METRICS = ("service", "token")
+_RIVAL = "request-level-prefetch"
+_SYSTEMS = {
+    "pooled-both": "pool, aggregated",
+    "pooled": "pool, disaggregated, 6 + 10 GPUs",
+    _RIVAL: "whole requests from one queue, the next model prefetched",
+    "request-level": "whole requests from one queue",
+}
+_FIVE = "draws 1 to 5, range of them"
+
+
+def _limits(answer: Any) -> dict[str, float]:
+    """The mean, least and most of each setup's limits by each metric, numbered in the order of the answer."""
+    return {
+        f"{metric}{place}_{name}": value
+        for place, row in enumerate(answer)
+        for metric in _METRICS
+        for draws in [row[metric]["draws"]]
+        for name, value in (("mean", row[metric]["mean"]), ("low", min(draws)), ("high", max(draws)))
+    }
+
+
+def _ranges(place: int, worse: str, digits: tuple[int, int] = (1, 0)) -> str:
+    """Service and tokens of a setup, each as mean and range; those named in `worse` in bold."""
+    mean, ends = digits
+    texts = (
+        f"{{{metric}{place}_mean:.{mean}f}} ({{{metric}{place}_low:.{ends}f}} to {{{metric}{place}_high:.{ends}f}})"
+        for metric in _METRICS
+    )
+    return ", ".join(f"**{text}**" if metric in worse else text for metric, text in zip(_METRICS, texts, strict=True))
+
+
+def _limits_rows(
+    key: str, what: str, against: str, options: tuple[str, ...], worse: Mapping[str, Sequence[str]]
+) -> dict[str, ResultRow]:
+    """A row for each system in `worse`: for each setup of its command, the metrics by which it loses."""
+    return {
+        f"{key}-{system}": ResultRow(
+            what=(f"{what}: " if place == 0 else "the same: ") + _SYSTEMS[system],
+            arguments=(*_COMMAND, "limits", _WORKLOADS, "--draws", "5", "--json", *options, "--system", system),
+            values=_limits,
+            text="; ".join(_ranges(number, each) for number, each in enumerate(losses)),
+            against="the strongest simple rival" if system == _RIVAL else against if place == 0 else "as above",
+            drawn=_FIVE,
+        )
+        for place, (system, losses) in enumerate(worse.items())
+    }
+
+
+_BOTH = "service token"
+_LIMITS = {
+    **_limits_rows(
+        "limits",
+        "models at 0.1 requests/s each that 16 GPUs serve with 90 % of service, of tokens in time; the Aegaeon"
+        " artifact's assumptions, simulated",
+        "paper 70, artifact 72, by service on one draw",
+        (),
+        {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""], "request-level": [""]},
+    ),
+    **_limits_rows(
+        "tight",
+        "the same at 0.5 and at 0.3 times the objectives",
+        "the rival below",
+        ("--least", "8", "--slo-scale", "0.5", "--slo-scale", "0.3"),
+        {"pooled-both": [_BOTH, _BOTH], "pooled": [_BOTH, _BOTH], _RIVAL: ["", ""], "request-level": ["", ""]},
+    ),
+    **_limits_rows(
+        "half-a-request",
+        "the same at 0.5 requests/s each (Figure 11b)",
+        "paper: 2.5 times as many as request-level switching",
+        ("--rate", "0.5", "--least", "4", "--most", "80"),
+        {"pooled-both": [""], "pooled": [""], _RIVAL: [""]},
+    ),
+    **_limits_rows(
+        "long-inputs",
+        "the same at 0.1 requests/s each, prompts twice as long (Figure 12)",
+        "paper: a slight drop for all",
+        ("--scale-inputs", "2", "--least", "8"),
+        {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""]},
+    ),
+    **_limits_rows(
+        "long-outputs",
+        "the same at 0.1 requests/s each, answers twice as long (Figure 12)",
+        "paper: up to 2.5 times as many as request-level switching",
+        ("--scale-outputs", "2", "--least", "8"),
+        {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""]},
+    ),
+}
+
+_RATES = ("0.3", "0.5", "0.7")
+
+
+def _rates(answer: Any) -> dict[str, float]:
+    """As `_limits`, of attainments in percent at each of `_RATES`."""
+    return {
+        f"{metric}{place}_{name}": summed(shares)
+        for place, rate in enumerate(_RATES)
+        for metric in _METRICS
+        for shares in [[100 * row[f"{metric}_attainment"] for row in answer if row["rate"] == rate]]
+        for name, summed in (("mean", _mean), ("low", min), ("high", max))
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rates_row(system: str, what: str, against: str) -> ResultRow:
+    rates = [option for rate in _RATES for option in ("--rate", rate)]
+    return ResultRow(
+        what=what,
+        arguments=(*_COMMAND, "rates", _WORKLOADS, "--draws", "5", *rates, "--json", "--system", system),
+        values=_rates,
+        text="; ".join(_ranges(place, "", (1, 1)) for place in range(len(_RATES))),
+        against=against,
+        drawn=_FIVE,
+    )
+
+
+def _attainments(answer: Any) -> dict[str, float]:
+    (row,) = answer
+    return {"service": row["service_attainment"], "tokens": row["token_attainment"]}
+
+
+def _one_size(system: str, what: str, text: str, against: str) -> ResultRow:
+    return ResultRow(
+        what=what,
+        arguments=(*_COMMAND, "models", _WORKLOADS, "--least", "94", "--most", "94", "--json", "--system", system),
+        values=_attainments,
+        text=text,
+        against=against,
+        drawn="the artifact's own draw",
+    )
+
+
+AEGAEON_ROWS: Mapping[str, ResultRow] = {
+    **_LIMITS,
+    "rates-pooled-both": _rates_row(
+        "pooled-both",
+        f"40 models at 0.3, 0.5 and 0.7 requests/s each for a minute, % of service, of tokens in time:"
+        f" {_SYSTEMS['pooled-both']}",
+        "the rival below",
+    ),
+    "rates-pooled": _rates_row("pooled", f"the same: {_SYSTEMS['pooled']}", "as above"),
+    "rates-rival": _rates_row(_RIVAL, f"the same: {_SYSTEMS[_RIVAL]}", "the strongest simple rival"),
+    "pool-94": _one_size(
+        "pooled-both",
+        "94 models on 16 GPUs at 0.1 requests/s each, the artifact's assumptions and draw, simulated: requests and"
+        " tokens in time",
+        "aggregated pool {service:.1%}, **{tokens:.1%}**",
+        "the next row",
+    ),
+    "rival-94": _one_size(
+        _RIVAL,
+        "the same, whole requests from one queue with the next model prefetched",
+        "{service:.1%}, {tokens:.1%}",
+        "the row before",
+    ),
+}
+"""By name. Their commands take seconds to some minutes each."""
