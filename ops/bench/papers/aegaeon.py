@@ -1,4 +1,4 @@
-"""Aegaeon's Figures 11 to 13 in the simulator: `python -m ops.bench.papers.aegaeon --help`.
+"""Aegaeon's Figures 11 to 15 in the simulator: `python -m ops.bench.papers.aegaeon --help`.
 
 On the workloads of its artifact: ShareGPT lengths, Poisson arrivals, 120 s at rate 0.1 (40 models: 60 s). Published for
 90 % service attainment at that rate: 70 models (paper, H800), 72 (the artifact's simulator, H100), 44 for request-level
@@ -21,6 +21,7 @@ from ops.bench.papers.aegaeon_testbed import (
     ARTIFACT_PROFILE,
     GPUS,
     METRICS,
+    POOLS,
     SYSTEMS,
     Metric,
     Row,
@@ -28,6 +29,7 @@ from ops.bench.papers.aegaeon_testbed import (
     System,
     measure,
 )
+from ops.bench.papers.aegaeon_times import draw_times, measure_draw, show_times, summed
 from ops.bench.papers.workloads import HALF_AS_LONG, Redraws, Workload, merged, workloads_of
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
@@ -50,6 +52,7 @@ COLUMNS: Columns = {
     "draw": "draw",
     "SLO": "slo_scale",
     "prefill GPUs": "prefill_slots",
+    "nodes": lambda row: row["nodes"] or "-",
     "service": lambda row: f"{row['service_attainment']:.2%}",
     "token": lambda row: f"{row['token_attainment']:.2%}",
     "busy": lambda row: f"{row['busy_share']:.0%}",
@@ -80,6 +83,10 @@ Most = Annotated[int, typer.Option(min=2, help="Models at most; for more than 80
 Draws = Annotated[int, typer.Option(min=0, max=100, help="Workloads drawn anew at each size; 0: the file's own.")]
 ScaleInputs = Annotated[float, typer.Option(min=0.01, max=1000, help="Prompts so many times as long (Figure 12).")]
 ScaleOutputs = Annotated[float, typer.Option(min=0.01, max=1000, help="Answers so many times as long (Figure 12).")]
+Nodes = Annotated[
+    int, typer.Option(min=0, max=GPUS, help="Nodes of pools, with 2 TB of host memory each; 0: one pool, no limit.")
+]
+Rate = Annotated[float, typer.Option(min=0.01, max=10, help="Requests/s of each model (0.5: Figure 11b).")]
 Every = Annotated[int, typer.Option(min=2, help="Steps of so many models.")]
 
 
@@ -93,11 +100,12 @@ def models(
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Attainment by the number of models at rate 0.1, and how many keep 90 % (Figures 11a and 13)."""
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
     found = _climb(workloads, (least, most, every), setups, plot)
     _show([asdict(row) for _, rows in found for row in rows], as_json)
     for setup, rows in found:
@@ -109,7 +117,7 @@ def models(
 def limits(
     workloads: File,
     draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each with a limit of its own.")] = 5,
-    rate: Annotated[float, typer.Option(min=0.01, max=10, help="Requests/s of each model (0.5: Figure 11b).")] = 0.1,
+    rate: Rate = 0.1,
     scale_inputs: ScaleInputs = 1.0,
     scale_outputs: ScaleOutputs = 1.0,
     least: Least = 16,
@@ -119,10 +127,11 @@ def limits(
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     as_json: AsJson = False,
 ) -> None:
     """How many models keep 90 % on each of several draws of 120 s, by either metric, found by bisection."""
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
     sizes = range(least, most + 1, every)
     with work_folder() as folder:
         redraws = Redraws(workloads, folder)
@@ -149,12 +158,13 @@ def rates(
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
     check_plot(plot)
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
     with work_folder() as folder:
         own = {each.rate: each for each in workloads_of(workloads) if each.models == HALF_AS_LONG}
         sizes = [(0, own[each]) for each in chosen(rate, own, "--rate")]
@@ -169,6 +179,41 @@ def rates(
         found = [(setup, [_measured(setup, each, draw) for draw, each in scaled]) for setup in setups]
     _show([asdict(row) for _, rows in found for row in rows], as_json)
     _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
+
+
+@app.command()
+def where_time_goes(
+    workloads: File,
+    models: Annotated[list[int] | None, typer.Option(min=2, help="So many; 20, 40, 70 and 94 if not given.")] = None,
+    rate: Rate = 0.1,
+    draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each served by itself.")] = 3,
+    system: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POOLS)}; both if not given.")] = None,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = None,
+    slo_scale: Scales = None,
+    nodes: Nodes = 0,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shares of the time of requests and slots, times of switches and of KV transfers (Figures 14 and 15)."""
+    check_plot(plot)
+    setups = _setups(chosen(system, POOLS, "--system"), profile, prefill_slots, slo_scale, nodes)
+    rows = []
+    with work_folder() as folder:
+        redraws = Redraws(workloads, folder)
+        for setup in setups:
+            for count in models or (20, 40, 70, 94):
+                drawn = [
+                    redraws.workload(count, f"{rate:g}", draw, duration_s=DURATION_S) for draw in range(1, draws + 1)
+                ]
+                rows.append(summed(_named(setup), drawn[0], [measure_draw(setup, each) for each in drawn]))
+                notes().print(f"{_named(setup)}: {count} models at {rate:g}")
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        show_times(rows)
+    if plot is not None:
+        draw_times(rows, plot)
 
 
 def _limits(setup: Setup, drawn: Drawn, draws: int, sizes: Sequence[int]) -> dict[str, Any]:
@@ -251,19 +296,38 @@ def _measured(setup: Setup, workload: Workload, draw: int = 0) -> Row:
 
 
 def _setups(
-    systems: list[str] | None, profile: Path, prefill_slots: list[int] | None, scales: list[float] | None
+    systems: list[str] | None,
+    profile: Path,
+    prefill_slots: list[int] | None,
+    scales: list[float] | None,
+    nodes: int = 0,
 ) -> list[Setup]:
-    return [
-        Setup(system=one, profile=profile, prefill_slots=slots, slo_scale=scale)
+    """The setups that options name.
+
+    Raises:
+        typer.BadParameter: a system is not known, or one that is no pool, or whose GPUs cannot be shared out evenly, is
+            to be on nodes.
+    """
+    setups = [
+        Setup(system=one, profile=profile, prefill_slots=slots, slo_scale=scale, nodes=nodes)
         for scale in scales or [1.0]
         for one in chosen(systems, SYSTEMS, "--system")
         for slots in prefill_slots or [6]
     ]
+    for setup in setups if nodes else ():
+        fleet = SYSTEMS[setup.system].fleet(setup.prefill_slots)
+        if setup.system not in POOLS or any(count % nodes for count in fleet.values()):
+            raise typer.BadParameter(
+                f"{_named(setup)} cannot be on {nodes} nodes: only {' and '.join(POOLS)}, with equal numbers of GPUs",
+                param_hint="--nodes",
+            )
+    return setups
 
 
 def _named(setup: Setup) -> str:
     split = "" if setup.prefill_slots == 6 else f", {setup.prefill_slots} + {GPUS - setup.prefill_slots} GPUs"
-    return f"{setup.system}, SLO x {setup.slo_scale:g}{split}"
+    nodes = f", {setup.nodes} nodes" if setup.nodes else ""
+    return f"{setup.system}, SLO x {setup.slo_scale:g}{split}{nodes}"
 
 
 def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ops.bench.papers.workloads import Workload
-from ops.simulator.run import simulate
+from ops.simulator.run import number_of, simulate
 from ops.simulator.scenario.scenario import FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
 from ops.simulator.traffic.traffic_parts import AegaeonPart
 
@@ -26,6 +26,8 @@ MODELS = (
 LARGEST_BYTES = MODELS[-1].weights_bytes
 TWO_MODELS_BYTES = 53 * 10**9
 """Two of the largest, so that one can be loaded while the other runs."""
+HOST_BYTES = 2 * 10**12
+"""Of each node of the testbed; two have eight GPUs each."""
 GPU_BYTES = 76 * 10**9
 """Of 80 GiB; the rest is the engine's."""
 
@@ -46,6 +48,11 @@ Metric = Literal["service", "token"]
 `token`: the share of all tokens that were made in time (section 2.1 of the paper).
 """
 METRICS: tuple[Metric, ...] = ("service", "token")
+
+
+def size_of(model: str) -> str:
+    """The size of a workload's model by its name: 7B, 9B or 13B."""
+    return MODELS[number_of(model) % len(MODELS)].name.partition("-")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,16 +90,20 @@ SYSTEMS: Mapping[System, SystemPlan] = {
 the shortest job first (ServerlessLLM+), with per-GPU queues as in the artifact, and disaggregated with a global queue;
 two models on each GPU for good (MuxServe); a GPU for each model.
 """
+POOLS: tuple[System, ...] = ("pooled", "pooled-both")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What serves a workload. `slo_scale`: of both targets (Figure 13). `policy`: other than the defaults."""
+    """What serves a workload. `slo_scale`: of both targets (Figure 13). `nodes`: those that the slots of a pool are on,
+    each with `HOST_BYTES`; 0: one pool without a limit of host memory. `policy`: other than the defaults.
+    """
 
     system: System = "pooled"
     profile: Path = ARTIFACT_PROFILE
     prefill_slots: int = 6
     slo_scale: float = 1.0
+    nodes: int = 0
     policy: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -110,6 +121,7 @@ class Row:
     draw: int
     slo_scale: float
     prefill_slots: int
+    nodes: int
     requests: int
     unserved: int
     service_attainment: float
@@ -150,6 +162,7 @@ def scenario_of(setup: Setup, workload: Workload) -> Scenario:
                 "kv_bytes": GPU_BYTES - plan.weights_bytes,
                 "weights_bytes": plan.weights_bytes,
                 **plan.fleet(setup.prefill_slots),
+                **({"pool_nodes": setup.nodes, "host_bytes": HOST_BYTES} if setup.nodes else {}),
             }
         ),
         policy=PolicyPart.model_validate({**plan.policy, **setup.policy}),
@@ -169,6 +182,7 @@ def measure(setup: Setup, workload: Workload, draw: int = 0) -> Row:
         draw=draw,
         slo_scale=setup.slo_scale,
         prefill_slots=setup.prefill_slots,
+        nodes=setup.nodes,
         requests=result.requests,
         unserved=sum(result.failures.values()),
         service_attainment=result.service_attainment,

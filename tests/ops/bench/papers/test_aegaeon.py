@@ -111,6 +111,44 @@ def test_limits_are_found_at_the_rate_and_for_the_lengths_that_are_asked_for(tmp
     assert "models at 0.5, draw 1" in said
 
 
+def test_where_time_goes_is_told_of_each_setup_and_size(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    arguments = ["where-time-goes", str(written(tmp_path)), "--models", "4", "--models", "24", "--draws", "2"]
+    result = CliRunner().invoke(aegaeon.app, [*arguments, "--plot", str(plot), "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [(row["setup"].partition(",")[0], row["models"]) for row in rows] == [
+        (system, models) for system in ("pooled", "pooled-both") for models in (4, 24)
+    ]
+    for row in rows:
+        for shares in (row["requests"], row["slots"]):
+            assert abs(sum(share["mean"] for share in shares.values()) - 1) < 1e-9
+            assert all(0 <= share["low"] <= share["mean"] <= share["high"] for share in shares.values())
+    busier, aggregated = rows[1], rows[3]
+    assert busier["slots"]["idle"]["mean"] < rows[0]["slots"]["idle"]["mean"]
+    assert busier["switches"].keys() == {"7B", "9B", "13B"}
+    assert busier["switches"]["13B"]["quantiles"]["1"] > busier["switches"]["7B"]["quantiles"]["0.5"]
+    assert busier["kv"]["mean_s"] > aggregated["kv"]["mean_s"] == 0
+    assert "Figure 15" in plot.read_text()
+    shown = CliRunner().invoke(aegaeon.app, [*arguments, "--system", "pooled"], env={"COLUMNS": "250"})
+    assert "decode waiting" in shown.stdout
+    assert "within 10 ms" in shown.stdout
+    wrong = CliRunner().invoke(aegaeon.app, [*arguments, "--system", "static"])
+    assert (wrong.exit_code, "--system" in wrong.stderr) == (2, True)
+
+
+def test_a_pool_on_nodes_keeps_each_model_and_its_kv_on_one(tmp_path: Path) -> None:
+    one, _ = workloads.workloads_of(written(tmp_path))
+    whole, apart = (aegaeon_testbed.measure(aegaeon_testbed.Setup(nodes=nodes), one) for nodes in (0, 2))
+    assert whole.event_log_hash != apart.event_log_hash
+    assert (apart.nodes, apart.unserved) == (2, 0)
+    for options in (("--system", "static"), ("--system", "pooled", "--prefill-slots", "5")):
+        arguments = ["models", str(one.path), "--least", "4", "--most", "4", "--nodes", "2", *options]
+        result = CliRunner().invoke(aegaeon.app, arguments)
+        assert result.exit_code == 2
+        assert "--nodes" in result.stderr
+
+
 def test_a_metric_is_kept_by_itself() -> None:
     row = aegaeon_testbed.Row(
         system="pooled",
@@ -121,6 +159,7 @@ def test_a_metric_is_kept_by_itself() -> None:
         draw=0,
         slo_scale=1.0,
         prefill_slots=6,
+        nodes=0,
         requests=1,
         unserved=0,
         service_attainment=0.93,
