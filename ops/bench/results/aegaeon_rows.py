@@ -40,17 +40,17 @@ def _ranges(place: int, worse: str, digits: tuple[int, int] = (1, 0)) -> str:
 
 
 def _limits_rows(
-    key: str, what: str, against: str, options: tuple[str, ...], worse: Mapping[str, Sequence[str]]
+    key: str, what: str, against: str, options: tuple[str, ...], worse: Mapping[str, Sequence[str]], draws: int = 5
 ) -> dict[str, ResultRow]:
     """A row for each system in `worse`: for each setup of its command, the metrics by which it loses."""
     return {
         f"{key}-{system}": ResultRow(
             what=(f"{what}: " if place == 0 else "the same: ") + _SYSTEMS[system],
-            arguments=(*_COMMAND, "limits", _WORKLOADS, "--draws", "5", "--json", *options, "--system", system),
+            arguments=(*_COMMAND, "limits", _WORKLOADS, "--draws", f"{draws}", "--json", *options, "--system", system),
             values=_limits,
             text="; ".join(_ranges(number, each) for number, each in enumerate(losses)),
             against="the strongest simple rival" if system == _RIVAL else against if place == 0 else "as above",
-            drawn=_FIVE,
+            drawn=f"draws 1 to {draws}, range of them",
         )
         for place, (system, losses) in enumerate(worse.items())
     }
@@ -65,13 +65,6 @@ _LIMITS = {
         "paper 70, artifact 72, by service on one draw",
         (),
         {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""], "request-level": [""]},
-    ),
-    **_limits_rows(
-        "tight",
-        "the same at 0.5 and at 0.3 times the objectives",
-        "the rival below",
-        ("--least", "8", "--slo-scale", "0.5", "--slo-scale", "0.3"),
-        {"pooled-both": [_BOTH, _BOTH], "pooled": [_BOTH, _BOTH], _RIVAL: ["", ""], "request-level": ["", ""]},
     ),
     **_limits_rows(
         "half-a-request",
@@ -94,6 +87,63 @@ _LIMITS = {
         ("--scale-outputs", "2", "--least", "8"),
         {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""]},
     ),
+}
+
+_NODES = _limits_rows(
+    "two-nodes",
+    "models at 0.1 requests/s each on two nodes of 8 GPUs and 2 TB of host memory, each model on one of them",
+    "one pool of 16 GPUs above; the rival above, a queue for both nodes",
+    ("--nodes", "2"),
+    {"pooled-both": [_BOTH], "pooled": [_BOTH]},
+    draws=3,
+)
+_STAGES = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
+_STATES = ("prefill", "decode", "weights", "kv", "idle")
+
+
+def _times(answer: Any) -> dict[str, float]:
+    (row,) = answer
+    shares = {f"request_{stage.replace(' ', '_')}": row["requests"][stage]["mean"] for stage in _STAGES}
+    shares |= {f"slot_{state}": row["slots"][state]["mean"] for state in _STATES}
+    sizes = {
+        f"switch_{size}_{name}": times[name]
+        for size, times in row["switches"].items()
+        for name in ("hidden", "in_a_second")
+    }
+    slowest = max(times["quantiles"]["1"] for times in row["switches"].values())
+    kv = row["kv"]
+    return shares | sizes | {"switch_most": slowest, "kv_p99": kv["quantiles"]["0.99"], "kv_most": kv["quantiles"]["1"]}
+
+
+def _times_row(system: str, what: str) -> ResultRow:
+    requests = ", ".join(f"{{request_{stage.replace(' ', '_')}:.1%}}" for stage in _STAGES)
+    slots = ", ".join(f"{{slot_{state}:.1%}}" for state in _STATES)
+    sizes = ("7B", "9B", "13B")
+    hidden, within = (
+        ", ".join(f"{{switch_{size}_{name}:.0%}}" for size in sizes) for name in ("hidden", "in_a_second")
+    )
+    return ResultRow(
+        what=what,
+        arguments=(
+            *(*_COMMAND, "where-time-goes", _WORKLOADS),
+            *("--models", "70", "--draws", "3", "--json", "--system", system),
+        ),
+        values=_times,
+        text=f"requests {requests}; slots {slots}; switches within 10 ms {hidden}, **within 1 s {within}**, at most"
+        " {switch_most:.1f} s; a request's KV at most {kv_most:.2f} s, p99 {kv_p99:.2f} s",
+        against="paper: about half of the switches near-instantaneous, all within 1 s; KV within 1 s",
+        drawn="draws 1 to 3, all together",
+    )
+
+
+_TIMES = {
+    "times-pooled": _times_row(
+        "pooled",
+        "where time goes with 70 models at 0.1 requests/s each (Figures 14, 15): shares of requests' time (prefill"
+        " waiting, prefill, KV transfer, decode, decode waiting) and of slots' (prefill, decode, waiting for weights,"
+        " for KV, idle), switches by size (7B, 9B, 13B), KV transfers; pool, disaggregated",
+    ),
+    "times-pooled-both": _times_row("pooled-both", "the same: pool, aggregated"),
 }
 
 _RATES = ("0.3", "0.5", "0.7")
@@ -144,6 +194,8 @@ def _one_size(system: str, what: str, text: str, against: str) -> ResultRow:
 
 AEGAEON_ROWS: Mapping[str, ResultRow] = {
     **_LIMITS,
+    **_NODES,
+    **_TIMES,
     "rates-pooled-both": _rates_row(
         "pooled-both",
         f"40 models at 0.3, 0.5 and 0.7 requests/s each for a minute, % of service, of tokens in time:"
