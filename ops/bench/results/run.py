@@ -102,16 +102,29 @@ def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, ag
 
 
 def _kept(row: ResultRow, values: Mapping[str, float]) -> KeptRow:
-    return KeptRow(command=row.command, commit=_commit(), date=f"{datetime.now(UTC):%Y-%m-%d}", values=dict(values))
+    return KeptRow(
+        command=row.command, commit=commit_of(DOCS), date=f"{datetime.now(UTC):%Y-%m-%d}", values=dict(values)
+    )
 
 
-def _commit() -> str:
-    """The commit of the code that runs, with a `+` where files differ from it."""
-    git = ["git", "-C", str(DOCS), "describe", "--always", "--dirty=+", "--exclude=*"]
+def commit_of(docs: Path) -> str:
+    """The commit of the code that runs, with a `+` where files differ from it, but for the page and the kept rows in
+    `docs`, which a run writes itself.
+
+    Raises:
+        ResultsError: git does not say.
+    """
+    git = ["git", "-C", str(docs)]
+    written = (f":(exclude){name}" for name in (PAGE.name, KEPT.name))
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written]
     try:
-        return subprocess.run(git, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        commit, differing = (
+            subprocess.run([*git, *command], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "--short", "HEAD"], changed)
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ResultsError(f"the commit is not known: {error}") from error
+    return f"{commit}{'+' if differing else ''}"
 
 
 def off(row: ResultRow, kept: Mapping[str, float], found: Mapping[str, float]) -> list[str]:
