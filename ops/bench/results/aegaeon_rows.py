@@ -1,6 +1,6 @@
 """Rows of results on Aegaeon's workloads: see `ops.bench.papers.aegaeon`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ops.bench.results.row import DATA, ResultRow
@@ -13,28 +13,23 @@ _SYSTEMS = {
     "pooled-both": "pool, aggregated",
     "pooled": "pool, disaggregated, 6 + 10 GPUs",
     _RIVAL: "whole requests from one queue, the next model prefetched",
-    "request-level": "whole requests from one queue",
 }
 
 
 def _limits(answer: Any) -> dict[str, float]:
-    """The mean, least and most of each setup's limits by each metric, numbered in the order of the answer."""
+    """The mean, least and most of a setup's limits by each metric."""
+    (row,) = answer
     return {
-        f"{metric}{place}_{name}": value
-        for place, row in enumerate(answer)
+        f"{metric}_{name}": value
         for metric in _METRICS
         for draws in [row[metric]["draws"]]
         for name, value in (("mean", row[metric]["mean"]), ("low", min(draws)), ("high", max(draws)))
     }
 
 
-def _ranges(place: int, worse: str, digits: tuple[int, int] = (1, 0)) -> str:
-    """Service and tokens of a setup, each as mean and range; those named in `worse` in bold."""
-    mean, ends = digits
-    texts = (
-        f"{{{metric}{place}_mean:.{mean}f}} ({{{metric}{place}_low:.{ends}f}} to {{{metric}{place}_high:.{ends}f}})"
-        for metric in _METRICS
-    )
+def _ranges(worse: str) -> str:
+    """Service and tokens, each as mean and range; those named in `worse` in bold."""
+    texts = (f"{{{metric}_mean:.1f}} ({{{metric}_low:.0f}} to {{{metric}_high:.0f}})" for metric in _METRICS)
     return ", ".join(f"**{text}**" if metric in worse else text for metric, text in zip(_METRICS, texts, strict=True))
 
 
@@ -43,20 +38,20 @@ def _limits_rows(
     what: str,
     against: str,
     options: tuple[str, ...],
-    worse: Mapping[str, Sequence[str]],
+    worse: Mapping[str, str],
     *,
     draws: int = 5,
     drawn: str = "",
 ) -> dict[str, ResultRow]:
-    """A row for each system in `worse`: for each setup of its command, the metrics by which it loses. `drawn`: if there
-    is more to say of the draws.
+    """A row for each system in `worse`, which says by which metrics it loses. `drawn`: if there is more to say of the
+    draws.
     """
     return {
         f"{key}-{system}": ResultRow(
             what=(f"{what}: " if place == 0 else "the same: ") + _SYSTEMS[system],
             arguments=(*_COMMAND, "limits", _WORKLOADS, "--draws", f"{draws}", "--json", *options, "--system", system),
             values=_limits,
-            text="; ".join(_ranges(number, each) for number, each in enumerate(losses)),
+            text=_ranges(losses),
             against="the strongest simple rival" if system == _RIVAL else against if place == 0 else "as above",
             drawn=drawn or f"draws 1 to {draws}, range of them",
         )
@@ -72,21 +67,21 @@ _LIMITS = {
         " artifact's assumptions, simulated",
         "paper 70, artifact 72, by service on one draw",
         (),
-        {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""], "request-level": [""]},
+        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
     ),
     **_limits_rows(
         "half-a-request",
         "the same at 0.5 requests/s each (Figure 11b)",
         "paper: 2.5 times as many as request-level switching",
         ("--rate", "0.5", "--least", "4", "--most", "80"),
-        {"pooled-both": [""], "pooled": [""], _RIVAL: [""]},
+        {"pooled-both": "", "pooled": "", _RIVAL: ""},
     ),
     **_limits_rows(
         "long-inputs",
         "the same at 0.1 requests/s each, prompts twice as long (Figure 12)",
         "paper: a slight drop for all",
         ("--scale-inputs", "2", "--least", "8"),
-        {"pooled-both": ["token"], "pooled": [_BOTH], _RIVAL: [""]},
+        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
         drawn="draws 1 to 5, range of them; in 3 and 5 a prompt of model 95, of model 39 is beyond every context, so no"
         " system keeps more than 94, 38",
     ),
@@ -95,7 +90,7 @@ _LIMITS = {
         "the same at 0.1 requests/s each, answers twice as long (Figure 12)",
         "paper: up to 2.5 times as many as request-level switching",
         ("--scale-outputs", "2", "--least", "8"),
-        {"pooled-both": [""], "pooled": [""], _RIVAL: [""]},
+        {"pooled-both": "", "pooled": "", _RIVAL: ""},
     ),
 }
 
@@ -104,7 +99,7 @@ _NODES = _limits_rows(
     "models at 0.1 requests/s each on two nodes of 8 GPUs and 2 TB of host memory, each model on one of them",
     "one pool of 16 GPUs above; the rival above, a queue for both nodes",
     ("--nodes", "2"),
-    {"pooled-both": [_BOTH], "pooled": [_BOTH]},
+    {"pooled-both": _BOTH, "pooled": _BOTH},
     draws=3,
 )
 _STAGES = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
@@ -156,35 +151,6 @@ _TIMES = {
     "times-pooled-both": _times_row("pooled-both", "the same: pool, aggregated"),
 }
 
-_RATES = ("0.3", "0.5", "0.7")
-
-
-def _rates(answer: Any) -> dict[str, float]:
-    """As `_limits`, of attainments in percent at each of `_RATES`."""
-    return {
-        f"{metric}{place}_{name}": summed(shares)
-        for place, rate in enumerate(_RATES)
-        for metric in _METRICS
-        for shares in [[100 * row[f"{metric}_attainment"] for row in answer if row["rate"] == rate]]
-        for name, summed in (("mean", _mean), ("low", min), ("high", max))
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _rates_row(system: str, what: str, against: str) -> ResultRow:
-    rates = [option for rate in _RATES for option in ("--rate", rate)]
-    return ResultRow(
-        what=what,
-        arguments=(*_COMMAND, "rates", _WORKLOADS, "--draws", "3", *rates, "--json", "--system", system),
-        values=_rates,
-        text="; ".join(_ranges(place, "", (1, 1)) for place in range(len(_RATES))),
-        against=against,
-        drawn="draws 1 to 3, range of them",
-    )
-
 
 def _attainments(answer: Any) -> dict[str, float]:
     (row,) = answer
@@ -206,14 +172,6 @@ AEGAEON_ROWS: Mapping[str, ResultRow] = {
     **_LIMITS,
     **_NODES,
     **_TIMES,
-    "rates-pooled-both": _rates_row(
-        "pooled-both",
-        f"40 models at 0.3, 0.5 and 0.7 requests/s each for a minute, % of service, of tokens in time:"
-        f" {_SYSTEMS['pooled-both']}",
-        "the rival below",
-    ),
-    "rates-pooled": _rates_row("pooled", f"the same: {_SYSTEMS['pooled']}", "as above"),
-    "rates-rival": _rates_row(_RIVAL, f"the same: {_SYSTEMS[_RIVAL]}", "the strongest simple rival"),
     "pool-94": _one_size(
         "pooled-both",
         "94 models on 16 GPUs at 0.1 requests/s each, the artifact's assumptions and draw, simulated: requests and"
