@@ -99,7 +99,7 @@ _NODES = _limits_rows(
     "models at 0.1 requests/s each on two nodes of 8 GPUs and 2 TB of host memory, each model on one of them",
     "one pool of 16 GPUs above; the rival above, a queue for both nodes",
     ("--nodes", "2"),
-    {"pooled-both": _BOTH, "pooled": _BOTH},
+    {"pooled-both": "token", "pooled": _BOTH},
     draws=3,
 )
 _STAGES = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
