@@ -18,6 +18,7 @@ from ops.simulator.results.results import Result
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.means import load_profiles, means_of
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
+from ops.simulator.servers.pool_log import PoolLog
 from ops.simulator.traffic.traffic_parts import AegaeonPart
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.operations import operate
@@ -47,9 +48,10 @@ def simulate(
     report: Report = lambda now_s, requests: None,
     router: Router | None = None,
     traffic: Iterable[Request] | None = None,
+    log: PoolLog | None = None,
 ) -> Outcome:
     """Run a scenario to its end. `router`: in place of the live policy. `traffic`: in place of the scenario's, in order
-    of arrival.
+    of arrival. `log`: takes what the slots of pools do, in scenarios without scaling.
 
     Raises:
         ScenarioError: the instances of the beginning find no room, no instance can be of the
@@ -59,7 +61,7 @@ def simulate(
     """
     seed = scenario.seed if seed is None else seed
     began_s = time.perf_counter()
-    world, fleet, prices = build_world(scenario, seed, router, traffic)
+    world, fleet, prices = build_world(scenario, seed, router, traffic, log)
     for now_s in world.run():
         report(now_s, world.arrived)
     result = result_of(
@@ -75,7 +77,11 @@ def simulate(
 
 
 def build_world(
-    scenario: Scenario, seed: int, router: Router | None = None, given: Iterable[Request] | None = None
+    scenario: Scenario,
+    seed: int,
+    router: Router | None = None,
+    given: Iterable[Request] | None = None,
+    log: PoolLog | None = None,
 ) -> tuple[World, Fleet | None, Mapping[str, float]]:
     """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour by GPU type."""
     models = {model.name: model for model in scenario.models}
@@ -102,7 +108,7 @@ def build_world(
         return world, operate(scenario, scenario.scaling, means, profiles, world, seed), prices
     [own] = means.values()
     gpus = int(scenario.fleet.serving == "dedicated")  # else all instances share their server's
-    for server in fixed_servers(scenario, models, own, world):
+    for server in fixed_servers(scenario, models, own, world, log):
         world.present.place(server)
         for report in server.reports():
             world.usage.change(None, Use(report.endpoint, "serving", report.kind, report.gpu_type, gpus), 0.0)

@@ -1,190 +1,42 @@
-"""Aegaeon's Figures 11 and 13 in the simulator: `python -m ops.bench.papers.aegaeon --help`.
+"""Aegaeon's Figures 11 to 15 in the simulator: `python -m ops.bench.papers.aegaeon --help`.
 
 On the workloads of its artifact: ShareGPT lengths, Poisson arrivals, 120 s at rate 0.1 (40 models: 60 s). Published for
 90 % service attainment at that rate: 70 models (paper, H800), 72 (the artifact's simulator, H100), 44 for request-level
 switching (ServerlessLLM), 32 for static multiplexing (MuxServe). Six GPUs prefill and ten decode by default.
-
-The testbed: 16 GPUs, models of 7B to 13B. Token k is due 10 s + k * 0.1 s after its request arrived. Step times: the
-artifact's H100 profiles, where a switch takes bytes / 16 GB/s, as its simulator assumes; or any other profile.
+The testbed is that of `ops.bench.papers.aegaeon_testbed`.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from ops.bench.papers.aegaeon_testbed import (
+    ARTIFACT_PROFILE,
+    GPUS,
+    METRICS,
+    POOLS,
+    SYSTEMS,
+    Metric,
+    Row,
+    Setup,
+    System,
+    measure,
+)
+from ops.bench.papers.aegaeon_times import draw_times, measure_draw, show_times, summed
 from ops.bench.papers.workloads import HALF_AS_LONG, Redraws, Workload, merged, workloads_of
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.simulator.run import simulate
-from ops.simulator.scenario.scenario import FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
-from ops.simulator.traffic.traffic_parts import AegaeonPart
 
-REGION = "one"
-ARTIFACT_PROFILE = Path(__file__).parents[2] / "profiles" / "h100-artifact.toml"
-GPUS = 16
-MODELS = (
-    [ModelPart(name=f"7B-{n}", weights_bytes=15_231_233_024, kv_bytes_per_token=57_344) for n in range(6)]
-    + [ModelPart(name=f"9B-{n}", weights_bytes=17_658_814_464, kv_bytes_per_token=98_304) for n in range(2)]
-    + [ModelPart(name=f"13B-{n}", weights_bytes=26_031_728_640, kv_bytes_per_token=819_200) for n in range(2)]
-)
-"""Model i of a workload is the one at index i modulo 10: Qwen2.5-7B, Yi-1.5-9B, Llama-2-13B, two bytes a parameter."""
-LARGEST_BYTES = MODELS[-1].weights_bytes
-TWO_MODELS_BYTES = 53 * 10**9
-"""Two of the largest, so that one can be loaded while the other runs."""
 DURATION_S = 120.0
 """Of a workload at rate 0.1; those of 40 models last half as long."""
-GPU_BYTES = 76 * 10**9
-"""Of 80 GiB; the rest is the engine's."""
-
-System = Literal[
-    "pooled",
-    "pooled-both",
-    "request-level",
-    "request-level-prefetch",
-    "request-level-sjf",
-    "request-level-per-gpu",
-    "request-level-split",
-    "static",
-    "dedicated",
-]
-
-Metric = Literal["service", "token"]
-"""`service`: the mean over requests of the share of their time without an overdue token, as the artifact counts it.
-`token`: the share of all tokens that were made in time (section 2.1 of the paper).
-"""
-METRICS: tuple[Metric, ...] = ("service", "token")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SystemPlan:
-    """How a system uses the GPUs. `weights_bytes`: memory of a GPU for weights, the rest is for KV. `fleet`: keys of
-    the scenario's fleet by the number of prefill slots.
-    """
-
-    weights_bytes: int
-    fleet: Callable[[int], Mapping[str, Any]]
-    policy: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _split(prefill_slots: int) -> Mapping[str, Any]:
-    return {"prefill_slots": prefill_slots, "decode_slots": GPUS - prefill_slots}
-
-
-def _gpus(_: int) -> Mapping[str, Any]:
-    return {"gpus": GPUS}
-
-
-SYSTEMS: Mapping[System, SystemPlan] = {
-    "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
-    "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
-    "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
-    "request-level-prefetch": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
-    "request-level-sjf": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "shortest-first"}),
-    "request-level-per-gpu": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "line-per-gpu"}),
-    "request-level-split": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_split),
-    "static": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
-    "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
-}
-"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode; request-level switching
-(ServerlessLLM) with a global queue, the same with the next model prefetched into the memory that the pools have, with
-the shortest job first (ServerlessLLM+), with per-GPU queues as in the artifact, and disaggregated with a global queue;
-two models on each GPU for good (MuxServe); a GPU for each model.
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What serves a workload. `slo_scale`: of both targets (Figure 13). `policy`: other than the defaults."""
-
-    system: System = "pooled"
-    profile: Path = ARTIFACT_PROFILE
-    prefill_slots: int = 6
-    slo_scale: float = 1.0
-    policy: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """Figures of a workload. `models` at `rate` requests per second each; `draw`: 0 for the file's own; `unserved`:
-    requests too long for a GPU.
-    """
-
-    system: System
-    models: int
-    rate: str
-    draw: int
-    slo_scale: float
-    prefill_slots: int
-    requests: int
-    unserved: int
-    service_attainment: float
-    token_attainment: float
-    switches: int
-    busy_share: float
-    seconds: float
-    event_log_hash: str
-
-    def keeps(self, metric: Metric) -> bool:
-        """Whether all requests were served, with 90 % attainment by this metric."""
-        return not self.unserved and self.attainment(metric) >= 0.9
-
-    def attainment(self, metric: Metric) -> float:
-        return self.service_attainment if metric == "service" else self.token_attainment
-
-
-def scenario_of(setup: Setup, workload: Workload) -> Scenario:
-    """One workload on the testbed."""
-    plan = SYSTEMS[setup.system]
-    serving = "static" if setup.system == "dedicated" else setup.system.partition("-")[0]
-    return Scenario(
-        name=f"{workload.name}, {setup.system}",
-        regions=[REGION],
-        targets={"IW-F": TargetPart(ttft_s=10.0 * setup.slo_scale, tbt_s=0.1 * setup.slo_scale)},
-        traffic=AegaeonPart(kind="aegaeon", path=workload.path, workload=workload.name),
-        models=MODELS,
-        fleet=FleetPart.model_validate(
-            {
-                "serving": "request-level" if serving == "request" else serving,
-                "profile": str(setup.profile),
-                "kv_bytes": GPU_BYTES - plan.weights_bytes,
-                "weights_bytes": plan.weights_bytes,
-                **plan.fleet(setup.prefill_slots),
-            }
-        ),
-        policy=PolicyPart.model_validate({**plan.policy, **setup.policy}),
-    )
-
-
-def measure(setup: Setup, workload: Workload, draw: int = 0) -> Row:
-    """Serve a workload to its end."""
-    outcome = simulate(scenario_of(setup, workload))
-    result = outcome.result
-    return Row(
-        system=setup.system,
-        models=workload.models,
-        rate=workload.rate,
-        draw=draw,
-        slo_scale=setup.slo_scale,
-        prefill_slots=setup.prefill_slots,
-        requests=result.requests,
-        unserved=sum(result.failures.values()),
-        service_attainment=result.service_attainment,
-        token_attainment=result.token_attainment,
-        switches=sum(server.switches for server in outcome.world.present.servers),
-        busy_share=result.busy_share,
-        seconds=result.seconds,
-        event_log_hash=result.event_log_hash,
-    )
-
-
 PUBLISHED: Mapping[System, str] = {
     "pooled": "72 (artifact, H100), 70 (paper, H800)",
     "request-level-per-gpu": "44",
@@ -195,9 +47,12 @@ COLUMNS: Columns = {
     "system": "system",
     "models": "models",
     "rate": "rate",
+    "inputs x": "scale_inputs",
+    "outputs x": "scale_outputs",
     "draw": "draw",
     "SLO": "slo_scale",
     "prefill GPUs": "prefill_slots",
+    "nodes": lambda row: row["nodes"] or "-",
     "service": lambda row: f"{row['service_attainment']:.2%}",
     "token": lambda row: f"{row['token_attainment']:.2%}",
     "busy": lambda row: f"{row['busy_share']:.0%}",
@@ -210,6 +65,8 @@ LIMIT_COLUMNS: Columns = {
 }
 HOPELESS = 0.7
 """With this service attainment more models are not tried."""
+Drawn = Callable[[int, int], Workload]
+"""The workload of so many models on a draw."""
 
 app = typer.Typer(help=(__doc__ or "").partition("\n")[0], no_args_is_help=True, add_completion=False)
 File = Annotated[Path, typer.Argument(metavar="WORKLOADS", help="Aegaeon's workloads.csv.gz.", dir_okay=False)]
@@ -224,6 +81,12 @@ Plot = Annotated[Path | None, typer.Option(help="Draw it here: .png, .svg or .pd
 Least = Annotated[int, typer.Option(min=2, help="Models at least.")]
 Most = Annotated[int, typer.Option(min=2, help="Models at most; for more than 80 two workloads are merged.")]
 Draws = Annotated[int, typer.Option(min=0, max=100, help="Workloads drawn anew at each size; 0: the file's own.")]
+ScaleInputs = Annotated[float, typer.Option(min=0.01, max=1000, help="Prompts so many times as long (Figure 12).")]
+ScaleOutputs = Annotated[float, typer.Option(min=0.01, max=1000, help="Answers so many times as long (Figure 12).")]
+Nodes = Annotated[
+    int, typer.Option(min=0, max=GPUS, help="Nodes of pools, with 2 TB of host memory each; 0: one pool, no limit.")
+]
+Rate = Annotated[float, typer.Option(min=0.01, max=10, help="Requests/s of each model (0.5: Figure 11b).")]
 Every = Annotated[int, typer.Option(min=2, help="Steps of so many models.")]
 
 
@@ -237,11 +100,12 @@ def models(
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """Attainment by the number of models at rate 0.1, and how many keep 90 % (Figures 11a and 13)."""
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
     found = _climb(workloads, (least, most, every), setups, plot)
     _show([asdict(row) for _, rows in found for row in rows], as_json)
     for setup, rows in found:
@@ -253,6 +117,9 @@ def models(
 def limits(
     workloads: File,
     draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each with a limit of its own.")] = 5,
+    rate: Rate = 0.1,
+    scale_inputs: ScaleInputs = 1.0,
+    scale_outputs: ScaleOutputs = 1.0,
     least: Least = 16,
     most: Most = 160,
     every: Every = 2,
@@ -260,13 +127,20 @@ def limits(
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     as_json: AsJson = False,
 ) -> None:
-    """How many models keep 90 % at rate 0.1 on each of several draws, by either metric, found by bisection."""
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    """How many models keep 90 % on each of several draws of 120 s, by either metric, found by bisection."""
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
+    sizes = range(least, most + 1, every)
     with work_folder() as folder:
         redraws = Redraws(workloads, folder)
-        found = [_limits(setup, redraws, draws, range(least, most + 1, every)) for setup in setups]
+
+        def drawn(models: int, draw: int) -> Workload:
+            workload = redraws.workload(models, f"{rate:g}", draw, duration_s=DURATION_S)
+            return replace(workload, scale_inputs=scale_inputs, scale_outputs=scale_outputs)
+
+        found = [_limits(setup, drawn, draws, sizes) for setup in setups]
     if as_json:
         print_json(found)
     else:
@@ -277,18 +151,23 @@ def limits(
 def rates(
     workloads: File,
     draws: Draws = 0,
+    rate: Annotated[list[str] | None, typer.Option(help="Of the file's rates, such as 0.7; all if not given.")] = None,
+    scale_inputs: ScaleInputs = 1.0,
+    scale_outputs: ScaleOutputs = 1.0,
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,
+    nodes: Nodes = 0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
     """40 models at rates from 0.05 to 0.7 each (Figure 11c)."""
     check_plot(plot)
-    setups = _setups(system, profile, prefill_slots, slo_scale)
+    setups = _setups(system, profile, prefill_slots, slo_scale, nodes)
     with work_folder() as folder:
-        sizes = [(0, each) for each in workloads_of(workloads) if each.models == HALF_AS_LONG]
+        own = {each.rate: each for each in workloads_of(workloads) if each.models == HALF_AS_LONG}
+        sizes = [(0, own[each]) for each in chosen(rate, own, "--rate")]
         if draws:
             redraws = Redraws(workloads, folder)
             sizes = [
@@ -296,24 +175,60 @@ def rates(
                 for _, each in sizes
                 for draw in range(1, draws + 1)
             ]
-        found = [(setup, [_measured(setup, each, draw) for draw, each in sizes]) for setup in setups]
+        scaled = [(draw, replace(each, scale_inputs=scale_inputs, scale_outputs=scale_outputs)) for draw, each in sizes]
+        found = [(setup, [_measured(setup, each, draw) for draw, each in scaled]) for setup in setups]
     _show([asdict(row) for _, rows in found for row in rows], as_json)
     _draw("rate", [(_named(setup), rows) for setup, rows in found], plot)
 
 
-def _limits(setup: Setup, redraws: Redraws, draws: int, sizes: Sequence[int]) -> dict[str, Any]:
+@app.command()
+def where_time_goes(
+    workloads: File,
+    models: Annotated[list[int] | None, typer.Option(min=2, help="So many; 20, 40, 70 and 94 if not given.")] = None,
+    rate: Rate = 0.1,
+    draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each served by itself.")] = 3,
+    system: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POOLS)}; both if not given.")] = None,
+    profile: Profile = ARTIFACT_PROFILE,
+    prefill_slots: Prefill = None,
+    slo_scale: Scales = None,
+    nodes: Nodes = 0,
+    plot: Plot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shares of the time of requests and slots, times of switches and of KV transfers (Figures 14 and 15)."""
+    check_plot(plot)
+    setups = _setups(chosen(system, POOLS, "--system"), profile, prefill_slots, slo_scale, nodes)
+    rows = []
+    with work_folder() as folder:
+        redraws = Redraws(workloads, folder)
+        for setup in setups:
+            for count in models or (20, 40, 70, 94):
+                drawn = [
+                    redraws.workload(count, f"{rate:g}", draw, duration_s=DURATION_S) for draw in range(1, draws + 1)
+                ]
+                rows.append(summed(_named(setup), drawn[0], [measure_draw(setup, each) for each in drawn]))
+                notes().print(f"{_named(setup)}: {count} models at {rate:g}")
+    if as_json:
+        print_json([asdict(row) for row in rows])
+    else:
+        show_times(rows)
+    if plot is not None:
+        draw_times(rows, plot)
+
+
+def _limits(setup: Setup, drawn: Drawn, draws: int, sizes: Sequence[int]) -> dict[str, Any]:
     """The limits of a setup on each draw, by metric, and their means."""
-    rows = [_rows_of(setup, redraws, draw) for draw in range(1, draws + 1)]
+    rows = [_rows_of(setup, drawn, draw) for draw in range(1, draws + 1)]
     found = {metric: [_limit(row_of, metric, sizes) for row_of in rows] for metric in METRICS}
     return {"setup": _named(setup)} | {name: {"mean": mean(limits), "draws": limits} for name, limits in found.items()}
 
 
-def _rows_of(setup: Setup, redraws: Redraws, draw: int) -> Callable[[int], Row]:
+def _rows_of(setup: Setup, drawn: Drawn, draw: int) -> Callable[[int], Row]:
     """The row of each number of models on a draw; each is measured once."""
 
     @cache
     def row_of(models: int) -> Row:
-        return _measured(setup, redraws.workload(models, "0.1", draw, duration_s=DURATION_S), draw)
+        return _measured(setup, drawn(models, draw), draw)
 
     return row_of
 
@@ -381,19 +296,38 @@ def _measured(setup: Setup, workload: Workload, draw: int = 0) -> Row:
 
 
 def _setups(
-    systems: list[str] | None, profile: Path, prefill_slots: list[int] | None, scales: list[float] | None
+    systems: list[str] | None,
+    profile: Path,
+    prefill_slots: list[int] | None,
+    scales: list[float] | None,
+    nodes: int = 0,
 ) -> list[Setup]:
-    return [
-        Setup(system=one, profile=profile, prefill_slots=slots, slo_scale=scale)
+    """The setups that options name.
+
+    Raises:
+        typer.BadParameter: a system is not known, or one that is no pool, or whose GPUs cannot be shared out evenly, is
+            to be on nodes.
+    """
+    setups = [
+        Setup(system=one, profile=profile, prefill_slots=slots, slo_scale=scale, nodes=nodes)
         for scale in scales or [1.0]
         for one in chosen(systems, SYSTEMS, "--system")
         for slots in prefill_slots or [6]
     ]
+    for setup in setups if nodes else ():
+        fleet = SYSTEMS[setup.system].fleet(setup.prefill_slots)
+        if setup.system not in POOLS or any(count % nodes for count in fleet.values()):
+            raise typer.BadParameter(
+                f"{_named(setup)} cannot be on {nodes} nodes: only {' and '.join(POOLS)}, with equal numbers of GPUs",
+                param_hint="--nodes",
+            )
+    return setups
 
 
 def _named(setup: Setup) -> str:
     split = "" if setup.prefill_slots == 6 else f", {setup.prefill_slots} + {GPUS - setup.prefill_slots} GPUs"
-    return f"{setup.system}, SLO x {setup.slo_scale:g}{split}"
+    nodes = f", {setup.nodes} nodes" if setup.nodes else ""
+    return f"{setup.system}, SLO x {setup.slo_scale:g}{split}{nodes}"
 
 
 def _show(rows: Iterable[Mapping[str, Any]], as_json: bool) -> None:

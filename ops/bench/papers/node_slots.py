@@ -3,7 +3,7 @@
 `alone`: each model is on one slot; models are assigned by their true number of requests, the busiest first, each to the
 slot with the fewest, which no plan could know. `split`: disaggregated, a share of the slots prefills and the others
 decode. `together`: aggregated, every slot does both for all models. Single runs on the testbed of
-`ops.bench.papers.aegaeon`, less its size.
+`ops.bench.papers.aegaeon_testbed`, less its size.
 """
 
 import random
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ops.bench.papers.aegaeon import Setup, scenario_of
+from ops.bench.papers.aegaeon_testbed import Setup, scenario_of
 from ops.bench.papers.workloads import HALF_AS_LONG, model_name, workloads_of, write_workload
 from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
@@ -86,7 +86,7 @@ def node_slots(
         requests = _requests(workloads, load_of or count)
         if zipf:
             requests = drawn_anew(requests, count, zipf, random.Random(seed))
-        requests = [one._replace(prompt_tokens=max(1, round(prompts * one.prompt_tokens))) for one in requests]
+        requests = [one.scaled(prompts, 1.0) for one in requests]
         for layout, parts in layouts(requests, slots, prefill_slots).items():
             rows.append(_measured(layout, count, parts, slo_scale))
             notes().print(f"{layout}, {count} models: service {rows[-1].service_attainment:.1%}")

@@ -18,12 +18,16 @@ HALF_AS_LONG = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A workload of a file, with unscaled lengths. `rate`: requests per second of each model."""
+    """A workload of a file. `rate`: requests per second of each model. `scale_inputs`, `scale_outputs`: prompts and
+    answers are so many times as long as in the file.
+    """
 
     path: Path
     name: str
     models: int
     rate: str
+    scale_inputs: float = 1.0
+    scale_outputs: float = 1.0
 
 
 def workloads_of(path: Path) -> list[Workload]:

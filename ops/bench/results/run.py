@@ -13,7 +13,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from ops.bench.marked_table import MarkedTable, PageError
-from ops.bench.results.rows import DATA, ROWS, ResultRow
+from ops.bench.results.row import DATA, ResultRow
+from ops.bench.results.rows import ROWS
 from ops.bench.shared import chosen
 from ops.client.screen import AsJson, notes, print_json, progress_bar
 from ops.reference.markdown import code, table
@@ -101,16 +102,29 @@ def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, ag
 
 
 def _kept(row: ResultRow, values: Mapping[str, float]) -> KeptRow:
-    return KeptRow(command=row.command, commit=_commit(), date=f"{datetime.now(UTC):%Y-%m-%d}", values=dict(values))
+    return KeptRow(
+        command=row.command, commit=commit_of(DOCS), date=f"{datetime.now(UTC):%Y-%m-%d}", values=dict(values)
+    )
 
 
-def _commit() -> str:
-    """The commit of the code that runs, with a `+` where files differ from it."""
-    git = ["git", "-C", str(DOCS), "describe", "--always", "--dirty=+", "--exclude=*"]
+def commit_of(docs: Path) -> str:
+    """The commit of the code that runs, with a `+` where files differ from it, but for the page and the kept rows in
+    `docs`, which a run writes itself.
+
+    Raises:
+        ResultsError: git does not say.
+    """
+    git = ["git", "-C", str(docs)]
+    written = (f":(exclude){name}" for name in (PAGE.name, KEPT.name))
+    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written]
     try:
-        return subprocess.run(git, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        commit, differing = (
+            subprocess.run([*git, *command], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "--short", "HEAD"], changed)
+        )
     except (OSError, subprocess.CalledProcessError) as error:
         raise ResultsError(f"the commit is not known: {error}") from error
+    return f"{commit}{'+' if differing else ''}"
 
 
 def off(row: ResultRow, kept: Mapping[str, float], found: Mapping[str, float]) -> list[str]:
@@ -146,21 +160,12 @@ def check_rows(
 
 def markdown_of(rows: Mapping[str, ResultRow], kept: Kept) -> str:
     """The table of the rows that are kept."""
-    head = ("what", "Tidepool", "compared with", "command", "made of")
+    head = ("what", "Tidepool", "compared with", "drawn by chance", "command", "made of")
     return table(head, _lines((rows[name], kept[name]) for name in rows if name in kept))
 
 
 def _lines(rows: Iterable[tuple[ResultRow, KeptRow]]) -> list[Sequence[str]]:
-    return [
-        (
-            row.what.format(**one.values),
-            row.said(one.values),
-            row.against,
-            code(one.command),
-            f"{one.commit}, {one.date}",
-        )
-        for row, one in rows
-    ]
+    return [(*row.cells(one.values), code(one.command), f"{one.commit}, {one.date}") for row, one in rows]
 
 
 def main(

@@ -51,7 +51,9 @@ def _of_part(traffic: OnePart | AegaeonPart, scenario: Scenario, seed: int) -> I
         models=traffic.models or alike(models), origins=traffic.origins or alike(scenario.regions), tiers=traffic.tiers
     )
     if isinstance(traffic, AegaeonPart):
-        return replay(read_aegaeon(traffic.path, traffic.workload), sender, Names(models, keep=True), traffic, seed)
+        recorded = read_aegaeon(traffic.path, traffic.workload)
+        scaled = (one.scaled(traffic.scale_inputs, traffic.scale_outputs) for one in recorded)
+        return replay(scaled, sender, Names(models, keep=True), traffic, seed)
     if isinstance(traffic, ListedPart):
         return replay(read_listing(traffic.path, LISTINGS[traffic.kind]), sender, Names(models), traffic, seed)
     return _of_rates(traffic, sender, Names(models), seed)

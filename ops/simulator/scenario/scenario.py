@@ -66,12 +66,14 @@ _SLOTS: Mapping[str, frozenset[str]] = {
 
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
-    decode; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
-    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are per GPU: pools need
-    the latter, and request-level serving has memory for the largest model without it. `prefix_host_bytes`: host memory
-    of a dedicated instance for prefixes. Where dedicated instances are scaled, `instances` are those there at the
-    beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the
-    latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
+    decode, on `pool_nodes` alike: each is a pool by itself, has its share of the models, keeps their KV, and has
+    `host_bytes` of host memory for both (without it: no limit); `request-level` has `gpus` in each region that do both,
+    or prefill and decode slots; `static` has `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and
+    `weights_bytes` are per GPU: pools need the latter, and request-level serving has memory for the largest model
+    without it. `prefix_host_bytes`: host memory of a dedicated instance for prefixes. Where dedicated instances are
+    scaled, `instances` are those there at the beginning, and `nodes` take them; each of those may have a profile,
+    `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools that plans make. `cost_per_hour`: of one
+    GPU by GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -85,6 +87,8 @@ class FleetPart(Part):
     prefill_slots: Annotated[int, Field(ge=0)] = 0
     decode_slots: Annotated[int, Field(ge=0)] = 0
     both_slots: Annotated[int, Field(ge=0)] = 0
+    pool_nodes: Count = 1
+    host_bytes: Count | None = None
     gpus: Annotated[int, Field(ge=0)] = 0
     models_per_gpu: Count = 2
 
@@ -105,6 +109,11 @@ class FleetPart(Part):
                 raise ValueError(f"{key}: serving = {self.serving!r} has none; a fleet serves in one way only")
         if self.serving in ("pooled", "static") and self.weights_bytes is None:
             raise ValueError(f"serving = {self.serving!r} needs weights_bytes")
+        if self.serving != "pooled" and (self.pool_nodes > 1 or self.host_bytes is not None):
+            raise ValueError("pool_nodes, host_bytes: only serving = 'pooled' has them")
+        for key, count in zip(("prefill_slots", "decode_slots", "both_slots"), slots, strict=True):
+            if count % self.pool_nodes:
+                raise ValueError(f"{key}: must be a multiple of pool_nodes, {self.pool_nodes}")
         return self
 
 

@@ -17,11 +17,14 @@ from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.events import Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Request, Served
+from ops.simulator.servers.pool_log import PoolLog
 from ops.simulator.servers.slot_process import SlotProcess
 
 
 class PoolServer:
-    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go."""
+    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go. What the slots do is
+    noted in `log`, if there is one.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class PoolServer:
         events: Events,
         answers: AnswersByModel,
         ended: Callable[[Served], None],
+        log: PoolLog | None = None,
     ) -> None:
         self.slots = len(kinds)
         self._name = name
@@ -43,6 +47,7 @@ class PoolServer:
         self._settings = settings
         self._answers = answers
         self._ended = ended
+        self._log = log
         self._processes = [
             SlotProcess(
                 index,
@@ -53,6 +58,7 @@ class PoolServer:
                 self._served,
                 answers=answers,
                 gpus=gpus,
+                log=log,
             )
             for index, kind in enumerate(kinds)
         ]
@@ -183,6 +189,8 @@ class PoolServer:
                 self._dispatcher.receive(slot, output)
             if ends:
                 self._leave(served)
+                if self._log is not None:
+                    self._log.ended(served)
                 self._ended(served)
 
     def _leave(self, served: Served) -> None:

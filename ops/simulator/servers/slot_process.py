@@ -18,6 +18,7 @@ from ops.simulator.kernel.events import END, Events
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_engine import FastForwardEngine
 from ops.simulator.servers.fast_forward_models import ServedOf
+from ops.simulator.servers.pool_log import LoggedEngine, PoolLog
 
 STATS_S = 0.25
 """How old what a slot tells of itself may be: as with a worker."""
@@ -41,19 +42,17 @@ class SlotProcess:
         answers: AnswersByModel,
         gpus: int = 1,
         renews: bool = False,
+        log: PoolLog | None = None,
     ) -> None:
-        """`gpus`: of the slot. `served`, `answers`, `renews`: see `FastForwardEngine`."""
+        """`gpus`: of the slot. `served`, `answers`, `renews`: see `FastForwardEngine`. `log`: its pool's."""
         self.index = index
         self.kind = kind
         self.busy_s = 0.0
-        self.engine = FastForwardEngine(
-            settings,
-            lambda: events.now_s,
-            self._sleep,
-            self._sleep_fast_forward,
-            served,
-            answers=answers,
-            renews=renews,
+        waits = (settings, lambda: events.now_s, self._sleep, self._sleep_fast_forward, served)
+        self.engine = (
+            FastForwardEngine(*waits, answers=answers, renews=renews)
+            if log is None
+            else LoggedEngine(*waits, answers=answers, renews=renews, log=log)
         )
         self._gpus = gpus
         self._events = events

@@ -36,6 +36,13 @@ class Recorded(NamedTuple):
     output_tokens: int
     blocks: tuple[int, ...] = ()
 
+    def scaled(self, inputs: float, outputs: float) -> "Recorded":
+        """With a prompt and an answer so many times as long, of at least a token each."""
+        return self._replace(
+            prompt_tokens=max(1, round(inputs * self.prompt_tokens)),
+            output_tokens=max(1, round(outputs * self.output_tokens)),
+        )
+
 
 def read_aegaeon(path: Path, workload: str) -> Iterator[Recorded]:
     """One workload of Aegaeon's artifact, by its name such as synth-40-0.1-1.0-1.0.

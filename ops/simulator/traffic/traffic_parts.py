@@ -18,6 +18,7 @@ IntArray = npt.NDArray[np.int64]
 DURATION_S_MAX = 366 * 86_400.0
 Shares = Annotated[dict[str, Share], Field(min_length=1)]
 TierShares = Annotated[dict[Tier, Share], Field(min_length=1)]
+LengthScale = Annotated[float, Field(gt=0, le=1000)]
 
 
 class Lengths(Part):
@@ -125,10 +126,14 @@ class RecordedPart(Part):
 
 
 class AegaeonPart(RecordedPart):
-    """A workload of Aegaeon's artifact. Its models are kept apart; number i is as the scenario's i-th, by turns."""
+    """A workload of Aegaeon's artifact. Its models are kept apart; number i is as the scenario's i-th, by turns.
+    `scale_inputs`, `scale_outputs`: prompts and answers are so many times as long.
+    """
 
     kind: Literal["aegaeon"]
     workload: str
+    scale_inputs: LengthScale = 1.0
+    scale_outputs: LengthScale = 1.0
     tiers: TierShares = Field(default={Tier.IW_F: 1.0})
 
 

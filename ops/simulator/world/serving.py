@@ -1,6 +1,6 @@
 """What serves in a scenario from its beginning to its end."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from dataplane.dispatch.worker import WorkerKind
@@ -9,17 +9,20 @@ from dataplane.protocol.messages import ModelSpec
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.requests import Served
 from ops.simulator.scenario.means import Means
-from ops.simulator.scenario.scenario import ModelPart, Scenario
+from ops.simulator.scenario.scenario import FleetPart, ModelPart, Scenario, ScenarioError
 from ops.simulator.servers.multiplexed import multiplexed_gpus
 from ops.simulator.servers.pool import PoolServer
+from ops.simulator.servers.pool_log import PoolLog
 from ops.simulator.servers.request_level import RequestLevelCluster, SplitCluster
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.traffic.presence import Server
 from ops.simulator.world.world import World
 
 
-def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Means, world: World) -> Iterator[Server]:
-    """The servers of a scenario without scaling."""
+def fixed_servers(
+    scenario: Scenario, models: Mapping[str, ModelPart], means: Means, world: World, log: PoolLog | None = None
+) -> Iterator[Server]:
+    """The servers of a scenario without scaling. `log`: of what pools do."""
     fleet = scenario.fleet
     profile, costs, instance = means.profile, means.costs, means.instance
     if fleet.serving == "dedicated":
@@ -56,19 +59,59 @@ def fixed_servers(scenario: Scenario, models: Mapping[str, ModelPart], means: Me
                     ended=world.ended,
                 )
                 continue
-            kinds: list[WorkerKind] = ["prefill"] * fleet.prefill_slots
-            kinds += ["decode"] * fleet.decode_slots
-            kinds += ["both"] * fleet.both_slots
-            yield PoolServer(
-                f"{region}/pool",
-                region,
-                kinds,
-                specs,
-                replay,
-                events=world.events,
-                answers=world.answers,
-                ended=world.ended,
-            )
+            yield from _pools(fleet, region, specs, replay, world, log)
+
+
+def _pools(
+    fleet: FleetPart,
+    region: str,
+    models: Sequence[ModelSpec],
+    replay: ReplaySettings,
+    world: World,
+    log: PoolLog | None,
+) -> Iterator[PoolServer]:
+    """The pool of each node of a region. What weights leave of a node's host memory its slots have in equal shares for
+    KV.
+    """
+    nodes = fleet.pool_nodes
+    kinds: list[WorkerKind] = ["prefill"] * (fleet.prefill_slots // nodes)
+    kinds += ["decode"] * (fleet.decode_slots // nodes)
+    kinds += ["both"] * (fleet.both_slots // nodes)
+    for number, mine in enumerate(hosted_models(models, nodes, fleet.host_bytes)):
+        if fleet.host_bytes is not None:
+            spare_bytes = fleet.host_bytes - sum(model.weights_bytes for model in mine)
+            replay = replace(replay, host_kv_bytes=spare_bytes // len(kinds))
+        yield PoolServer(
+            f"{region}/pool" if nodes == 1 else f"{region}/pool{number}",
+            region,
+            kinds,
+            mine,
+            replay,
+            events=world.events,
+            answers=world.answers,
+            ended=world.ended,
+            log=log,
+        )
+
+
+def hosted_models(models: Sequence[ModelSpec], nodes: int, host_bytes: int | None) -> list[list[ModelSpec]]:
+    """The models of each node: each is on one, the one with the fewest bytes of weights before it. `host_bytes`: host
+    memory of a node; None: no limit.
+
+    Raises:
+        ScenarioError: the weights of a node's models do not fit there.
+    """
+    hosted: list[list[ModelSpec]] = [[] for _ in range(nodes)]
+    used_bytes = [0] * nodes
+    for model in models:
+        node = min(range(nodes), key=used_bytes.__getitem__)
+        hosted[node].append(model)
+        used_bytes[node] += model.weights_bytes
+    if host_bytes is not None and max(used_bytes) > host_bytes:
+        raise ScenarioError(
+            f"fleet.host_bytes: must be at least {max(used_bytes)} for the weights of {len(models)} models"
+        )
+    return hosted
 
 
 def replay_settings(scenario: Scenario, means: Means, gpus: int = 1) -> ReplaySettings:

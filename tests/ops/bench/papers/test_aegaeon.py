@@ -8,7 +8,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from ops.bench.papers import aegaeon, workloads
+from ops.bench.papers import aegaeon, aegaeon_testbed, workloads
+from ops.simulator.scenario.formats import traffic_of
 
 
 def written(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
@@ -24,12 +25,12 @@ def written(folder: Path, sizes: Sequence[int] = (4, 6)) -> Path:
 
 def test_a_gpu_keeps_as_many_models_as_it_holds_and_nobody_serves_the_others(tmp_path: Path) -> None:
     one_each, more, most = workloads.workloads_of(written(tmp_path, (16, 22, 34)))
-    assert aegaeon.measure(aegaeon.Setup(system="dedicated"), one_each).keeps("service")
-    alone = aegaeon.measure(aegaeon.Setup(system="dedicated"), more)
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="dedicated"), one_each).keeps("service")
+    alone = aegaeon_testbed.measure(aegaeon_testbed.Setup(system="dedicated"), more)
     assert 0 < alone.unserved < alone.requests
     assert not alone.keeps("service")
-    assert aegaeon.measure(aegaeon.Setup(system="static"), more).keeps("service")
-    assert aegaeon.measure(aegaeon.Setup(system="static"), most).unserved > 0
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="static"), more).keeps("service")
+    assert aegaeon_testbed.measure(aegaeon_testbed.Setup(system="static"), most).unserved > 0
 
 
 def test_workloads_merged_have_the_requests_of_both(tmp_path: Path) -> None:
@@ -82,14 +83,83 @@ def test_rates_are_measured_on_each_draw(tmp_path: Path) -> None:
     assert (own["draw"], own["requests"]) == (0, 40)
 
 
+def test_lengths_are_scaled_and_the_requests_else_the_same(tmp_path: Path) -> None:
+    one, _ = workloads.workloads_of(written(tmp_path))
+    longer = replace(one, scale_inputs=2.0, scale_outputs=0.5)
+    plain, scaled = (
+        list(traffic_of(aegaeon_testbed.scenario_of(aegaeon_testbed.Setup(), each), 1)) for each in (one, longer)
+    )
+    assert [(request.arrived_s, request.model) for request in plain] == [
+        (request.arrived_s, request.model) for request in scaled
+    ]
+    assert [(2 * request.prompt_tokens, 30) for request in plain] == [
+        (request.prompt_tokens, request.output_tokens) for request in scaled
+    ]
+
+
+def test_limits_are_found_at_the_rate_and_for_the_lengths_that_are_asked_for(tmp_path: Path) -> None:
+    """At a twentieth of the objectives one GPU's longer answers are late even where it serves few models."""
+    arguments = ["limits", str(written(tmp_path, (4,))), "--draws", "1", "--system", "static", "--json"]
+    arguments += ["--least", "4", "--most", "8", "--slo-scale", "0.05"]
+    limits, said = {}, ""
+    for options in ((), ("--scale-outputs", "20"), ("--rate", "0.5")):
+        result = CliRunner().invoke(aegaeon.app, [*arguments, *options])
+        assert result.exit_code == 0, result.output
+        [row] = json.loads(result.stdout)
+        limits[options], said = row["token"]["mean"], result.stderr
+    assert limits[()] > limits["--scale-outputs", "20"]
+    assert "models at 0.5, draw 1" in said
+
+
+def test_where_time_goes_is_told_of_each_setup_and_size(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    arguments = ["where-time-goes", str(written(tmp_path)), "--models", "4", "--models", "24", "--draws", "2"]
+    result = CliRunner().invoke(aegaeon.app, [*arguments, "--plot", str(plot), "--json"])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [(row["setup"].partition(",")[0], row["models"]) for row in rows] == [
+        (system, models) for system in ("pooled", "pooled-both") for models in (4, 24)
+    ]
+    for row in rows:
+        for shares in (row["requests"], row["slots"]):
+            assert abs(sum(share["mean"] for share in shares.values()) - 1) < 1e-9
+            assert all(0 <= share["low"] <= share["mean"] <= share["high"] for share in shares.values())
+    busier, aggregated = rows[1], rows[3]
+    assert busier["slots"]["idle"]["mean"] < rows[0]["slots"]["idle"]["mean"]
+    assert busier["switches"].keys() == {"7B", "9B", "13B"}
+    assert busier["switches"]["13B"]["quantiles"]["1"] > busier["switches"]["7B"]["quantiles"]["0.5"]
+    assert busier["kv"]["mean_s"] > aggregated["kv"]["mean_s"] == 0
+    assert "Figure 15" in plot.read_text()
+    shown = CliRunner().invoke(aegaeon.app, [*arguments, "--system", "pooled"], env={"COLUMNS": "250"})
+    assert "decode waiting" in shown.stdout
+    assert "within 10 ms" in shown.stdout
+    wrong = CliRunner().invoke(aegaeon.app, [*arguments, "--system", "static"])
+    assert (wrong.exit_code, "--system" in wrong.stderr) == (2, True)
+
+
+def test_a_pool_on_nodes_keeps_each_model_and_its_kv_on_one(tmp_path: Path) -> None:
+    one, _ = workloads.workloads_of(written(tmp_path))
+    whole, apart = (aegaeon_testbed.measure(aegaeon_testbed.Setup(nodes=nodes), one) for nodes in (0, 2))
+    assert whole.event_log_hash != apart.event_log_hash
+    assert (apart.nodes, apart.unserved) == (2, 0)
+    for options in (("--system", "static"), ("--system", "pooled", "--prefill-slots", "5")):
+        arguments = ["models", str(one.path), "--least", "4", "--most", "4", "--nodes", "2", *options]
+        result = CliRunner().invoke(aegaeon.app, arguments)
+        assert result.exit_code == 2
+        assert "--nodes" in result.stderr
+
+
 def test_a_metric_is_kept_by_itself() -> None:
-    row = aegaeon.Row(
+    row = aegaeon_testbed.Row(
         system="pooled",
         models=1,
         rate="0.1",
+        scale_inputs=1.0,
+        scale_outputs=1.0,
         draw=0,
         slo_scale=1.0,
         prefill_slots=6,
+        nodes=0,
         requests=1,
         unserved=0,
         service_attainment=0.93,
@@ -107,7 +177,8 @@ def test_turns_are_told_a_scaled_objective(tmp_path: Path) -> None:
     """One slot decodes four models: with less time for each token its turns are others."""
     one, _ = workloads.workloads_of(written(tmp_path))
     logs = [
-        aegaeon.measure(aegaeon.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash for scale in (1.0, 0.3)
+        aegaeon_testbed.measure(aegaeon_testbed.Setup(prefill_slots=15, slo_scale=scale), one).event_log_hash
+        for scale in (1.0, 0.3)
     ]
     assert logs[0] != logs[1]
 

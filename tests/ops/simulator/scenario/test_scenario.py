@@ -80,6 +80,20 @@ def test_a_request_level_gpu_has_room_for_the_largest_model() -> None:
         scenario_of("request-level", weights_bytes=15 * 10**9 - 1)
 
 
+@pytest.mark.parametrize(
+    ("serving", "fleet", "said"),
+    [
+        ("both", {"pool_nodes": 3}, "both_slots: must be a multiple of pool_nodes, 3"),
+        ("pooled", {"pool_nodes": 2}, "prefill_slots: must be a multiple of pool_nodes, 2"),
+        ("static", {"pool_nodes": 2}, "pool_nodes, host_bytes: only serving = 'pooled' has them"),
+        ("request-level", {"host_bytes": 1}, "pool_nodes, host_bytes: only serving = 'pooled' has them"),
+    ],
+)
+def test_slots_of_pools_are_shared_out_to_nodes_evenly(serving: str, fleet: dict[str, int], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        scenario_of(serving, **fleet)
+
+
 def generated(seed: int, **changes: Any) -> list[Request]:
     lengths = {"median": 100, "spread": 0.5, "most": 150}
     given: dict[str, Any] = {

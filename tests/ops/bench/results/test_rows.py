@@ -1,0 +1,38 @@
+"""What the rows read out of answers of their commands."""
+
+from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
+from ops.bench.results.fleet_rows import FLEET_ROWS
+
+
+def test_a_limit_is_a_mean_and_its_range_and_the_metric_that_loses_is_bold() -> None:
+    answer = [{"service": {"mean": 58.4, "draws": [60, 58]}, "token": {"mean": 56.0, "draws": [54, 58]}}]
+    pool, aggregated = AEGAEON_ROWS["half-a-request-pooled"], AEGAEON_ROWS["limits-pooled-both"]
+    assert pool.text.format(**pool.values(answer)) == "58.4 (58 to 60), 56.0 (54 to 58)"
+    assert aggregated.text.format(**aggregated.values(answer)) == "58.4 (58 to 60), **56.0 (54 to 58)**"
+    assert "--rate 0.5" in pool.command
+
+
+def test_where_time_goes_is_read_by_stage_state_and_size() -> None:
+    row = AEGAEON_ROWS["times-pooled"]
+    stages = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
+    states = ("prefill", "decode", "weights", "kv", "idle")
+    times = {"hidden": 0.6, "in_a_second": 0.75, "quantiles": {"0.99": 0.2, "1": 0.4}}
+    answer = [
+        {
+            "requests": {stage: {"mean": 0.2} for stage in stages},
+            "slots": {state: {"mean": 0.2} for state in states},
+            "switches": {size: times | {"quantiles": {"1": most}} for size, most in (("7B", 1), ("9B", 2), ("13B", 3))},
+            "kv": times,
+        }
+    ]
+    shown = row.text.format(**row.values(answer))
+    assert shown.count("20.0%") == 10
+    assert "**within 1 s 75%, 75%, 75%**, at most 3.0 s; a request's KV at most 0.40 s, p99 0.20 s" in shown
+
+
+def test_variants_are_compared_by_the_hours_of_the_first_over_the_second() -> None:
+    row = FLEET_ROWS["siloed"]
+    one = {"requests": 7, "instance_hours": 30.0, "gpu_hours": 30.0, "late": 0.1, "ttft_p95_s": 1.0}
+    values = row.values([one, one | {"instance_hours": 60.0, "late": 0.2}])
+    assert row.cells(values)[1] == "30.0 for 60.0 (-50%); 10.0% for 20.0%"
+    assert "7 requests at 4.8/s" in row.cells(values)[0]
