@@ -263,10 +263,21 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model whose weights an adapter is added to. `path`: its checkpoint folder; `weights_bytes`: of its own."""
+
+    name: str
+    path: str
+    weights_bytes: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node.
     `tool_parser`, `reasoning_parser`: how tool calls and reasoning are found in its answers; None: as its chat template
     suggests.
+
+    With a `base` the model is a LoRA adapter: `path` is its folder as PEFT writes it, and `weights_bytes` are its own.
+    A node that does not know the field finds no checkpoint in that folder, and so never answers with the base alone.
     """
 
     name: str
@@ -278,6 +289,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    base: BaseModel | None = None
+
+    @property
+    def checkpoint(self) -> "ModelSpec":
+        """The model whose checkpoint has the tokenizer and most of the weights: the base of an adapter, or itself."""
+        base = self.base
+        if base is None:
+            return self
+        return msgspec.structs.replace(
+            self, name=base.name, path=base.path, weights_bytes=base.weights_bytes, base=None
+        )
 
     def is_same(self, other: "ModelSpec") -> bool:
         """Whether it is the same model, on whatever engine and however its answers are parsed: requests may continue

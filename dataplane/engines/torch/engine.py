@@ -18,6 +18,7 @@ from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import InstanceStats, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
+from dataplane.engines.torch.memory.adapters import AdapterStore
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel, make_model
@@ -81,6 +82,13 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             in_use=lambda name: name in self.models,
             host_wait_max_s=settings.host_wait_max_s,
             leader=self._leader,
+        )
+        self.adapters = AdapterStore(
+            self._dtype,
+            self._device,
+            size_max_bytes=settings.adapters_bytes,
+            rank_max=settings.adapter_rank_max,
+            ranks=settings.ranks,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
         self.kv = self._make_kv(buffer, rates)
@@ -150,7 +158,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        self._prepared(model)
+        if model.base is not None:
+            self.adapters.check_ranks(model.name)
+        base = self._prepared(model.checkpoint)
+        if model.base is not None:
+            self.adapters.prepare(model, base)
 
     def _prepared(self, spec: ModelSpec) -> HostModel:
         return self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs, task=spec.task)
@@ -173,6 +185,12 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.weights.evict(model.name)
         self.kv.forget(model.name)
         self.host_models.forget(model.name)
+
+    def _load_adapter(self, model: TorchModel, spec: ModelSpec) -> None:
+        self.adapters.load(spec, model.weights)
+
+    def _unload_adapter(self, model: TorchModel, name: str) -> None:
+        self.adapters.unload(name, model.weights)
 
     def _settle(self) -> None:
         self.weights.settle()
