@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.safetensors_file import FLOATS, ITEM_BYTES, StoredTensor, read_header, read_json
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.model_sources import is_remote
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -100,6 +102,19 @@ def read_adapter(folder: Path, *, rank_max: int = ADAPTER_RANK_MAX) -> StoredAda
         raise ModelLoadError(f"{where}: lora_alpha must be a number, not {alpha!r}")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return StoredAdapter(folder=folder, rank=rank, scale=scale, layers=_layers(folder / WEIGHTS_FILE, rank))
+
+
+def check_adapter(path: str, sources: Sources, *, files: bool) -> None:
+    """Check that a node may use an adapter's folder, and with `files` that it can.
+
+    Raises:
+        ModelLoadError: the path is no folder, or outside of the node's roots; or the files as in `read_adapter`.
+    """
+    if is_remote(path):
+        raise ModelLoadError(f"{path}: an adapter is read from a folder of the node; remote ones are not supported")
+    sources.check_root(path)
+    if files:
+        read_adapter(Path(path))
 
 
 def _check_supported(where: Path, config: Mapping[str, Any]) -> None:

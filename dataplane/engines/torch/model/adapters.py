@@ -181,7 +181,7 @@ def _check_layers(name: str, stored: StoredAdapter, layers: Mapping[str, torch.n
         found, wanted = (factors.up.shape[0], factors.down.shape[1]), (module.out_features, module.in_features)
         if found != wanted:
             raise ModelLoadError(
-                f"{name}: {stored.folder} is of another base: it changes {layer} of shape {found}, which is {wanted} here"
+                f"{name}: {stored.folder} is of another base: it changes {layer} of shape {found}, not {wanted}"
             )
 
 

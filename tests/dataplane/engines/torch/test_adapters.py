@@ -16,6 +16,7 @@ from dataplane.scheduling.schedule import TurnSettings
 from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_spec, merged
+from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
@@ -123,7 +124,9 @@ def test_the_last_instance_of_an_adapter_takes_it_away_and_leaves_the_base_as_it
     assert rest.errors == {"cut": "instance y was unloaded"}
     assert rest.tokens["stays"] == greedy_tokens(base, prompt, MAX_TOKENS)
     assert engine.adapters.used_bytes == 0
-    hooks = [len(module._forward_hooks) for module in engine.models["model"].weights.skeleton.adaptable_layers().values()]
+    hooks = [
+        len(module._forward_hooks) for module in engine.models["model"].weights.skeleton.adaptable_layers().values()
+    ]
     assert not any(hooks)
 
 
@@ -182,6 +185,22 @@ def test_bfloat16(checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]
         tokens.append(drain(engine).tokens)
     assert tokens[0]["r"] == tokens[1]["r"]
     assert tokens[0]["x"] != tokens[1]["x"]
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "fp8, blocks"])
+def test_on_a_quantized_base(form: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config, pack = FORMATS[form]
+    quantized, meant = quantized_pair(checkpoint("llama"), tmp_path, config, pack)
+    adapter = build_tiny_adapter(tmp_path / "adapter", meant)
+    whole = merged(meant, adapter, tmp_path / "merged")
+    engine = engine_of()
+    engine.load("base", spec_of("model", quantized))
+    engine.load("a", adapter_spec("one", adapter, quantized))
+    prompt = prompt_of(6, 11)
+    engine.add(request("r", prompt, max_tokens=MAX_TOKENS))
+    engine.add(request("b", prompt, instance_id="base", max_tokens=MAX_TOKENS))
+    expected = {"r": greedy_tokens(whole, prompt, MAX_TOKENS), "b": greedy_tokens(meant, prompt, MAX_TOKENS)}
+    assert drain(engine).tokens == expected
 
 
 @pytest.mark.parametrize(
