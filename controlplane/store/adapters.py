@@ -6,6 +6,7 @@ from sqlalchemy.orm import Session
 from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store.rows import require
 from controlplane.store.tables import Desired, Instance, Model
+from dataplane.protocol.model_sources import is_remote
 
 _SHARED = ("architecture", "kv_bytes_per_token", "context_tokens")
 
@@ -15,8 +16,8 @@ def check_adapter(session: Session, model: Model, name: str) -> None:
 
     Raises:
         NotFoundError: that is not registered.
-        InvalidValueError: that is an adapter itself or does not generate; the two differ in what they share; or the
-            adapter shall run on vLLM.
+        InvalidValueError: that is an adapter itself or does not generate; the two differ in what they share; the
+            adapter is remote, or shall run on vLLM.
     """
     base = require(session, Model, name, param="base")
     if base.name == model.name or base.base is not None:
@@ -25,6 +26,10 @@ def check_adapter(session: Session, model: Model, name: str) -> None:
         raise InvalidValueError(f"base: '{model.name}' is the base of adapters, and can be none itself", param="base")
     if base.task != "generate" or model.task != "generate":
         raise InvalidValueError(f"base: '{name}' is for the task {base.task}; adapters generate", param="base")
+    if is_remote(model.path):
+        raise InvalidValueError(
+            "path: an adapter is a folder that nodes can read; remote ones are not supported", param="path"
+        )
     if model.engine == "vllm":
         raise InvalidValueError("engine may not be vllm: LoRA adapters run on the torch engine", param="engine")
     for field in _SHARED:
