@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from dataplane.checkpoints.adapters import WEIGHTS_FILE
@@ -170,6 +171,48 @@ def test_two_bases_that_switch_keep_their_adapters(
     ]
     assert drain(engine, later={2 * at: [one] for at, one in enumerate(joining)}).tokens == expected
     engine.check()
+
+
+@pytest.mark.parametrize("host_kv_bytes", [0, 2**20])
+def test_after_preemption_by_lack_of_kv(
+    host_kv_bytes: int, checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]
+) -> None:
+    """KV that is swapped or computed again is that of its adapter."""
+    base, (adapter, whole) = checkpoint("llama"), made("llama", "all")
+    engine = engine_of(slab_bytes=4608, kv_bytes=8 * 4608, block_tokens=8, host_kv_bytes=host_kv_bytes)  # 64 tokens
+    engine.load("base", spec_of("model", base))
+    engine.load("a", adapter_spec("one", adapter, base))
+    expected = {}
+    for number in range(6):
+        instance_id, folder = (("a", whole), ("base", base))[number % 2]
+        prompt = prompt_of(number, 10 + 3 * number)
+        expected[f"r{number}"] = greedy_tokens(folder, prompt, MAX_TOKENS)
+        engine.add(request(f"r{number}", prompt, instance_id=instance_id, max_tokens=MAX_TOKENS))
+    assert drain(engine).tokens == expected
+    assert engine.stats().extra["preemptions"] >= 1
+
+
+def test_prefilled_on_one_slot_and_decoded_on_another(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    base, (adapter, whole) = checkpoint("llama"), made("llama", "all")
+    given = {"host_kv_bytes": 2**20, "slab_bytes": 4608, "kv_bytes": 40 * 4608}
+    prefiller = engine_of(prefill_only=True, host_kv_file=tmp_path / "kv", **given)
+    decoder = engine_of(**given)
+    for engine in (prefiller, decoder):
+        engine.load("a", adapter_spec("one", adapter, base))
+    prompt = prompt_of(8, 20)
+    asked = request("r", prompt, max_tokens=MAX_TOKENS)
+    prefiller.add(asked)
+    outputs = []
+    while not any(output.kv for output in outputs):
+        outputs += prefiller.step()
+    tokens = tuple(token for output in outputs for token in output.token_ids)
+    decoder.add(replace(asked, generated=tokens, kv=outputs[-1].kv))
+    assert tokens + drain(decoder).tokens["r"] == greedy_tokens(whole, prompt, MAX_TOKENS)
+    assert len(tokens) == 1
+    prefiller.close()
+    decoder.close()
 
 
 def test_bfloat16(checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]) -> None:
