@@ -72,17 +72,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         if settings.ranks > 1:
             self._leader = lead(settings, buffer, other_ranks or start_processes(settings.ranks - 1))
         self._streams = self._make_streams(make_copy_stream)
-        cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
-        self.host_models = HostModels(
-            cache,
-            self._dtype,
-            self._device,
-            slab_bytes,
-            leave_rank=self._leave_rank,
-            in_use=lambda name: name in self.models,
-            host_wait_max_s=settings.host_wait_max_s,
-            leader=self._leader,
-        )
+        self.host_models = self._make_host_models(slab_bytes)
         self.adapters = AdapterStore(
             self._dtype,
             self._device,
@@ -124,6 +114,20 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         if self._leader is None:
             return streams
         return {name: self._leader.stream(name, inner) for name, inner in streams.items()}
+
+    def _make_host_models(self, slab_bytes: int) -> HostModels:
+        settings = self._settings
+        cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
+        return HostModels(
+            cache,
+            self._dtype,
+            self._device,
+            slab_bytes,
+            leave_rank=self._leave_rank,
+            in_use=lambda name: name in self.models,
+            host_wait_max_s=settings.host_wait_max_s,
+            leader=self._leader,
+        )
 
     def _make_kv(self, buffer: torch.Tensor, rates: TransferRates) -> KvStore:
         settings = self._settings
