@@ -78,10 +78,11 @@ class Objective(Body):
 
 
 class ModelChange(Body):
-    """A checkpoint and what it needs. `tidepool model add` derives all of it from the checkpoint."""
+    """A checkpoint and what it needs, or a LoRA adapter of another model. `tidepool model add` derives all of it."""
 
     path: CheckpointPath = Field(
-        description="checkpoint in Hugging Face format: a folder or a source that nodes can read"
+        description="checkpoint in Hugging Face format: a folder or a source that nodes can read; with a base, the"
+        " folder of the adapter"
     )
     architecture: Architecture
     weights_bytes: PositiveInt = Field(examples=[16_381_470_720])
@@ -115,6 +116,12 @@ class ModelChange(Body):
         None,
         description="how it writes reasoning; qwen3: between `<think>` tags; deepseek_r1: so, and always first"
         "; none: it is content; null: as its chat template suggests",
+    )
+    base: ModelName | None = Field(
+        None,
+        examples=["qwen3-8b"],
+        description="the registered model to which this one is a LoRA adapter: path, weights_bytes and parameters are"
+        " then the adapter's, the rest is as for the base; it runs on the torch engine",
     )
 
 

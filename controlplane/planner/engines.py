@@ -88,6 +88,7 @@ def _facts(
     session: Session, inventory: FleetInventory, instances: Iterable[Instance], *, steady_since_s: float
 ) -> list[EngineFacts]:
     asked = {model.name: _asked(model) for model in inventory.models}
+    adapters = {model.name for model in inventory.models if model.base is not None}
     prefers = {node.name: node.engine for node in inventory.nodes}
     slots = {(slot.node, slot.index): slot for slot in inventory.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {
@@ -106,6 +107,7 @@ def _facts(
             gpus=instance.gpus,
             whole_slot=instance.gpus == slots[instance.node, instance.slot].gpus,
             workers=slots[instance.node, instance.slot].workers,
+            is_adapter=instance.model in adapters,
             ready=instance.observed == InstanceState.READY,
             steady=instance.observed == InstanceState.READY and instance.changed_at.timestamp() <= steady_since_s,
             rates=rates.get((instance.model, instance.gpu_type), {}),

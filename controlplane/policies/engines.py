@@ -49,9 +49,9 @@ class EngineFacts:
     """A running instance. `engine`: the one it is assigned; "auto": its node decides, as for a new instance.
     `came_from`: the engine it left last, on which it served. `asked`: what the operator chose for its model.
     `node_prefers`: what its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own;
-    `whole_slot`: they are all of its slot; `workers`: of its slot. `ready`: it serves; `steady`: it has for a while,
-    and is not about to move. `rates`: tokens/s that engines were measured to make of its model on its GPU type;
-    `failures`: on which its model could not run there.
+    `whole_slot`: they are all of its slot; `workers`: of its slot. `is_adapter`: its model is a LoRA adapter. `ready`:
+    it serves; `steady`: it has for a while, and is not about to move. `rates`: tokens/s that engines were measured to
+    make of its model on its GPU type; `failures`: on which its model could not run there.
     """
 
     instance_id: str
@@ -64,6 +64,7 @@ class EngineFacts:
     gpus: int
     whole_slot: bool
     workers: int
+    is_adapter: bool = False
     ready: bool
     steady: bool
     rates: Mapping[str, float]
@@ -140,6 +141,8 @@ def _why_torch(facts: EngineFacts) -> str | None:
     """Why vLLM cannot run it, whoever asks for that; None if it can."""
     if facts.pooled:
         return "pooled: only the torch engine switches between many models"
+    if facts.is_adapter:
+        return "a LoRA adapter: only the torch engine adds it to its base"
     if facts.gpus > 1:
         return f"it takes {facts.gpus} GPUs: vLLM runs a model on one GPU here"
     if facts.workers > 1:

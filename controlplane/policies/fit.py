@@ -13,11 +13,22 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdapterSize:
+    """What a LoRA adapter takes beside the weights of its base."""
+
+    base: str
+    weights_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """A model's weights: their bytes as stored, and how many elements they are, tied ones once; None: not known."""
+    """A model's weights: their bytes as stored, and how many elements they are, tied ones once; None: not known. Of an
+    `adapter` they are those of its base, without which it does not run.
+    """
 
     weights_bytes: int
     parameters: int | None = None
+    adapter: AdapterSize | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

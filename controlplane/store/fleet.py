@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.store.adapters import check_adapter, check_base
 from controlplane.store.aliases import all_aliases, require_free
 from controlplane.store.profile_corrections import drop_correction
 from controlplane.store.rows import Page, Row, matching, page, require
@@ -133,16 +134,25 @@ def put_model(session: Session, model: Model) -> Model:
     how often they failed on either is forgotten.
 
     Raises:
-        ConflictError: instances of the name run from another path, or for another task; or the name is an alias.
-        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs.
+        ConflictError: instances of the name, or of its adapters, run from another path, for another task or on another
+            base; adapters of it have other sizes; or the name is an alias.
+        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs; or it is no adapter of its base.
+        NotFoundError: its base is not registered.
     """
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
     if present is None:
         require_free(session, model.name)
+    if model.base is not None:
+        check_adapter(session, model, model.base)
+    if present is not None:
+        check_base(session, present, model)
     live = select(Instance.id).where(Instance.model == model.name, Instance.desired != Desired.STOPPED).limit(1)
     if present is not None and present.path != model.path and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances of {present.path}", param="path")
+    if present is not None and present.base != model.base and session.scalar(live) is not None:
+        on = "no base" if present.base is None else f"base '{present.base}'"
+        raise ConflictError(f"model '{model.name}' has live instances on {on}", param="base")
     if present is not None and model.task not in (None, present.task) and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances for task {present.task}", param="task")
     sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)

@@ -22,6 +22,7 @@ from controlplane.store.storable import storable
 from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
 from controlplane.store.terms import current_term
 from dataplane.protocol.messages import (
+    BaseModel,
     DesiredInstance,
     DesiredInstances,
     EngineChoice,
@@ -175,6 +176,8 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
     if starts_s is not None:
         demand = mean_demand(session, kind=IW, since_s=starts_s - _HOUR_S, until_s=starts_s)
         rows = sorted(rows, key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
+    named = {model.base for _, model in rows if model.base is not None}
+    bases = {base.name: base for base in session.scalars(select(Model).where(Model.name.in_(named)))} if named else {}
     lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
     leases = active_leases(session, node=node) if lent else {}
     row = session.get_one(Node, node)
@@ -183,7 +186,11 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
         term=current_term(session),
         handing_over=row.leaving and _is_handing_over(session, [instance for instance, _ in rows]),
         instances=tuple(
-            _wanted(instance, model, leases[instance.id].id if instance.id in leases else None)
+            _wanted(
+                instance,
+                model_spec(model, instance.engine, base=bases.get(model.base or "")),
+                leases[instance.id].id if instance.id in leases else None,
+            )
             for instance, model in rows
         ),
     )
@@ -205,13 +212,13 @@ def _is_handing_over(session: Session, held: Sequence[Instance]) -> bool:
     return bool(endpoints) and session.scalar(starting.limit(1)) is not None
 
 
-def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredInstance:
+def _wanted(instance: Instance, model: ModelSpec, lease_id: str | None) -> DesiredInstance:
     spot = instance.donate or instance.desired == Desired.SPOT
     return DesiredInstance(
         instance_id=instance.id,
         slot=instance.slot,
         gpus=instance.gpus,
-        model=model_spec(model, instance.engine),
+        model=model,
         draining=instance.desired == Desired.DRAINING and not spot,
         spot=spot,
         lease_id=lease_id,
@@ -219,8 +226,8 @@ def _wanted(instance: Instance, model: Model, lease_id: str | None) -> DesiredIn
     )
 
 
-def model_spec(model: Model, engine: EngineChoice) -> ModelSpec:
-    """A model as a node knows it, on the engine of one instance."""
+def model_spec(model: Model, engine: EngineChoice, *, base: Model | None = None) -> ModelSpec:
+    """A model as a node knows it, on the engine of one instance. `base`: that of a LoRA adapter."""
     return ModelSpec(
         name=model.name,
         path=model.path,
@@ -231,6 +238,7 @@ def model_spec(model: Model, engine: EngineChoice) -> ModelSpec:
         task=model.task,
         tool_parser=model.tool_parser,
         reasoning_parser=model.reasoning_parser,
+        base=None if base is None else BaseModel(name=base.name, path=base.path, weights_bytes=base.weights_bytes),
     )
 
 

@@ -44,12 +44,13 @@ def delete_model(session: Session, name: str) -> Model:
 
     Raises:
         NotFoundError: there is none of the name.
-        InUseError: endpoints, aliases, open batches, or keys that are for this model alone use it.
+        InUseError: endpoints, aliases, adapters, open batches, or keys that are for this model alone use it.
     """
     fleet_index(session, lock=True)
     model = require(session, Model, name, param="model")
     endpoints = select(EndpointRow.region).where(EndpointRow.model == name)
     aliases = select(AliasTarget.alias).where(AliasTarget.model == name)
+    adapters = select(Model.name).where(Model.base == name)
     batches = select(Batch.id).join(BatchModel, BatchModel.batch_number == Batch.number)
     batches = batches.where(BatchModel.model == name, Batch.ended_at.is_(None))
     keys = select(ApiKey.id).where(ApiKey.models == [name], ApiKey.revoked_at.is_(None))
@@ -61,6 +62,7 @@ def delete_model(session: Session, name: str) -> Model:
         lambda: [
             _use(session, "endpoint", endpoints, then="delete it with `tidepool endpoint delete`"),
             _use(session, "alias", aliases, then="give it other models"),
+            _use(session, "adapter", adapters, then="delete it with `tidepool model delete`"),
             _use(session, "open batch", batches, then="let it end, or cancel it"),
             _use(session, "key", keys, then="revoke it: it is for this model alone"),
         ],

@@ -182,7 +182,8 @@ class Model(Owned, Base):
     """An LLM. `path` is a checkpoint folder that nodes can read. `parameters`: elements of its weights, tied ones once;
     None: not known. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
     from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides. `task`: what it
-    answers with. `tool_parser`, `reasoning_parser`: see `ModelSpec`.
+    answers with. `tool_parser`, `reasoning_parser`: see `ModelSpec`. `base`: the model to which it is a LoRA adapter;
+    `path` and sizes are then the adapter's own, those of the KV and the context the base's.
     """
 
     __tablename__ = "models"
@@ -204,6 +205,7 @@ class Model(Owned, Base):
     task: Mapped[Task] = mapped_column(String, default="generate", server_default=text("'generate'"))
     tool_parser: Mapped[str | None]
     reasoning_parser: Mapped[str | None]
+    base: Mapped[str | None] = mapped_column(ForeignKey("models.name"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

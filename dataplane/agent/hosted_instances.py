@@ -21,9 +21,10 @@ import structlog
 from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pooled_answers import PoolingRules, read_rules
 from dataplane.agent.tokenization import Tokenizer, TokenizerCache
+from dataplane.checkpoints.adapters import check_adapter
 from dataplane.checkpoints.local import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
 from dataplane.protocol.errors import ModelLoadError
-from dataplane.protocol.messages import DesiredInstance, EngineKind, InstanceState
+from dataplane.protocol.messages import DesiredInstance, EngineKind, InstanceState, ModelSpec
 from dataplane.protocol.model_sources import is_remote
 from dataplane.worker.frames import Command, Load, Unload
 
@@ -39,9 +40,9 @@ LOAD_LOSSES_MAX = 1
 class HostedInstance:
     """An instance of a worker.
 
-    `folder`: its checkpoint on this node. `rules`: of a model that does not generate. `load_serial`: of the Load that
-    the present process has not answered yet. `losses`: processes in a row that died while they loaded it. `reloading`:
-    it was ready until its process was lost.
+    `folder`: its checkpoint on this node, of an adapter its base's. `rules`: of a model that does not generate.
+    `load_serial`: of the Load that the present process has not answered yet. `losses`: processes in a row that died
+    while they loaded it. `reloading`: it was ready until its process was lost.
     `retry`: when a failed load is tried again. `orphaned`: it failed because processes died. `wanted_s`: since when it
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
     it is no longer desired. `fetch`: the progress of its checkpoint's download.
@@ -272,10 +273,12 @@ class HostedInstances:
             self._fail(hosted, refusal)
             return
         try:
+            if hosted.desired.model.base is not None:
+                check_adapter(hosted.desired.model.path, self._sources, files=self._engine != "replay")
             hosted.folder = await self._local_folder(hosted)
             await asyncio.to_thread(read_ahead, Path(hosted.folder))
             hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)
-            tokenizer = await self._tokenizers.get(hosted.desired.model.path, hosted.folder)
+            tokenizer = await self._tokenizers.get(hosted.desired.model.checkpoint.path, hosted.folder)
             families_of(hosted.desired.model, tokenizer.template)
             hosted.tokenizer = tokenizer
         except ModelLoadError as error:
@@ -287,7 +290,7 @@ class HostedInstances:
         self._send_load(hosted)
 
     async def _local_folder(self, hosted: HostedInstance) -> str:
-        path = hosted.desired.model.path
+        path = hosted.desired.model.checkpoint.path
         if not is_remote(path):
             return str(local_checkpoint(path, self._sources))
         hosted.fetch = ProgressLog(path, is_wanted=lambda: self.get(hosted.instance_id) is hosted)
@@ -304,7 +307,7 @@ class HostedInstances:
             return
         self._serial += 1
         hosted.load_serial = self._serial
-        model = msgspec.structs.replace(hosted.desired.model, path=hosted.folder)
+        model = _located(hosted.desired.model, hosted.folder)
         gpus = hosted.desired.gpus or self._worker_gpus
         self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
 
@@ -315,3 +318,10 @@ class HostedInstances:
         hosted.state, hosted.error, hosted.load_serial, hosted.orphaned = "failed", error, None, orphaned
         hosted.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, hosted)
         self._on_change(hosted.instance_id)
+
+
+def _located(model: ModelSpec, folder: str) -> ModelSpec:
+    """The model with its checkpoint in a folder of this node. An adapter's own path is one already."""
+    if model.base is None:
+        return msgspec.structs.replace(model, path=folder)
+    return msgspec.structs.replace(model, base=msgspec.structs.replace(model.base, path=folder))

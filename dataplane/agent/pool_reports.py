@@ -7,7 +7,7 @@ from statistics import median
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.workers import WorkerSupervisor
 from dataplane.engines.interface import PoolStats, TimeSlice
-from dataplane.protocol.messages import KvReport, PoolReport, RunReport, SwitchReport
+from dataplane.protocol.pool_reports import KvReport, PoolReport, RunReport, SwitchReport
 
 RUNS_MAX = 16
 RUNS_S = 5.0

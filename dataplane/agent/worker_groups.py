@@ -116,7 +116,7 @@ class WorkerGroup:
         """Send a request to a ready instance; raises as `ready_instance` does."""
         hosted = self.ready_instance(request.instance_id)
         self._received[request.instance_id].add(len(request.prompt), time.monotonic())
-        return self.dispatcher.submit(request, hosted.desired.model.name)
+        return self.dispatcher.submit(request, hosted.desired.model.checkpoint.name)
 
     def cancel(self, request: EngineRequest) -> None:
         """Drop a request at once. One that has ended is ignored."""

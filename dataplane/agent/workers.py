@@ -307,12 +307,13 @@ class WorkerSupervisor:
 
 def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
     """The engine that an instance runs on, `default` being the node's. A pooled instance, which has no GPUs of its own,
-    runs on the torch engine, which switches models fast; so does a model that does not generate, unless vLLM is named.
+    runs on the torch engine, which switches models fast; so does a LoRA adapter, which no other engine adds to a base,
+    and a model that does not generate, unless vLLM is named.
     """
     if default == "replay":
         return "replay"
     model = instance.model
-    if not instance.gpus or (model.task != "generate" and model.engine == "auto"):
+    if not instance.gpus or model.base is not None or (model.task != "generate" and model.engine == "auto"):
         return "torch"
     return default if model.engine == "auto" else model.engine
 
@@ -359,4 +360,5 @@ def configure(
         vllm_models_max=settings.vllm_models_max,
         vllm_async_scheduling=settings.vllm_async_scheduling,
         ranks=ranks,
+        adapters_bytes=settings.adapters_bytes,
     )

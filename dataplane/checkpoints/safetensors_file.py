@@ -75,7 +75,7 @@ def list_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):
-        tensors.update(_read_header(file))
+        tensors.update(read_header(file))
     return tensors
 
 
@@ -93,7 +93,12 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file by name.
+
+    Raises:
+        ModelLoadError: it is no safetensors file, or its header does not describe it.
+    """
     try:
         with file.open("rb") as stream:
             file_bytes = file.stat().st_size

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dataplane.protocol.pool_reports import PoolReport
 from dataplane.protocol.tiers import InstanceKind, Objective, Tier
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -263,10 +264,21 @@ class Detokenized(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
+class BaseModel(msgspec.Struct, frozen=True, kw_only=True):
+    """The model whose weights an adapter is added to. `path`: its checkpoint folder; `weights_bytes`: of its own."""
+
+    name: str
+    path: str
+    weights_bytes: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a node must know to run a model. `path` is a Hugging Face checkpoint folder readable on the node.
     `tool_parser`, `reasoning_parser`: how tool calls and reasoning are found in its answers; None: as its chat template
     suggests.
+
+    With a `base` the model is a LoRA adapter: `path` is its folder as PEFT writes it, and `weights_bytes` are its own.
+    A node that does not know the field finds no checkpoint in that folder, and so never answers with the base alone.
     """
 
     name: str
@@ -278,6 +290,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     tool_parser: str | None = None
     reasoning_parser: str | None = None
+    base: BaseModel | None = None
+
+    @property
+    def checkpoint(self) -> "ModelSpec":
+        """The model whose checkpoint has the tokenizer and most of the weights: the base of an adapter, or itself."""
+        base = self.base
+        if base is None:
+            return self
+        return msgspec.structs.replace(
+            self, name=base.name, path=base.path, weights_bytes=base.weights_bytes, base=None
+        )
 
     def is_same(self, other: "ModelSpec") -> bool:
         """Whether it is the same model, on whatever engine and however its answers are parsed: requests may continue
@@ -408,57 +431,6 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     pooled: bool = False
-
-
-class KvReport(msgspec.Struct, frozen=True, array_like=True):
-    """KV of one shape in a worker's memory. `held_bytes`: of its slabs."""
-
-    shape: str
-    used_bytes: int
-    held_bytes: int
-
-
-class RunReport(msgspec.Struct, frozen=True, array_like=True):
-    """Time slices of one model that followed each other: how long ago the first began, how long they took together, and
-    whether a switch began them.
-    """
-
-    model: str
-    began_ago_s: float
-    lasted_s: float
-    switched: bool
-
-
-class SwitchReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The switches of a worker in its last `window_s` seconds. What each cost is how long the weights that were missing
-    took to load, which is nothing where they were prefetched: their median, and their sum.
-    """
-
-    window_s: float
-    switches: int
-    median_s: float
-    total_s: float
-
-
-class PoolReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker whose models share its memory. `load`: as in the heartbeat. `slabs`: by what they hold. `switching`:
-    None before the first slice. `offloaded_layers`: weight layers evicted for KV, by model. `runs`: the oldest first.
-    """
-
-    slot: int
-    worker: int
-    kind: str
-    running_model: str | None = None
-    next_model: str | None = None
-    resident_models: tuple[str, ...] = ()
-    load: float = 0.0
-    switches_total: int = 0
-    prefills_waiting: int = 0
-    slabs: dict[str, int] = {}
-    kv: tuple[KvReport, ...] = ()
-    offloaded_layers: dict[str, int] = {}
-    runs: tuple[RunReport, ...] = ()
-    switching: SwitchReport | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ def make_replay_engine(configure: Configure) -> Engine:
         mean_tokens=configure.replay_mean_tokens,
         prefix_cache=configure.prefix_cache,
         turns=configure.turns,
+        adapters_bytes=configure.adapters_bytes,
     )
     return ReplayEngine(settings, time.monotonic, time.sleep)
 
@@ -76,6 +77,7 @@ def make_torch_engine(configure: Configure) -> Engine:
             prefix_cache=configure.prefix_cache,
             turns=configure.turns,
             ranks=configure.ranks,
+            adapters_bytes=configure.adapters_bytes,
         ),
         time.monotonic,
         other_ranks=other_ranks,

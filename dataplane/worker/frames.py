@@ -27,7 +27,8 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     All instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read its KV.
     The workers of a node share the models of `cache_folder`; a load that finds no free space there for
     `host_wait_max_s` fails. `prefill_tokens_max` None: the engine's own. A worker of several `ranks` runs each model in
-    as many processes; the sizes, except for that of the cache, are those of one of them.
+    as many processes; the sizes, except for that of the cache, are those of one of them. Adapters take up to
+    `adapters_bytes` beside the weights.
     """
 
     engine: EngineKind
@@ -54,6 +55,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     vllm_models_max: int
     vllm_async_scheduling: bool
     ranks: int
+    adapters_bytes: int
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

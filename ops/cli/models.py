@@ -12,6 +12,7 @@ from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
+from ops.cli.model_adapters import describe_adapter, require_source, sizes_of, taken_over
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_latencies import LatencyFiles, latencies_of
@@ -36,11 +37,19 @@ Rates = Annotated[
 ]
 Gpus = Annotated[int, typer.Option(min=1, help="GPUs that one instance takes.")]
 Source = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="SOURCE",
         help="Checkpoint folder that nodes see under the same path; or FILE.gguf, which is made into such a folder; or"
         " https://HOST/PATH/ or hf://ORG/NAME[@REVISION], which nodes fetch.",
+    ),
+]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="LoRA adapter as PEFT writes it, in a folder that nodes see under the same path. It takes over the base's"
+        " profiles where none are named.",
     ),
 ]
 ConvertTo = Annotated[
@@ -113,12 +122,15 @@ models.command("convert")(convert_model)
     "tidepool model add qwen3-8b --path /models/qwen3-8b --engine vllm      once it has a profile",
     "tidepool model add qwen3-8b-r2 --path /models/qwen3-8b-r2 --like qwen3-8b      then tidepool rollout start",
     "tidepool model add my-tune --path /models/my-tune --tool-parser hermes --reasoning-parser none",
+    "tidepool model add helpdesk --base qwen3-8b --adapter /models/helpdesk --region us-east      a LoRA adapter",
     "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
 )
 def add_model(
     context: typer.Context,
     name: str,
-    path: Source,
+    path: Source = None,
+    base: Annotated[str | None, typer.Option(metavar="MODEL", help="The model that --adapter is added to.")] = None,
+    adapter: Adapter = None,
     tokens_per_s: Rates = None,
     gpus: Gpus = 1,
     load_time_s: LoadTime = 60.0,
@@ -138,6 +150,7 @@ def add_model(
     as_json: AsJson = False,
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
+    require_source(path, base, adapter)
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
     require_choice("--engine", engine, EngineChoice)
@@ -147,12 +160,15 @@ def add_model(
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
-    body = _described(path, to, private_host or [], task) | {"slo": objectives or None, "engine": engine}
-    body |= {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
-    latencies = latencies_of(latency or [], list(rates), body, gpus=gpus)
+    body = _described(path or "", to, private_host or [], task) if adapter is None else describe_adapter(adapter)
+    body |= {"slo": objectives or None, "engine": engine}
+    parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
-        copied = [] if like is None else profiles_of(api, like, but=rates)
+        sizes = body if base is None else api.get(f"/admin/models/{base}")
+        body |= parsers if base is None else taken_over(sizes, parsers)
+        latencies = latencies_of(latency or [], list(rates), sizes, gpus=gpus)
+        copied = [] if (model := like or base) is None else profiles_of(api, model, but=rates)
         profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
         made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
@@ -163,11 +179,7 @@ def add_model(
     if as_json:
         print_json(made)
         return
-    regions = [row["region"] for row in made["endpoints"]]
-    typer.echo(f"model {name} is registered: {_sizes_text(made['model'])}")
-    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(regions) or 'none'}")
-    if regions and not minimum:
-        notes().print("no instance starts until a plan or demand needs one; --min 1 keeps an instance ready")
+    _say_added(made, profiled, minimum=minimum)
 
 
 @models.command("profile")
@@ -192,7 +204,7 @@ def set_profile(
         raise typer.BadParameter("--tokens-per-s must name at least one GPU type")
     measured = parse_engine_rates(engine_rates or [], list(rates))
     with connected(context) as api:
-        latencies = latencies_of(latency or [], list(rates), api.get(f"/admin/models/{name}"), gpus=gpus)
+        latencies = latencies_of(latency or [], list(rates), sizes_of(api, name), gpus=gpus)
         _require_known(api, gpu_types=list(rates), regions=[])
         made = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
     if as_json:
@@ -213,7 +225,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
         "weights": lambda row: bytes_text(row["weights_bytes"]),
         "KV per token": lambda row: bytes_text(row["kv_bytes_per_token"]),
         "context": "context_tokens",
-        **same("task", "engine", "path", "owner"),
+        **same("task", "engine", "base", "path", "owner"),
     }
     print_pages(context, "/admin/models", "Models", columns, as_json=as_json)
 
@@ -238,6 +250,7 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
             ("model", name),
             ("sizes", _sizes_text(model)),
             ("path", model["path"]),
+            *([("LoRA adapter of", model["base"])] if model.get("base") else []),
             ("engine", model["engine"]),
             ("tool parser", model.get("tool_parser") or suggested),
             ("reasoning parser", model.get("reasoning_parser") or suggested),
@@ -275,6 +288,14 @@ def reset_profile(context: typer.Context, name: str, gpu_type: str, as_json: AsJ
         answer = api.delete(f"/admin/profile-corrections?{query}")
     rate = f"{answer['stated_tokens_per_s']:,.0f} tokens/s, as stated"
     print_answer(answer, f"{name} on {gpu_type} counts {rate}, until there is new evidence", as_json=as_json)
+
+
+def _say_added(made: dict[str, Any], profiled: list[str], *, minimum: int) -> None:
+    regions = [row["region"] for row in made["endpoints"]]
+    typer.echo(f"model {made['model']['name']} is registered: {_sizes_text(made['model'])}")
+    typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(regions) or 'none'}")
+    if regions and not minimum:
+        notes().print("no instance starts until a plan or demand needs one; --min 1 keeps an instance ready")
 
 
 def _put_profiles(

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ops.cli.examples import examples
+from ops.cli.model_adapters import describe_adapter
 from ops.client.api import CommandError
 from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, print_json, print_table
 from ops.profiling.cards import CARDS
@@ -14,9 +16,13 @@ from ops.profiling.cards import CARDS
 if TYPE_CHECKING:
     from ops.profiling.memory_plan import Fit, MemoryPlan
 
+_ADAPTER_ELEMENT_BYTES = 2
+"""Of bfloat16, in which a GPU has them."""
+
 
 @examples(
     "tidepool node plan-memory models/qwen3-8b models/llama-1b --card H800",
+    "tidepool node plan-memory models/qwen3-8b --adapter adapters/helpdesk --adapter adapters/sales --card L4",
     "tidepool node plan-memory hf://Qwen/Qwen3-8B --card L4 --context 8192 --json",
 )
 def plan_node_memory(
@@ -26,6 +32,9 @@ def plan_node_memory(
     memory_share: Annotated[
         float, typer.Option(min=0.1, max=1.0, help="Of the card's memory, for weights and KV.")
     ] = 0.9,
+    adapter: Annotated[
+        list[Path] | None, typer.Option(metavar="DIR", help="LoRA adapter of one of the models. May be repeated.")
+    ] = None,
     private_host: Annotated[
         list[str] | None, typer.Option(help="Host or network to read from although it is not public.")
     ] = None,
@@ -42,7 +51,8 @@ def plan_node_memory(
     if card not in CARDS:
         raise typer.BadParameter(f"--card must be one of {', '.join(sorted(CARDS))}, not '{card}'")
     sizes = [_sizes_of(model, tuple(private_host or ())) for model in models]
-    plan = plan_memory(sizes, CARDS[card], memory_share=memory_share, tokens=context)
+    adapters_bytes = sum(_ADAPTER_ELEMENT_BYTES * describe_adapter(folder)["parameters"] for folder in adapter or [])
+    plan = plan_memory(sizes, CARDS[card], memory_share=memory_share, tokens=context, adapters_bytes=adapters_bytes)
     if as_json:
         print_json(asdict(plan))
         return
@@ -82,9 +92,11 @@ def _show(plan: "MemoryPlan") -> None:
     if len(plan.alone) > 1:
         print_table(f"All in one pooled slot of one {card.name}", memory, _rows(pooled.fits))
     share = "the largest model does not fit" if pooled.kv_share is None else f"{pooled.kv_share:g}"
+    adapters = [("TIDEPOOL_AGENT_ADAPTERS_BYTES", f"{plan.adapters_bytes} at least, in bfloat16")]
     print_fields(
         [
             ("TIDEPOOL_AGENT_KV_SHARE", share),
+            *(adapters if plan.adapters_bytes else []),
             ("host memory", f"{bytes_text(pooled.host_bytes)}: all weights, and KV as large as the slot's"),
         ]
     )

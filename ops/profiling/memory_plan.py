@@ -68,16 +68,21 @@ class PooledFit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """On one card. `usable_bytes`: of its memory, for weights and KV. `alone`: each model on a card of its own."""
+    """On one card. `usable_bytes`: of its memory, for weights and KV, beside `adapters_bytes` for LoRA adapters.
+    `alone`: each model on a card of its own.
+    """
 
     card: Card
     usable_bytes: int
     tokens: int
     alone: tuple[Fit, ...]
     pooled: PooledFit
+    adapters_bytes: int = 0
 
 
-def plan_memory(models: Sequence[ModelSizes], card: Card, *, memory_share: float, tokens: int) -> MemoryPlan:
+def plan_memory(
+    models: Sequence[ModelSizes], card: Card, *, memory_share: float, tokens: int, adapters_bytes: int = 0
+) -> MemoryPlan:
     """Predict what fits.
 
     Args:
@@ -85,11 +90,17 @@ def plan_memory(models: Sequence[ModelSizes], card: Card, *, memory_share: float
         card: the GPU.
         memory_share: of its memory that weights and KV may take; the rest is the runtime's and activations'.
         tokens: of a sequence, prompt and answer together; a model with a shorter context takes its own.
+        adapters_bytes: of all LoRA adapters that are served together.
     """
-    usable = int(card.memory_bytes * memory_share)
+    usable = max(1, int(card.memory_bytes * memory_share) - adapters_bytes)
     alone = tuple(_fit(model, max(0, usable - model.weights_bytes), card, tokens) for model in models)
     return MemoryPlan(
-        card=card, usable_bytes=usable, tokens=tokens, alone=alone, pooled=_pooled(models, usable, card, tokens)
+        card=card,
+        usable_bytes=usable,
+        tokens=tokens,
+        alone=alone,
+        pooled=_pooled(models, usable, card, tokens),
+        adapters_bytes=adapters_bytes,
     )
 
 

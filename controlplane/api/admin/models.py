@@ -54,6 +54,7 @@ class Model(OwnedAnswer):
     task: str = Field(examples=["generate"])
     tool_parser: str | None = Field(examples=["hermes"])
     reasoning_parser: str | None = Field(examples=["qwen3"])
+    base: str | None = Field(examples=[None], description="the model to which it is a LoRA adapter")
     created_at: datetime
 
 

@@ -14,7 +14,8 @@ from controlplane.store.instances import pooled_instances, pooled_nodes
 from controlplane.store.objectives import BUCKET_S, Kept, read_endpoints_kept
 from controlplane.store.tables import Instance as InstanceRow
 from controlplane.store.tables import Slot as SlotRow
-from dataplane.protocol.messages import Heartbeat, InstanceReport, PoolReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
+from dataplane.protocol.pool_reports import PoolReport
 
 router = APIRouter(tags=["admin: fleet"])
 _KEPT_S = 3600

@@ -80,11 +80,14 @@ class PoolSlotDecision:
 
 @dataclass(kw_only=True)
 class _PoolSlot:
-    """A slot of the pool while it is being filled. `leased`: an instance there is still leased, so nothing starts."""
+    """A slot of the pool while it is being filled. `leased`: an instance there is still leased, so nothing starts.
+    `weights`: the models whose weights it has, which are the bases of adapters.
+    """
 
     room: SlotRoom
     leased: bool = False
     occupied: float = 0.0
+    weights: set[str] = field(default_factory=set)
 
     def takes(self, share: float) -> bool:
         return not self.occupied or self.occupied + share <= self.room.gpus
@@ -159,6 +162,7 @@ class _Filling:
             slot = self._keep(key, fitting) or self._start(key, fitting)
             if slot is not None:
                 slot.occupied += occupancy[key]
+                slot.weights.add(self._weights_of(key))
             else:
                 unfit = self._why_unfit(key, open_slots.values())
                 what = f"slot of {place.gpu_type} in {place.region} for the pool"
@@ -187,6 +191,11 @@ class _Filling:
                     self.revives.append(
                         InstanceChange(instance_id=mine.instance_id, reason="the reserve holds it again")
                     )
+
+    def _weights_of(self, key: EndpointGpu) -> str:
+        """The model whose weights an endpoint needs."""
+        size = self._facts.sizes.get(key.model)
+        return key.model if size is None or size.adapter is None else size.adapter.base
 
     def _holds_weights(self, key: EndpointGpu, room: SlotRoom) -> bool:
         size = self._facts.sizes.get(key.model)
@@ -289,7 +298,8 @@ class _Filling:
 
     def _start(self, key: EndpointGpu, slots: Mapping[SlotRef, _PoolSlot]) -> _PoolSlot | None:
         """The slot that is emptiest with the endpoint and does not hold it yet, if possible on a node where it did not
-        fail; among equals, one with a dedicated instance of it, since its weights are there.
+        fail, and with its base or another adapter of that; among equals, one with a dedicated instance of it, since its
+        weights are there.
         """
         share = self._facts.occupancy[key]
         taken = {each.ref for each in self._pooled_of[key]}
@@ -298,9 +308,10 @@ class _Filling:
         if not found:
             return None
 
-        def rank(slot: _PoolSlot) -> tuple[bool, float, bool, SlotRef]:
+        def rank(slot: _PoolSlot) -> tuple[bool, bool, float, bool, SlotRef]:
             here = any(each.endpoint == key.endpoint for each in self._dedicated_on[slot.room.ref])
-            return slot.room.node_id in failed_on, slot.fullness(share), not here, slot.room.ref
+            beside = self._weights_of(key) in slot.weights and slot.takes(share)
+            return slot.room.node_id in failed_on, not beside, slot.fullness(share), not here, slot.room.ref
 
         slot = min(found, key=rank)
         self.adds.append(_add_on(slot, key.endpoint, "the plan pools it"))

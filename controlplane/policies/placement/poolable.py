@@ -4,7 +4,7 @@ cannot be pooled.
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
@@ -109,6 +109,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
     if not settings.enabled:
         return PlannedPools(facts=None, left_out={}, settings=settings)
     host_bytes, slots = _host_bytes_per_gpu(facts), slot_gpus(facts)
+    riders = beside_their_base(facts)
     offered: dict[str, list[Endpoint]] = defaultdict(list)
     for endpoint in sorted(facts.endpoints):
         offered[endpoint.model].append(endpoint)
@@ -118,7 +119,8 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         if pair in left_out:
             continue
         for endpoint in offered[pair.model]:
-            share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings)
+            switches = endpoint not in riders
+            share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings, switches=switches)
             place = RegionGpu(region=endpoint.region, gpu_type=pair.gpu_type)
             if share <= settings.fill * slots.get(place, 0):  # any slot there must carry it alone
                 key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
@@ -127,7 +129,7 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         return PlannedPools(facts=None, left_out=left_out, settings=settings)
     pools = PoolFacts(
         occupancy=occupancy,
-        weights_bytes={model: size.weights_bytes for model, size in facts.sizes.items()},
+        weights_bytes=_pool_weights(facts, riders),
         host_bytes_per_gpu=host_bytes,
         fill=settings.fill,
         slot_gpus={place: gpus for place, gpus in slots.items() if gpus > 1},
@@ -177,9 +179,42 @@ def pool_load(profile: PoolProfile, requests_per_s: float, settings: PoolableSet
     )
 
 
-def _share(profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSettings) -> float:
-    """GPUs of a pool that an endpoint takes at its peak, in input tokens per second."""
+def beside_their_base(facts: PoolableFacts) -> frozenset[Endpoint]:
+    """Endpoints of LoRA adapters that a region offers together with their base, or with an adapter of it that is before
+    them by name: that one stands for the weights of the base and for the switches to it.
+    """
+    found: set[Endpoint] = set()
+    first: set[tuple[str, str]] = {(endpoint.model, endpoint.region) for endpoint in facts.endpoints}
+    for endpoint in sorted(facts.endpoints):
+        size = facts.sizes.get(endpoint.model)
+        if size is None or size.adapter is None:
+            continue
+        family = size.adapter.base, endpoint.region
+        if family in first:
+            found.add(endpoint)
+        first.add(family)
+    return frozenset(found)
+
+
+def _pool_weights(facts: PoolableFacts, riders: frozenset[Endpoint]) -> dict[str, int]:
+    """Host memory by model. An adapter has its own alone where it is beside its base in all regions."""
+    alone = {endpoint.model for endpoint in facts.endpoints - riders}
+    return {
+        model: (size.adapter.weights_bytes if size.adapter else 0)
+        + (0 if size.adapter and model not in alone else size.weights_bytes)
+        for model, size in facts.sizes.items()
+    }
+
+
+def _share(
+    profile: PoolProfile, peak_tokens_per_s: float, settings: PoolableSettings, *, switches: bool = True
+) -> float:
+    """GPUs of a pool that an endpoint takes at its peak, in input tokens per second. `switches`: False where its slot
+    has its weights anyway.
+    """
     load = pool_load(profile, peak_tokens_per_s / settings.prompt_tokens, settings)
+    if not switches:
+        load = replace(load, switch_s=0.0)
     return max(_IDLE_SHARE, occupancy_of(load).total)
 
 

@@ -97,12 +97,14 @@ class RequestTable(Generic[KvT]):
             self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
             return
         self._arrivals += 1
+        adapter = model.instances.get(request.instance_id, "")
         sequence = TokenSequence(
             request=request,
             model=model.name,
             order=self._arrivals,
             added_s=self._clock(),
-            kv=model.new_kv(),
+            adapter=adapter,
+            kv=model.new_kv(adapter),
             matcher=matcher,
         )
         self._sequences[request_id] = sequence

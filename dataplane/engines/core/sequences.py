@@ -26,7 +26,7 @@ class TokenSequence(Struct, Generic[KvT], eq=False, kw_only=True, weakref=True):
     its model; `resumed_at`: how many tokens it had when it was last swapped in; `tbt_s`: its objective between tokens;
     `values`: the answer of a request with `pooling`, set by the step that completes its prefill; `matcher`: which
     tokens may come next, for a request with a constraint; `reused`: how many of its cached tokens its prefill took over
-    from the prefix cache.
+    from the prefix cache; `adapter`: the name of its LoRA adapter, empty for the model itself.
     """
 
     request: EngineRequest
@@ -37,6 +37,7 @@ class TokenSequence(Struct, Generic[KvT], eq=False, kw_only=True, weakref=True):
     tokens: list[int] = []
     cached: int = 0
     reused: int = 0
+    adapter: str = ""
     prefilled: bool = False
     begun: bool = False
     resumed_at: int = 0
@@ -52,6 +53,11 @@ class TokenSequence(Struct, Generic[KvT], eq=False, kw_only=True, weakref=True):
         self.tokens = list(request.prompt + request.generated)
         self.key = TIER_RANKS[request.tier], self.order
         self.tbt_s = request.promise.tbt_s
+
+    @property
+    def answers_as(self) -> str:
+        """The name of the model that its request asked for."""
+        return self.adapter or self.model
 
     @property
     def just_resumed(self) -> bool:

@@ -22,7 +22,8 @@ _KEY = attrgetter("key")
 
 @dataclass(eq=False, kw_only=True)
 class ServedModel(ABC, Generic[KvT]):
-    """One model. `instances`: those of the control plane that share it here. `begun`: its sequences that have KV at any
+    """One model. `instances`: those of the control plane that share it here, each with the name of its LoRA adapter,
+    which is empty for the model itself. `begun`: its sequences that have KV at any
     location, in the order of service. `vocabulary` None accepts any token. `task`: what it answers with. `prefill_s`:
     recent mean of its prefill steps; None before the first. `load_order`: its position in the order of loading.
     `constraints`: compiles those of its requests; None: it follows none. `lengths`: of its answers.
@@ -32,7 +33,7 @@ class ServedModel(ABC, Generic[KvT]):
     context_tokens: int
     vocabulary: int | None
     estimate: CostEstimate
-    instances: set[str] = field(default_factory=set)
+    instances: dict[str, str] = field(default_factory=dict)
     begun: list[TokenSequence[KvT]] = field(default_factory=list)
     task: Task = "generate"
     prefill_s: float | None = None
@@ -46,7 +47,8 @@ class ServedModel(ABC, Generic[KvT]):
     def weights_bytes(self) -> int: ...
 
     @abstractmethod
-    def new_kv(self) -> KvT: ...
+    def new_kv(self, adapter: str) -> KvT:
+        """That of a sequence with an adapter, empty for none. KV of different adapters has nothing in common."""
 
     def matcher(self, request: EngineRequest) -> Matcher | None:
         """Follows the answer to a request; None without a constraint.

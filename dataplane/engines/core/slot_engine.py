@@ -112,6 +112,18 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         """Free the memory of a model, except for KV."""
 
     @abstractmethod
+    def _load_adapter(self, model: ModelT, spec: ModelSpec) -> None:
+        """Make a prepared adapter usable by the model's requests. Idempotent.
+
+        Raises:
+            ModelLoadError: there is no memory for it, or the engine serves no adapters.
+        """
+
+    @abstractmethod
+    def _unload_adapter(self, model: ModelT, name: str) -> None:
+        """Free the memory of an adapter that no instance needs. Its model may be forgotten next."""
+
+    @abstractmethod
     def _settle(self) -> None:
         """Complete transfers, and queue sequences whose KV was lost by a failed one."""
 
@@ -163,18 +175,31 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if instance_id in self._model_of:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         self.prepare(model)
-        if model.name not in self.models:
-            self.models[model.name] = self._new_model(model, gpus)
-            self.models[model.name].load_order = self._loads = self._loads + 1
-        loaded = self._model_of[instance_id] = self.models[model.name]
-        loaded.instances.add(instance_id)
+        checkpoint = model.checkpoint
+        loaded = self.models.get(checkpoint.name)
+        if loaded is None:
+            loaded = self.models[checkpoint.name] = self._new_model(checkpoint, gpus)
+            loaded.load_order = self._loads = self._loads + 1
+        if model.base is not None:
+            try:
+                self._load_adapter(loaded, model)
+            except ModelLoadError:
+                self._forget_unused(loaded)
+                raise
+        self._model_of[instance_id] = loaded
+        loaded.instances[instance_id] = "" if model.base is None else model.name
 
     def unload(self, instance_id: str) -> None:
         model = self._model_of.pop(instance_id, None)
         if model is None:
             return
         self.requests.end_all(self.requests.of_instance(instance_id), f"instance {instance_id} was unloaded")
-        model.instances.remove(instance_id)
+        adapter = model.instances.pop(instance_id)
+        if adapter and adapter not in model.instances.values():
+            self._unload_adapter(model, adapter)
+        self._forget_unused(model)
+
+    def _forget_unused(self, model: ModelT) -> None:
         if not model.instances:
             self._forget_model(model)
             del self.models[model.name]
@@ -259,7 +284,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             if not sequence.prefilled:
                 prompts.append(sequence.cached - sequence.reused)
                 if sequence.first and not pooling:
-                    self._log.prefix(sequence.model, len(sequence.tokens), hit=sequence.reused)
+                    self._log.prefix(sequence.answers_as, len(sequence.tokens), hit=sequence.reused)
         self._log.step(tokens, prompts=prompts)
         return [self.requests.take(sequence, token, score) for sequence, token, score in made]
 
@@ -268,7 +293,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         for sequence, _, _ in made:
             matcher = sequence.matcher
             if matcher is not None and matcher.error is not None:
-                error = f"{sequence.model}: {matcher.error}"
+                error = f"{sequence.answers_as}: {matcher.error}"
                 self.requests.end_all([sequence], error, invalid=matcher.too_complex)
         return [one for one in made if one[0].matcher is None or one[0].matcher.error is None]
 

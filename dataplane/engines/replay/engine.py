@@ -33,6 +33,8 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def __init__(self, settings: ReplaySettings, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._settings = settings
         self.weights = WeightsMemory(settings.weights_bytes)
+        self._adapters: dict[str, int] = {}
+        """The bytes of those that are loaded, by name."""
         self.kv = ReplayKvMemory(
             settings.kv_bytes, settings.host_kv_bytes, clock, self.weights, prefix_cache=settings.prefix_cache
         )
@@ -71,18 +73,33 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             ModelLoadError: weights or one token of KV do not fit.
         """
         limits = (
-            ("weights_bytes", model.weights_bytes, self._settings.weights_bytes),
+            ("weights_bytes", model.checkpoint.weights_bytes, self._settings.weights_bytes),
             ("kv_bytes_per_token", model.kv_bytes_per_token, self._settings.kv_bytes),
         )
         for name, value, limit in limits:
             if not 0 < value <= limit:
                 raise ModelLoadError(f"{name} of {model.name} is {value}; it must be 1 to {limit} here", param=name)
+        if model.base is not None:
+            self._check_adapter(model)
+
+    def _check_adapter(self, spec: ModelSpec) -> None:
+        limit = self._settings.adapters_bytes - sum(self._adapters.values()) + self._adapters.get(spec.name, 0)
+        if not 0 < spec.weights_bytes <= limit:
+            left = f"{limit} are left of adapters_bytes={self._settings.adapters_bytes}"
+            raise ModelLoadError(f"weights_bytes of {spec.name} is {spec.weights_bytes}; {left}", param="weights_bytes")
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
         return replayed(ReplayModel, spec, self._settings, gpus)
 
     def _forget_model(self, model: ReplayModel) -> None:
         self.weights.evict(model.name)
+
+    def _load_adapter(self, model: ReplayModel, spec: ModelSpec) -> None:
+        self._check_adapter(spec)
+        self._adapters[spec.name] = spec.weights_bytes
+
+    def _unload_adapter(self, model: ReplayModel, name: str) -> None:
+        del self._adapters[name]
 
     def _settle(self) -> None:
         self.kv.settle()

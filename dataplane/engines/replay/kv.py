@@ -34,8 +34,8 @@ class KvShare:
 class SequenceKv(Struct, eq=False, kw_only=True):
     """The KV of one sequence: `device_bytes` and `host_bytes` of memory (no host memory if another slot holds it).
     A transfer moves `moved_tokens` and ends at `moved_s`. `share`: the share of device memory it is limited to, if any.
-    `chain`: the keys of its blocks, if it may share prefixes with others of its `model`; of these it uses those in
-    `held`, and took over the first `reused`.
+    `chain`: the keys of its blocks, if it may share prefixes with others of its `model` and `adapter`; of these it uses
+    those in `held`, and took over the first `reused`.
     """
 
     bytes_per_token: int
@@ -47,6 +47,7 @@ class SequenceKv(Struct, eq=False, kw_only=True):
     moved_tokens: int = 0
     moved_s: float = 0.0
     model: str = ""
+    adapter: str = ""
     chain: PrefixChain | None = None
     held: list[bytes] = []
     reused: int = 0
@@ -150,7 +151,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
 
     def track(self, kv: SequenceKv, tokens: Sequence[int], salt: str) -> None:
         if self._prefixes is not None:
-            kv.chain = PrefixChain(prefix_scope(kv.model, salt), tokens, BLOCK_TOKENS)
+            kv.chain = PrefixChain(prefix_scope(kv.model, kv.adapter, salt), tokens, BLOCK_TOKENS)
 
     def reused_tokens(self, kv: SequenceKv) -> int:
         return kv.reused * BLOCK_TOKENS

@@ -52,9 +52,13 @@ class ReplayModel(ServedModel[SequenceKv]):
     def latency(self) -> LatencyModel:
         return self.estimate.latency
 
-    def new_kv(self) -> SequenceKv:
+    def new_kv(self, adapter: str) -> SequenceKv:
         return SequenceKv(
-            bytes_per_token=self.kv_bytes_per_token, bytes_per_s=self.bytes_per_s, share=self.share, model=self.name
+            bytes_per_token=self.kv_bytes_per_token,
+            bytes_per_s=self.bytes_per_s,
+            share=self.share,
+            model=self.name,
+            adapter=adapter,
         )
 
 
@@ -100,7 +104,7 @@ class Answers:
         """The next token, None for the end. It depends on the sampling key and the position alone."""
         key = self._keys.get(sequence)
         if key is None:
-            key = self._keys[sequence] = _sampling_key(sequence.model, sequence.request)
+            key = self._keys[sequence] = _sampling_key(sequence.answers_as, sequence.request)
         drawn = blake2b(len(sequence.tokens).to_bytes(8, "little"), key=key, digest_size=16).digest()
         chance = int.from_bytes(drawn[:8], "little") / 2**64
         if sequence.matcher is not None:
@@ -136,7 +140,7 @@ def _may_end(sequence: ReplaySequence) -> bool:
 
 def pooled_values(sequence: ReplaySequence, task: Task) -> tuple[float, ...]:
     """A unit vector of `REPLAY_EMBEDDING_SIZE` numbers, or one score between 0 and 1."""
-    key = blake2b(repr((sequence.model, sequence.request.prompt)).encode(), digest_size=32).digest()
+    key = blake2b(repr((sequence.answers_as, sequence.request.prompt)).encode(), digest_size=32).digest()
     drawn = (blake2b(number.to_bytes(8, "little"), key=key, digest_size=8).digest() for number in count())
     shares = (int.from_bytes(digest, "little") / 2**64 for digest in drawn)
     if task == "score":

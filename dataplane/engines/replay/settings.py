@@ -19,6 +19,8 @@ class ReplaySettings:
     leaves after its first token, to be decoded by another slot. `kv_pressure`: how KV pressure is handled; `remap`:
     which of the `layers` equal layers of each model, which contain all its weights, are offloaded then.
 
+    LoRA adapters take memory of their own, `adapters_bytes` at most; their products take no time.
+
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
     about so many tokens (geometrically distributed); None lets each run to its `max_tokens`. `prefix_cache`: prompts
     that begin alike are computed once.
@@ -35,6 +37,7 @@ class ReplaySettings:
     kv_pressure: KvPressure = "swap"
     remap: RemapSettings = field(default_factory=RemapSettings)
     layers: int = 32
+    adapters_bytes: int = 2**28
     speed: float = 1.0
     vocabulary_size: int = len(WORDS)
     mean_tokens: int | None = None

@@ -18,6 +18,7 @@ from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import InstanceStats, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
 from dataplane.engines.torch.copies.open import make_stream
+from dataplane.engines.torch.memory.adapters import AdapterStore
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel, make_model
@@ -71,16 +72,13 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         if settings.ranks > 1:
             self._leader = lead(settings, buffer, other_ranks or start_processes(settings.ranks - 1))
         self._streams = self._make_streams(make_copy_stream)
-        cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
-        self.host_models = HostModels(
-            cache,
+        self.host_models = self._make_host_models(slab_bytes)
+        self.adapters = AdapterStore(
             self._dtype,
             self._device,
-            slab_bytes,
-            leave_rank=self._leave_rank,
-            in_use=lambda name: name in self.models,
-            host_wait_max_s=settings.host_wait_max_s,
-            leader=self._leader,
+            size_max_bytes=settings.adapters_bytes,
+            rank_max=settings.adapter_rank_max,
+            ranks=settings.ranks,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
         self.kv = self._make_kv(buffer, rates)
@@ -117,6 +115,20 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             return streams
         return {name: self._leader.stream(name, inner) for name, inner in streams.items()}
 
+    def _make_host_models(self, slab_bytes: int) -> HostModels:
+        settings = self._settings
+        cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
+        return HostModels(
+            cache,
+            self._dtype,
+            self._device,
+            slab_bytes,
+            leave_rank=self._leave_rank,
+            in_use=lambda name: name in self.models,
+            host_wait_max_s=settings.host_wait_max_s,
+            leader=self._leader,
+        )
+
     def _make_kv(self, buffer: torch.Tensor, rates: TransferRates) -> KvStore:
         settings = self._settings
         kv = KvStore(
@@ -150,7 +162,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        self._prepared(model)
+        if model.base is not None:
+            self.adapters.check_ranks(model.name)
+        base = self._prepared(model.checkpoint)
+        if model.base is not None:
+            self.adapters.prepare(model, base)
 
     def _prepared(self, spec: ModelSpec) -> HostModel:
         return self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs, task=spec.task)
@@ -173,6 +189,12 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.weights.evict(model.name)
         self.kv.forget(model.name)
         self.host_models.forget(model.name)
+
+    def _load_adapter(self, model: TorchModel, spec: ModelSpec) -> None:
+        self.adapters.load(spec, model.weights)
+
+    def _unload_adapter(self, model: TorchModel, name: str) -> None:
+        self.adapters.unload(name, model.weights)
 
     def _settle(self) -> None:
         self.weights.settle()

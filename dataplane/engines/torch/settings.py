@@ -30,6 +30,8 @@ class TorchEngineSettings:
     A slot of several GPUs has as many `ranks`: processes that run each model together, with a part of its weights and
     of its KV each, on consecutive devices from `device` on. All sizes but `cache_bytes` are then those of one rank. A
     rank that does not take part in a step for `ranks_timeout_s` ends the worker.
+    LoRA adapters take device memory beside the arena as they are loaded, `adapters_bytes` at most, and have ranks up to
+    `adapter_rank_max`.
     """
 
     device: str = "cpu"
@@ -57,6 +59,8 @@ class TorchEngineSettings:
     turns: TurnSettings = field(default_factory=TurnSettings)
     ranks: int = 1
     ranks_timeout_s: float = 60.0
+    adapters_bytes: int = 2**28
+    adapter_rank_max: int = 64
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot work.
@@ -73,6 +77,7 @@ class TorchEngineSettings:
             "batch_max",
             "copy_threads",
             "ranks",
+            "adapter_rank_max",
         )
         for name in sizes:
             if getattr(self, name) < 1:
@@ -83,8 +88,9 @@ class TorchEngineSettings:
             raise ValueError(f"ranks_timeout_s must be over 0, got {self.ranks_timeout_s}")
         if self.ranks > 1 and self.cache_folder is None:
             raise ValueError(f"cache_folder must be set for {self.ranks} ranks: they share host copies there")
-        if self.host_kv_bytes < 0:
-            raise ValueError(f"host_kv_bytes must be at least 0, got {self.host_kv_bytes}")
+        for name in ("host_kv_bytes", "adapters_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.slab_bytes is not None and (self.slab_bytes < 256 or self.slab_bytes % 256):
             raise ValueError(f"slab_bytes must be a multiple of 256, got {self.slab_bytes}")
         if self.prefill_only and self.host_kv_file is None:

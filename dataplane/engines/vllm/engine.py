@@ -67,8 +67,11 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
 
         Raises:
-            ModelLoadError: it cannot be read, its weights exceed the slot's memory, or vLLM cannot make its answers.
+            ModelLoadError: it cannot be read or is an adapter, its weights exceed the slot's memory, or vLLM cannot
+                make its answers.
         """
+        if model.base is not None:
+            raise ModelLoadError(f"{model.name} is a LoRA adapter; those run on the torch engine")
         read_rules(Path(model.path), model.task)
         size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
         limit = self._settings.weights_bytes
@@ -131,6 +134,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
     def _forget_model(self, model: VllmModel) -> None:
         self._preemptions_before += model.runner.preemptions_total
         model.runner.close()
+
+    def _load_adapter(self, model: VllmModel, spec: ModelSpec) -> None:
+        raise AssertionError("prepare refuses adapters")
+
+    def _unload_adapter(self, model: VllmModel, name: str) -> None:
+        raise AssertionError("prepare refuses adapters")
 
     def _settle(self) -> None:
         """No transfer is under way between steps."""

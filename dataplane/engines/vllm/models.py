@@ -98,7 +98,7 @@ class VllmModel(ServedModel[VllmKv]):
         lost = [len(sequence.tokens) for sequence in self.decoding]
         return self.wake_s + (self.estimate.prefill_s(sum(lost), sum(n * n for n in lost)) if lost else 0.0)
 
-    def new_kv(self) -> VllmKv:
+    def new_kv(self, adapter: str) -> VllmKv:
         return VllmKv(runner=self.runner, bytes_per_token=self.kv_bytes / self.runner.kv_tokens)
 
     def observe(self, chunks: Sequence[Chunk[VllmKv]], took_s: float) -> None:

@@ -14,7 +14,8 @@ from controlplane.store.objectives import BUCKET_S
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, lift_time_limit, make_engine
 from controlplane.store.tables import Role
-from dataplane.protocol.messages import Heartbeat, InstanceReport, PoolReport, RunReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
+from dataplane.protocol.pool_reports import PoolReport, RunReport
 from ops.bench.queue.run import fill as fill_queue
 from ops.bench.queue.run import settle
 

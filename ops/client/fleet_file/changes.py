@@ -33,10 +33,17 @@ def references_of(resource: Resource) -> Iterator[tuple[Kind, Key]]:
     """What a thing needs: the kind and the key of each."""
     for kind, name in zip(_REFERENCES.get(resource.kind.name, ()), resource.key, strict=False):
         yield kind, (name,)
+    if resource.kind is MODEL and resource.fields.get("base"):
+        yield MODEL, (resource.fields["base"],)
     if resource.kind is ALIAS:
         yield from ((MODEL, (model,)) for model in resource.fields["targets"])
     if resource.kind is PIN:
         yield ENDPOINT, resource.key
+
+
+def is_adapter(resource: Resource) -> bool:
+    """Whether it is a LoRA adapter, which needs another model."""
+    return resource.kind is MODEL and bool(resource.fields.get("base"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +85,7 @@ def choose_changes(present: Resources, declared: Resources, *, owner: str, adopt
     changes = [_change(present.get(key), resource, owner=owner, adopt=adopt) for key, resource in declared.items()]
     return sorted(
         (change for change in changes if change.before is None or change.fields()),
-        key=lambda change: order[change.resource.kind.name],
+        key=lambda change: (order[change.resource.kind.name], is_adapter(change.resource)),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from ops.client.api import Api
-from ops.client.fleet_file.changes import Change, references_of
+from ops.client.fleet_file.changes import Change, is_adapter, references_of
 from ops.client.fleet_file.resources import ENDPOINT, KINDS, Resources
 
 _NAMED_MAX = 3
@@ -20,7 +20,7 @@ def choose_deletions(
     staying = {**present, **declared}
     changes: list[Change] = []
     offered = {key[1][0] for key in staying if key[0] == ENDPOINT.name and key not in leaving}
-    for key, resource in sorted(leaving.items(), key=lambda item: -order[item[0][0]]):
+    for key, resource in sorted(leaving.items(), key=lambda item: (-order[item[0][0]], not is_adapter(item[1]))):
         users = [
             user.title
             for each, user in staying.items()

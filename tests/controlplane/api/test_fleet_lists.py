@@ -11,7 +11,8 @@ from controlplane.settings import Settings
 from controlplane.store.instances import add_instance
 from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
 from controlplane.store.tables import Desired
-from dataplane.protocol.messages import Heartbeat, InstanceReport, KvReport, PoolReport, RunReport, SwitchReport
+from dataplane.protocol.messages import Heartbeat, InstanceReport
+from dataplane.protocol.pool_reports import KvReport, PoolReport, RunReport, SwitchReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import HANGS_S, World
 

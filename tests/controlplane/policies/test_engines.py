@@ -178,3 +178,10 @@ def test_it_settles_with_at_most_one_of_an_endpoint_away(drawn: list[EngineFacts
             fleet[change.instance_id] = replace(fleet[change.instance_id], engine=change.decision.engine)
         fleet = {name: replace(facts, ready=True, steady=True) for name, facts in fleet.items()}
     assert all(facts.engine == decide(facts).engine for facts in fleet.values())
+
+
+def test_an_adapter_runs_on_torch_however_much_faster_vllm_is() -> None:
+    measured = {"torch": 1.0, "vllm": 9.0}
+    assert decide(instance(rates=measured, node_prefers="vllm")).engine == "vllm"
+    decision = decide(instance(rates=measured, node_prefers="vllm", is_adapter=True))
+    assert (decision.engine, decision.reason) == ("torch", "a LoRA adapter: only the torch engine adds it to its base")

@@ -16,7 +16,7 @@ from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import TESTED
-from dataplane.protocol.messages import DesiredInstance, EngineChoice, EngineKind
+from dataplane.protocol.messages import BaseModel, DesiredInstance, EngineChoice, EngineKind
 from dataplane.worker.engines import make_engine
 from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings, workers
 from tests.event_loop import asynchronous
@@ -41,6 +41,14 @@ def test_the_model_decides_then_the_node_and_pools_run_on_torch(
 ) -> None:
     assert engine_of(asking(model), node) == dedicated
     assert engine_of(msgspec.structs.replace(asking(model), gpus=0), node) == pooled
+
+
+def test_an_adapter_runs_on_torch_whatever_its_node_prefers() -> None:
+    base = BaseModel(name="base", path="/base", weights_bytes=1)
+    adapter = msgspec.structs.replace(asking("auto").model, base=base)
+    wanted = msgspec.structs.replace(asking("auto"), model=adapter)
+    assert (engine_of(asking("auto"), "vllm"), engine_of(wanted, "vllm")) == ("vllm", "torch")
+    assert engine_of(wanted, "replay") == "replay"
 
 
 def errors_of(*instances: DesiredInstance, **changes: Any) -> dict[str, str | None]:

@@ -2,7 +2,7 @@
 
 from dataplane.agent.pool_reports import RUNS_MAX, RUNS_S, SWITCHES_S, runs_of, switches_of
 from dataplane.engines.interface import TimeSlice
-from dataplane.protocol.messages import RunReport, SwitchReport
+from dataplane.protocol.pool_reports import RunReport, SwitchReport
 
 
 def a_slice(

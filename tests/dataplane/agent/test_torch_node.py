@@ -15,6 +15,7 @@ from dataplane.agent.tokenization import load_tokenizer
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import (
+    BaseModel,
     DesiredInstance,
     Finished,
     Generate,
@@ -24,9 +25,10 @@ from dataplane.protocol.messages import (
     Token,
     TokenLogprob,
 )
+from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.engines.torch.tiny import save_tiny
-from tests.dataplane.replay_node import generate, running_node, settings
+from tests.dataplane.replay_node import desired, generate, running_node, settings
 from tests.dataplane.streams import kill, read, token_ids
 from tests.event_loop import asynchronous
 
@@ -165,3 +167,41 @@ async def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -
             left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
             await asyncio.gather(*left)
             await node.until(node.idle)
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_adapters_and_their_base_answer_at_once_and_after_a_lost_worker(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "tide")
+    specs = [base, *(adapter_of(base, tmp_path / name) for name in ("one", "two"))]
+    alone = []
+    async with running_node(torch_settings(1)) as node:
+        await node.hold(1, *instances(specs))
+        alone += [token_ids(await read(node, body("alone", 2, spec.name))) for spec in specs]
+        assert len({tuple(tokens) for tokens in alone}) == len(specs)
+        for kill_at in (None, 5):
+            asked = [body(f"together-{kill_at}", 2, spec.name) for spec in specs]
+            together = await asyncio.gather(
+                read(node, asked[0], kill_at=kill_at), *(read(node, one) for one in asked[1:])
+            )
+            assert [token_ids(events) for events in together] == alone
+        assert node.agent.workers[0].restarts_total == 1
+
+
+@asynchronous
+async def test_an_adapter_that_is_not_supported_fails_with_the_reason(tmp_path: Path) -> None:
+    base = checkpoint(tmp_path / "tide")
+    broken = adapter_of(base, tmp_path / "one", use_dora=True)
+    async with running_node(torch_settings(1)) as node:
+        node.agent.apply(desired(1, *instances([broken])))
+        await node.until(lambda: node.states() == {"i-one": "failed"})
+        [report] = node.agent.reports()
+        assert report.error is not None
+        assert "use_dora is not supported" in report.error
+
+
+def adapter_of(base: ModelSpec, folder: Path, **config: Any) -> ModelSpec:
+    build_tiny_adapter(folder, Path(base.path), **config)
+    of = BaseModel(name=base.name, path=base.path, weights_bytes=base.weights_bytes)
+    changes = {"name": folder.name, "path": str(folder), "weights_bytes": 1, "base": of}
+    return msgspec.structs.replace(base, **changes)

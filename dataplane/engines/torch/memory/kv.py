@@ -40,14 +40,16 @@ RESERVE_SHARE = 16
 
 @dataclass(eq=False, kw_only=True)
 class SequenceKv:
-    """The KV of one sequence of a `model`, whose weights have a `layout`. `blocks` in the arena, `host` in host memory,
-    or in `file` of another slot. `chain`: its keys, None if it shares nothing; of its full blocks the first `keyed` are
-    cached or known to be, the first `reused` were taken over, and those of `computing` are being computed here.
+    """The KV of one sequence of a `model`, whose weights have a `layout`, with an `adapter` or none. `blocks` in the
+    arena, `host` in host memory, or in `file` of another slot. `chain`: its keys, None if it shares nothing; of its
+    full blocks the first `keyed` are cached or known to be, the first `reused` were taken over, and those of
+    `computing` are being computed here.
     """
 
     shape: KvShape
     model: str = ""
     layout: str = ""
+    adapter: str = ""
     chain: PrefixChain | None = None
     keyed: int = 0
     reused: int = 0
@@ -255,7 +257,7 @@ class KvStore:
 
     def track(self, kv: SequenceKv, tokens: Sequence[int], salt: str) -> None:
         if self._prefix_cache:
-            scope = prefix_scope(kv.model, kv.layout, repr(kv.shape), salt)
+            scope = prefix_scope(kv.model, kv.adapter, kv.layout, repr(kv.shape), salt)
             kv.chain = PrefixChain(scope, tokens, kv.shape.block_tokens)
 
     def reused_tokens(self, kv: SequenceKv) -> int:

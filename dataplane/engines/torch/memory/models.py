@@ -55,8 +55,11 @@ class TorchModel(ServedModel[SequenceKv]):
         context_tokens = sum(sequence.cached for sequence in batch)
         return share * self.decode_ratio * self.estimate.latency.decode_s(context_tokens, max(len(batch), 1))
 
-    def new_kv(self) -> SequenceKv:
-        return SequenceKv(shape=self.shape, model=self.name, layout=self.weights.key)
+    def new_kv(self, adapter: str) -> SequenceKv:
+        layout = self.weights.key
+        if adapter:
+            layout = f"{layout} with {self.weights.skeleton.adapters.key(adapter)}"
+        return SequenceKv(shape=self.shape, model=self.name, adapter=adapter, layout=layout)
 
 
 def kv_shape(geometry: Geometry, block_tokens: int, dtype: torch.dtype) -> KvShape:

@@ -70,7 +70,7 @@ class DecodeGraphs:
         step.
         """
         size = graph_size(len(chunks))
-        if size > self._batch_max or not skeleton.can_be_captured or any(chunk.count != 1 for chunk in chunks):
+        if size > self._batch_max or not skeleton.can_be_captured or not all(map(_is_plain, chunks)):
             return None
         made = self._models.get(skeleton)
         if made is None:
@@ -85,6 +85,7 @@ class DecodeGraphs:
         inputs = chunk_inputs(chunks, cache.shape[4])
         if max(len(each.blocks) for each in inputs) > made.tables.shape[1]:
             return None
+        skeleton.adapters.select(())  # a graph is captured without those of the step before
         self._fill(made, inputs, cache, size)
         captured = made.known[key]
         if captured is None:
@@ -136,6 +137,11 @@ class DecodeGraphs:
         made.known[key] = _Captured(graph=graph, logits=static)
         self.captures += 1
         return logits
+
+
+def _is_plain(chunk: Chunk) -> bool:
+    """Whether it is one token of a sequence without an adapter: products with those are in no graph."""
+    return chunk.count == 1 and not chunk.sequence.adapter
 
 
 def _forward(skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, size: int) -> torch.Tensor:

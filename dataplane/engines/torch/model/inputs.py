@@ -14,11 +14,14 @@ Wanted = Literal["logits", "states"]
 
 
 class ChunkInput(Struct, frozen=True, array_like=True):
-    """New tokens of one sequence, the first at position `start`, and the blocks of its KV up to the last of them."""
+    """New tokens of one sequence, the first at position `start`, and the blocks of its KV up to the last of them.
+    `adapter`: the name of its LoRA adapter, empty for none.
+    """
 
     tokens: tuple[int, ...]
     start: int
     blocks: tuple[int, ...]
+    adapter: str = ""
 
     @property
     def count(self) -> int:
@@ -32,6 +35,7 @@ def chunk_inputs(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkInput]
             tokens=tuple(chunk.sequence.tokens[chunk.sequence.cached : chunk.end]),
             start=chunk.sequence.cached,
             blocks=tuple(chunk.sequence.kv.blocks[: blocks_for(chunk.end, block_tokens)]),
+            adapter=chunk.sequence.adapter,
         )
         for chunk in chunks
     ]

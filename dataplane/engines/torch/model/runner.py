@@ -40,6 +40,7 @@ def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
 def forward_logits(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput]) -> torch.Tensor:
     """See `run_chunks`."""
     batch = _make_batch(cache, inputs)
+    skeleton.adapters.select(inputs[index] for index in batch.order)
     logits: torch.Tensor = skeleton.model(
         input_ids=batch.tokens,
         position_ids=batch.positions,
@@ -54,6 +55,7 @@ def forward_logits(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[Chu
 def forward_states(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput]) -> list[torch.Tensor]:
     """See `run_states`."""
     batch = _make_batch(cache, inputs)
+    skeleton.adapters.select(inputs[index] for index in batch.order)
     states: torch.Tensor = skeleton.trunk(
         input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, kv_step=batch.step
     ).last_hidden_state[0]

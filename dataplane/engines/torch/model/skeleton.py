@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
+from dataplane.engines.torch.model.adapters import Adapters
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
@@ -146,7 +147,7 @@ class Skeleton:
     once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate. `splits`: of
     the weights of which this rank has a part; `mirror`: set where other ranks follow this one. `addresses`: of the
     shards, as they were bound last; `can_have_graphs`: whether a step's kernels depend on the number of rows alone,
-    which those of experts do not.
+    which those of experts do not. `adapters`: what LoRA adapters add to its linear layers, none at first.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Skeleton:
         self.await_shard: Callable[[int], None] | None = None
         self.passed_shard: Callable[[int], None] | None = None
         self.mirror: Mirror | None = None
+        self.adapters = Adapters()
         slots = _parameter_slots(model)
         stages = _stages(model)
         self.places, self.shards = _lay_out(slots, stages, splits or {})
@@ -193,6 +195,15 @@ class Skeleton:
         """Whether a step could be captured as a CUDA graph now: all weights are in place, on this rank alone."""
         moves = (self.await_shard, self.passed_shard, self.mirror)
         return self.can_have_graphs and all(one is None for one in moves)
+
+    def adaptable_layers(self) -> dict[str, torch.nn.Module]:
+        """The linear layers of its decoder layers, which adapters may change, by name."""
+        inside = {id(module) for layer in self.model.get_decoder().layers for module in layer.modules()}
+        return {
+            name: module
+            for name, module in self.model.named_modules()
+            if id(module) in inside and isinstance(module, torch.nn.Linear | QuantizedLinear)
+        }
 
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each shard begins a slab."""

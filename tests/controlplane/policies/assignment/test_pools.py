@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
 from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsMemory
+from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
 STALE_S = 5.0
@@ -378,3 +378,16 @@ def test_as_many_slots_become_own_as_are_missing() -> None:
     slots = (room("n1", free=0), room("n2", free=0))
     decision = choose(facts(0, {}, slots, (pooled("a", "n1"), pooled("a", "n2")), missing=("a",)))
     assert [change.instance_id for change in decision.dedicates] == ["a@n1"]
+
+
+def test_adapters_are_placed_beside_their_base_while_its_slot_has_capacity() -> None:
+    adapter = ModelSize(weights_bytes=1, adapter=AdapterSize(base="base", weights_bytes=1))
+    sizes = dict.fromkeys(("a", "b", "c"), adapter)
+    shares = {"base": 0.4, "other": 0.1, "a": 0.3, "b": 0.2, "c": 0.25}
+    slots = (room("n1"), room("n2"))
+    decision = choose_pool_slots(replace(facts(2, shares, slots), sizes=sizes), 0.0, stale_s=STALE_S)
+    found = {add.endpoint.model: add.node_id for add in decision.adds}
+    assert {found[name] for name in ("base", "a", "c")} == {"n1"}
+    assert {found[name] for name in ("other", "b")} == {"n2"}, "with b the slot would be over-full"
+    apart = choose_pool_slots(facts(2, shares, slots), 0.0, stale_s=STALE_S)
+    assert len({add.node_id for add in apart.adds if add.endpoint.model in ("base", "a", "c")}) == 2

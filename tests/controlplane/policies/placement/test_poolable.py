@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsMemory
+from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
     PoolableSettings,
@@ -163,3 +163,30 @@ def test_weights_must_fit_on_every_slot() -> None:
     assert pools.left_out == {ModelGpu(model="b", gpu_type="H800"): "the weights do not fit on every slot with H800"}
     assert pools.facts is not None
     assert set(pools.facts.occupancy) == {ON_H800}
+
+
+def adapter_of(base: str, weights_bytes: int) -> ModelSize:
+    return ModelSize(weights_bytes=20, adapter=AdapterSize(base=base, weights_bytes=weights_bytes))
+
+
+def test_an_adapter_beside_its_base_takes_its_own_bytes_and_no_switch() -> None:
+    alone = choose_poolable(facts(demand={A: (90.0,), B: (90.0,)}), PoolableSettings()).facts
+    sizes = {"a": adapter_of("b", 2), "b": ModelSize(weights_bytes=20)}
+    beside = choose_poolable(facts(demand={A: (90.0,), B: (90.0,)}, sizes=sizes), PoolableSettings()).facts
+    assert alone is not None
+    assert beside is not None
+    assert beside.weights_bytes == {"a": 2, "b": 20}
+    assert beside.occupancy[OTHER] == alone.occupancy[OTHER]
+    assert beside.occupancy[ON_H800] < alone.occupancy[ON_H800]
+
+
+def test_the_first_adapter_stands_for_a_base_that_is_not_offered() -> None:
+    sizes = {"a": adapter_of("c", 2), "b": adapter_of("c", 3), "c": ModelSize(weights_bytes=20)}
+    pools = choose_poolable(facts(demand={A: (90.0,), B: (90.0,)}, sizes=sizes), PoolableSettings()).facts
+    assert pools is not None
+    assert pools.weights_bytes == {"a": 22, "b": 3, "c": 20}
+    assert pools.occupancy[OTHER] < pools.occupancy[ON_H800]
+    west = Endpoint(model="b", region="west")
+    both = choose_poolable(facts(sizes=sizes, endpoints=frozenset({A, B, west})), PoolableSettings()).facts
+    assert both is not None
+    assert both.weights_bytes["b"] == 23, "in the west nobody else brings the base"
