@@ -45,6 +45,8 @@ class SlotProcess:
         """`gpus`: of the slot. `served`, `answers`, `renews`: see `FastForwardEngine`."""
         self.index = index
         self.kind = kind
+        self.open = True
+        """Whether it takes requests."""
         self.busy_s = 0.0
         self.engine = FastForwardEngine(
             settings,
@@ -78,7 +80,7 @@ class SlotProcess:
         return self._events.now_s
 
     def is_ready(self, instance_id: str) -> bool:
-        return True
+        return self.open
 
     @property
     def stats(self) -> EngineStats:
