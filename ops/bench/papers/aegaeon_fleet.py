@@ -210,7 +210,8 @@ def model_lines(model: ModelPart, *, split: int, gpus: int) -> list[str]:
     factor = bigger / (split * TP4_EFFICIENCY if split > 1 else 1.0)
     times: Mapping[str, float] = asdict(measured.latency)
     lines = ["[[models]]", f'name = "{model.name}"', f'source = "{measured.name} x {factor:g}"', f"gpus = {gpus}"]
-    return [*lines, f"weights_bytes = {model.weights_bytes}", *(f"{name} = {s * factor!r}" for name, s in times.items())]
+    lines.append(f"weights_bytes = {model.weights_bytes}")
+    return lines + [f"{name} = {s * factor!r}" for name, s in times.items()]
 
 
 if __name__ == "__main__":

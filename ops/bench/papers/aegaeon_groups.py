@@ -31,16 +31,18 @@ from ops.simulator.traffic.traffic_parts import AegaeonPart
 
 LARGE_GPUS = 4
 GPUS_MAX = 64
+FOURS_MAX = 3
+"""Slots of four at the beginning that are tried; the others come by regrouping."""
 Layouts = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Rates of both kinds of models, all multiplied by `scale`. `night`: see the module."""
+    """`small`: what the rates of the models of one GPU are multiplied by. `night`: see the module."""
 
     duration_s: float
     night: float
-    scale: float
+    small: float
     seed: int
 
     def requests(self, parts: Sequence[Part]) -> Iterator[Recorded]:
@@ -54,7 +56,8 @@ class Traffic:
             for rate_per_s in part.rates_per_s:
                 for half in (0, 1):
                     busy = (half == 0) == (part.gpus == 1)
-                    mean = rate_per_s * self.scale * (1.0 if busy else self.night) * self.duration_s / 2
+                    factor = (self.small if part.gpus == 1 else 1.0) * (1.0 if busy else self.night)
+                    mean = rate_per_s * factor * self.duration_s / 2
                     times_s = (half + rng.random(rng.poisson(mean))) * self.duration_s / 2
                     lengths = [rng.lognormal(np.log(median), 1.0, times_s.size) for median in (150, 200)]
                     prompts, outputs = (np.clip(each, 4, 2000).astype(int).tolist() for each in lengths)
@@ -92,21 +95,27 @@ COLUMNS: Columns = {
 def main(
     duration_s: Annotated[float, typer.Option(min=600.0, help="Seconds of traffic.")] = 7200.0,
     night: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of their rates that quiet models have.")] = 1.0,
-    scale: Annotated[float, typer.Option(min=0.1, max=20.0, help="Of all rates.")] = 1.0,
+    small: Annotated[float, typer.Option(min=0.1, max=50.0, help="Multiplies the rates of the small models.")] = 1.0,
+    least: Annotated[int, typer.Option(min=1, max=GPUS_MAX - 1, help="GPUs from which on fleets are tried.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Of the traffic.")] = 1,
     attainment: Annotated[float, typer.Option(min=0.5, max=1.0, help="Service attainment to be kept.")] = 0.99,
     hold_s: Annotated[float, typer.Option(min=0.0, help="How long a node keeps a layout.")] = 600.0,
     as_json: AsJson = False,
 ) -> None:
     """The fewest GPUs that serve a fleet shaped like section 7.5, in two fixed pools and in one that is regrouped."""
-    traffic = Traffic(duration_s=duration_s, night=night, scale=scale, seed=seed)
-    small, large = parts_of()
+    traffic = Traffic(duration_s=duration_s, night=night, small=small, seed=seed)
+    ones, fours = parts_of()
     with work_folder() as folder:
         tries = Tries(traffic, folder, attainment)
         rows = [
-            tries.fewest("slots of 1, fixed", [small], ([(1,)] * count for count in range(1, GPUS_MAX)), None),
-            tries.fewest("slots of 4, fixed", [large], ([(4,)] * count for count in range(1, GPUS_MAX // 4)), None),
-            tries.fewest("regrouped", [small, large], _beginnings(), RegroupPart(hold_s=hold_s)),
+            tries.fewest("slots of 1, fixed", [ones], ([(1,)] * count for count in range(least, GPUS_MAX)), None),
+            tries.fewest("slots of 4, fixed", [fours], ([(4,)] * count for count in range(1, GPUS_MAX // 4)), None),
+            tries.fewest(
+                "regrouped",
+                [ones, fours],
+                (layouts for layouts in _beginnings() if sum(map(sum, layouts)) >= least),
+                RegroupPart(hold_s=hold_s),
+            ),
         ]
     if as_json:
         print_json([asdict(row) for row in rows])
@@ -115,9 +124,9 @@ def main(
 
 
 def _beginnings() -> Iterator[Layouts]:
-    """More and more nodes of four GPUs; of as many, first those with most slots of one. Both sizes have one at least."""
+    """More and more nodes of four GPUs; of as many, first those with most slots of one. Each size has one at least."""
     for nodes in range(2, GPUS_MAX // 4):
-        for fours in range(1, nodes):
+        for fours in range(1, min(nodes, FOURS_MAX + 1)):
             yield [(4,)] * fours + [(1,) * 4] * (nodes - fours)
 
 

@@ -69,12 +69,13 @@ _SLOTS: Mapping[str, frozenset[str]] = {
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode, or nodes with `layouts` in each region, whose slots serve models of as many GPUs as they have, for good or
-    with `regroup` as the demand asks for; `request-level` has `gpus` in each region that do both, or prefill and decode slots; `static` has
-    `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are per GPU: pools need
-    the latter, and request-level serving has memory for the largest model without it. `prefix_host_bytes`: host memory
-    of a dedicated instance for prefixes. Where dedicated instances are scaled, `instances` are those there at the
-    beginning, and `nodes` take them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the
-    latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
+    with `regroup` as the demand asks for; `request-level` has `gpus` in each region that do both, or prefill and decode
+    slots; `static` has `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are
+    per GPU: pools need the latter, and request-level serving has memory for the largest model without it.
+    `prefix_host_bytes`: host memory of a dedicated instance for prefixes. Where dedicated instances are scaled,
+    `instances` are those there at the beginning, and `nodes` take them; each of those may have a profile, `kv_bytes`
+    and `weights_bytes` of its own, the latter of the slots of pools that plans make. `cost_per_hour`: of one GPU by
+    GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -250,7 +251,9 @@ class Scenario(Part):
         most = sum(self.fleet.layouts[0]) if self.fleet.layouts else 0
         for index, model in enumerate(self.models if self.fleet.layouts else ()):
             if isinstance(model.gpus, dict):
-                raise ValueError(f"models.{index}.gpus: must be a number where fleet.layouts is set: GPUs are of one type")
+                raise ValueError(
+                    f"models.{index}.gpus: must be a number with fleet.layouts, whose GPUs are of one type"
+                )
             regroups = self.fleet.regroup is not None and model.gpus <= most and not model.gpus & (model.gpus - 1)
             if model.gpus not in sizes and not regroups:
                 raise ValueError(f"models.{index}.gpus: no node has slots of {model.gpus} GPUs, nor may it get some")

@@ -70,8 +70,9 @@ class PoolServer:
         """All requests so far, by model."""
         self._closing: dict[int, Callable[[], None]] = {}
         """What to call when a slot that was closed is empty."""
-        for process in self._processes if opened is not None else ():
-            process.open = process.index in opened
+        if opened is not None:
+            for process in self._processes:
+                process.open = process.index in opened
         for model in models:
             self.load(model)
 

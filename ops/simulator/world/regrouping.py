@@ -7,7 +7,7 @@ groups when their processes have started.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controlplane.policies.assignment.layouts import GroupedNode, LayoutFacts, LayoutSettings, choose_layouts
 from controlplane.policies.facts import RegionGpu
@@ -32,7 +32,7 @@ class RegroupSettings:
         tbt_s: target for the time between tokens.
     """
 
-    layouts: LayoutSettings = LayoutSettings()
+    layouts: LayoutSettings = field(default_factory=LayoutSettings)
     every_s: float = 60.0
     window_s: float = 300.0
     fill: float = 0.8

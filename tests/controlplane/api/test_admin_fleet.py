@@ -7,7 +7,7 @@ import pytest
 from controlplane.store.fleet import fleet_index
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.version import tidepool_version
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
 from tests.controlplane.planner.pool_fleet import LATENCY

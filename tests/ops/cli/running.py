@@ -7,7 +7,7 @@ from typing import Any
 
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance
-from dataplane.protocol.messages import SlotSpec
+from dataplane.protocol.joining import SlotSpec
 from ops.client import drains
 from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
