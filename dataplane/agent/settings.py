@@ -40,7 +40,7 @@ class WorkerSettings(BaseModel):
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
     """vLLM on GPUs where a tested version is installed, else torch: vLLM is slower on a CPU, and has neither worker
-    groups, nor several GPUs for a model here, nor most of `kv_pressure`.
+    groups nor most of `kv_pressure`. Slots of several GPUs get it only where it is named: no such slot has run it here.
     """
     if vllm_refusal(values.get("kv_pressure", "auto")):
         return "torch"
@@ -231,10 +231,8 @@ class AgentSettings(BaseSettings):
             if worker.ranks is not None and worker.ranks not in usable:
                 given = f"got {worker.ranks} with gpus={worker.gpus}"
                 raise ValueError(f"slots.{index}.ranks must be {' or '.join(map(str, usable))}, {given}")
-            if self.engine == "vllm" and self.ranks_of(index) > 1:
-                raise ValueError(
-                    f"slots.{index}.gpus must be 1 for vLLM, which runs a model on one GPU here, got {worker.gpus}"
-                )
+            if self.engine == "vllm" and (refusal := self.vllm_split_refusal(index)) is not None:
+                raise ValueError(f"slots.{index}: {refusal}")
             if self.engine != "replay":
                 self._check_visible(index)
         return self
@@ -316,6 +314,15 @@ class AgentSettings(BaseSettings):
         if self.engine == "replay":
             return (1,)
         return tuple(dict.fromkeys((1, worker.gpus))) if self.device == "cpu" else (worker.gpus,)
+
+    def vllm_split_refusal(self, worker: int) -> str | None:
+        """Why vLLM cannot run a model on all GPUs of a worker; None where it can."""
+        ranks = self.ranks_of(worker)
+        if ranks > 1 and self.device == "cpu":
+            return f"ranks must be 1 for vLLM on a CPU, got {ranks}: it splits a model over GPUs only here"
+        if ranks > 1 and self.vllm_models_max > 1:
+            return f"gpus must be 1 for vLLM where vllm_models_max is above 1, got {ranks}"
+        return None
 
     def ranks_of(self, worker: int) -> int:
         """How many processes run each model of a worker together."""

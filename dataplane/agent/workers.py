@@ -230,8 +230,8 @@ class WorkerSupervisor:
             return f"worker {self.index} is a {self.kind} worker; vLLM needs one that does both"
         if not self._alone:
             return f"worker {self.index} is in a group with others; vLLM needs a worker of its own"
-        if self.ranks > 1:
-            return f"worker {self.index} runs each model on {self.ranks} GPUs; vLLM runs a model on one GPU here"
+        if (refusal := self._settings.vllm_split_refusal(self._settings_index)) is not None:
+            return f"worker {self.index}: {refusal}"
         try:
             check_version()
         except ModelLoadError as error:
