@@ -41,6 +41,7 @@ class PoolServer:
         ended: Callable[[Served], None],
     ) -> None:
         self.slots = len(kinds) if opened is None else len(opened)
+        self.gpus = gpus
         self._name = name
         self._region = region
         self._models: dict[str, ModelSpec] = {}
@@ -80,6 +81,11 @@ class PoolServer:
     def busy_s(self) -> float:
         """Busy time of all slots: steps, switches, and waits for KV."""
         return sum(process.busy_s for process in self._processes)
+
+    @property
+    def opened(self) -> int:
+        """The number of slots that are open or not empty yet."""
+        return sum(process.open for process in self._processes) + len(self._closing)
 
     @property
     def switches(self) -> int:
