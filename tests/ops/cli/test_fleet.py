@@ -52,6 +52,19 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     assert served("status", "--json").json["models"] == 1
 
 
+def test_a_node_is_regrouped(fleet: Run, database: Database) -> None:
+    join(database, "n-1", SlotSpec(gpus=4, memory_bytes=4 * GIB, number=0), regroups=True)
+    assert "node n-1 is regrouped as its slots get empty" in fleet("node", "layout", "n-1", "2,1,1").out
+    assert "2, 1, 1 GPUs, since" in fleet("node", "show", "n-1").out
+    assert fleet("node", "show", "n-1", "--json").json["layout"] == [2, 1, 1]
+    assert "node n-1 has these slots" in fleet("node", "layout", "n-1", "4").out
+    assert "slots wanted" not in fleet("node", "show", "n-1").out
+    for layout, said in (("2,x", "is no list of numbers"), ("3,1", "a slot has 1, 2, 4, 8, ... GPUs, not 3")):
+        failed = fleet("node", "layout", "n-1", layout)
+        assert failed.status != 0
+        assert said in " ".join(failed.err.split())
+
+
 def test_what_is_used_is_not_deleted_and_drain_empties_it_first(
     fleet: Run, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
