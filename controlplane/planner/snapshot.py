@@ -139,12 +139,7 @@ def _snapshot(
     why instances must leave a node, by its name.
     """
     reports, leases, leaving = reports or {}, leases or {}, leaving or {}
-    going = _going(inventory)
-    late = {
-        node.name
-        for node in inventory.nodes
-        if node.layout_at is not None and now_s - node.layout_at.timestamp() > settings.regroup_patience_s
-    }
+    going, late = _going(inventory), _regrouped_late(inventory, settings, now_s)
     profiles = {
         ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
             tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
@@ -186,6 +181,15 @@ def _limits(row: EndpointRow, least: Mapping[Endpoint, int]) -> tuple[Endpoint, 
     endpoint = Endpoint(model=row.model, region=row.region)
     asked = min(least.get(endpoint, 0), row.instances_max)
     return endpoint, (max(row.instances_min, asked), row.instances_max)
+
+
+def _regrouped_late(inventory: FleetInventory, settings: Settings, now_s: float) -> frozenset[str]:
+    """The nodes that have waited to be regrouped for longer than `regroup_patience_s`."""
+    return frozenset(
+        node.name
+        for node in inventory.nodes
+        if node.layout_at is not None and now_s - node.layout_at.timestamp() > settings.regroup_patience_s
+    )
 
 
 def _going(inventory: FleetInventory) -> dict[SlotRef, str]:
