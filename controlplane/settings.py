@@ -102,6 +102,8 @@ class Settings(BaseSettings):
     """interval at which a process reads the live state of instances from Redis"""
     node_replace_s: float = Field(20.0, gt=0)
     """after this long without a heartbeat a node's instances are started elsewhere, if there is capacity"""
+    regroup_patience_s: float = Field(120.0, ge=0)
+    """how long slots that are to be regrouped keep instances that have no place elsewhere, before these are drained"""
     heartbeat_stale_s: float = Field(5.0, gt=1)
     """after this long without a heartbeat a node's state is unknown and it receives no requests"""
     key_cache_s: float = Field(5.0, ge=0)

@@ -26,7 +26,8 @@ from controlplane.store.keys import record, snapshot
 from controlplane.store.redis.live import NodeView, of_instances
 from controlplane.store.tables import Node, Role
 from controlplane.store.terms import note_reported
-from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join
+from dataplane.protocol.joining import Join
+from dataplane.protocol.messages import DesiredInstances, Heartbeat
 
 T = TypeVar("T")
 _BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
@@ -35,7 +36,7 @@ router = APIRouter(prefix="/node", tags=["nodes"], dependencies=[Depends(needs(R
 
 @router.post("/join", summary="A node introduces itself", openapi_extra=_BODY)
 async def join(request: Request, state: StateDep, caller: NodeCaller) -> Response:
-    """Body: `dataplane.protocol.messages.Join`. Answers the node's desired instances."""
+    """Body: `dataplane.protocol.joining.Join`. Answers the node's desired instances."""
     message = _decoded(await request.body(), Join)
     _check_own(caller, message.node, state)
     if not NODE_NAME.fullmatch(message.node):

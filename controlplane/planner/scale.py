@@ -32,6 +32,7 @@ from controlplane.store.instances import (
     touch_generations,
 )
 from controlplane.store.keys import record, snapshot
+from controlplane.store.layouts import regroup
 from controlplane.store.leases import end_due_leases, give_notice
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
@@ -84,14 +85,26 @@ def scale(database: Database, live: LiveStore, settings: Settings, *, now_s: flo
 
 
 def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
-    """End leases that are over, and change the engines of instances that failed on theirs. How many leases ended."""
+    """End leases that are over, regroup slots that are empty, and change the engines of instances that failed on
+    theirs. How many leases ended.
+    """
     with database.transaction() as session:
         fleet_version(session, lock=True)
         ended = _end_leases(session)
         sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)
-        if ended or sent_back:
+        regrouped = _regroup(session)
+        if ended or sent_back or regrouped:
             note_change(session)
     return ended
+
+
+def _regroup(session: Session) -> int:
+    """Replace the slots that are to be regrouped and are empty; how many nodes have others now."""
+    done = regroup(session)
+    for one in done:
+        before, after = {"layout": list(one.before)}, {"layout": list(one.after)}
+        record(session, actor=ACTOR, action="node.regroup", subject=one.node, before=before, after=after)
+    return len(done)
 
 
 def _apply(

@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.errors import UnavailableError
 from controlplane.planner.correct import profiles_in_force
 from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
-from controlplane.policies.assignment.facts import Donation, PlacedInstance
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRef
 from controlplane.policies.demand import forecast_at
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
@@ -30,6 +30,7 @@ from controlplane.store.rollouts import kept_capacity
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance, InstanceLease
 from controlplane.store.weights import sizes_of, weights_memory
+from dataplane.protocol.layouts import going_slots
 from dataplane.protocol.tiers import InstanceKind
 
 PLAN_SILENT_S = 60.0
@@ -138,6 +139,7 @@ def _snapshot(
     why instances must leave a node, by its name.
     """
     reports, leases, leaving = reports or {}, leases or {}, leaving or {}
+    going, late = _going(inventory), _regrouped_late(inventory, settings, now_s)
     profiles = {
         ModelGpu(model=row.model, gpu_type=row.gpu_type): Profile(
             tokens_per_s=row.tokens_per_s, gpus=row.gpus, start=StartTimes.of_load(row.load_time_s)
@@ -145,7 +147,7 @@ def _snapshot(
         for row in inventory.profiles
     }
     return FleetSnapshot(
-        nodes=_nodes(inventory, ages_s),
+        nodes=_nodes(inventory, ages_s, going),
         instances=tuple(
             PlacedInstance(
                 instance_id=row.id,
@@ -160,7 +162,8 @@ def _snapshot(
                 remaining_tokens=reports[row.id].remaining_tokens if row.id in reports else 0,
                 kind=InstanceKind(row.kind),
                 donation=_donation(row, leases.get(row.id), now_s),
-                leaving=leaving.get(row.node),
+                leaving=leaving.get(row.node) or going.get((row.node, row.slot)),
+                overdue=row.node in late and (row.node, row.slot) in going,
                 succeeds=row.succeeds,
                 pooled=row.pooled,
                 report=reports.get(row.id),
@@ -180,13 +183,43 @@ def _limits(row: EndpointRow, least: Mapping[Endpoint, int]) -> tuple[Endpoint, 
     return endpoint, (max(row.instances_min, asked), row.instances_max)
 
 
-def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float]) -> tuple[NodeFacts, ...]:
+def _regrouped_late(inventory: FleetInventory, settings: Settings, now_s: float) -> frozenset[str]:
+    """The nodes that have waited to be regrouped for longer than `regroup_patience_s`."""
+    return frozenset(
+        node.name
+        for node in inventory.nodes
+        if node.layout_at is not None and now_s - node.layout_at.timestamp() > settings.regroup_patience_s
+    )
+
+
+def _going(inventory: FleetInventory) -> dict[SlotRef, str]:
+    """The slots that wait to be regrouped, and how they are spoken of."""
+    present: dict[str, list[int]] = {node.name: [] for node in inventory.nodes}
+    for slot in inventory.slots:
+        present[slot.node].append(slot.gpus)
+    return {
+        (node.name, slot): f"slot {slot} of node {node.name} is regrouped"
+        for node in inventory.nodes
+        if node.layout is not None
+        for slot in going_slots(tuple(present[node.name]), tuple(node.layout))
+    }
+
+
+def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float], going: Container[SlotRef]) -> tuple[NodeFacts, ...]:
     """The nodes; one that never sent a heartbeat, or that the live view does not know, is silent for ever."""
     slots: dict[str, list[NodeSlot]] = {node.name: [] for node in inventory.nodes}
     nodes = {node.name: node for node in inventory.nodes}
     for slot in inventory.slots:
         weights = weights_memory(nodes[slot.node], slot)
-        slots[slot.node].append(NodeSlot(number=slot.index, gpus=slot.gpus, workers=slot.workers, weights=weights))
+        slots[slot.node].append(
+            NodeSlot(
+                number=slot.index,
+                gpus=slot.gpus,
+                workers=slot.workers,
+                weights=weights,
+                going=(slot.node, slot.index) in going,
+            )
+        )
     return tuple(
         NodeFacts(
             name=node.name,

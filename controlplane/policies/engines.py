@@ -143,8 +143,8 @@ def _why_torch(facts: EngineFacts) -> str | None:
         return "pooled: only the torch engine switches between many models"
     if facts.is_adapter:
         return "a LoRA adapter: only the torch engine adds it to its base"
-    if facts.gpus > 1:
-        return f"it takes {facts.gpus} GPUs: vLLM runs a model on one GPU here"
+    if facts.gpus > 1 and not facts.whole_slot:
+        return f"it takes {facts.gpus} GPUs of a larger slot: vLLM takes all of one"
     if facts.workers > 1:
         return f"{facts.workers} workers of its slot serve together: only the torch engine does that"
     return None

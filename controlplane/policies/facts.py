@@ -60,13 +60,14 @@ class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
 @dataclass(frozen=True, kw_only=True)
 class NodeSlot:
     """A slot of a node: its GPUs, the worker processes that share them, and each worker's memory for weights. A worker
-    holds a model; a request runs on any of them.
+    holds a model; a request runs on any of them. `going`: its GPUs will be regrouped once it is empty.
     """
 
     gpus: int
     number: int = 0
     workers: int = 1
     weights: WeightsMemory = UNKNOWN_MEMORY
+    going: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

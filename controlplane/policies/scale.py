@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.assignment.evacuation import choose_evacuation
+from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings
 from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool_slots
 from controlplane.policies.facts import Endpoint
@@ -71,7 +71,8 @@ def choose_scale(
     chosen = _joined(choose_slots(slot_facts, now_s, placing), pooling)
     let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
     drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
-    chosen = replace(chosen, drains=(*chosen.drains, *drains))
+    let_go |= {change.instance_id for change in drains}
+    chosen = replace(chosen, drains=(*chosen.drains, *drains, *choose_overdue(snapshot.instances, let_go)))
     changed_kinds = {change.instance_id: change.kind for change in chosen.changed_kinds}
     taken = {change.instance_id: change.succeeds for change in (*chosen.revives, *chosen.reclaims)}
     return ScaleDecision(

@@ -157,7 +157,7 @@ def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
             gpus=slot.gpus,
             gpus_free=max(0, slot.gpus - held[node.name, slot.number]),
             age_s=node.age_s,
-            accepting=node.accepting,
+            accepting=node.accepting and not slot.going,
             workers=slot.workers,
             weights=slot.weights,
         )

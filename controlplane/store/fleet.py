@@ -26,8 +26,6 @@ from controlplane.store.tables import (
     Slot,
 )
 
-_ONE_GPU = "vLLM runs a model on one GPU here, and an instance of it takes"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
@@ -136,7 +134,7 @@ def put_model(session: Session, model: Model) -> Model:
     Raises:
         ConflictError: instances of the name, or of its adapters, run from another path, for another task or on another
             base; adapters of it have other sizes; or the name is an alias.
-        InvalidValueError: its engine is vLLM, and by a profile it takes several GPUs; or it is no adapter of its base.
+        InvalidValueError: it is no adapter of its base.
         NotFoundError: its base is not registered.
     """
     fleet_index(session, lock=True)
@@ -155,24 +153,15 @@ def put_model(session: Session, model: Model) -> Model:
         raise ConflictError(f"model '{model.name}' has live instances on {on}", param="base")
     if present is not None and model.task not in (None, present.task) and session.scalar(live) is not None:
         raise ConflictError(f"model '{model.name}' has live instances for task {present.task}", param="task")
-    sizes = select(Profile.gpus).where(Profile.model == model.name, Profile.gpus > 1).limit(1)
-    if model.engine == "vllm" and (gpus := session.scalar(sizes)) is not None:
-        raise InvalidValueError(f"engine may not be vllm: {_ONE_GPU} {gpus}, says a profile of it", param="engine")
     if present is not None and (present.engine, present.path) != (model.engine, model.path):
         session.execute(delete(EngineFailureRow).where(EngineFailureRow.model == model.name))
     return _put(session, model)
 
 
 def put_profile(session: Session, profile: Profile) -> Profile:
-    """Say what an instance of a model does on a GPU type.
-
-    Raises:
-        InvalidValueError: it takes several GPUs, and vLLM was chosen for the model.
-    """
+    """Say what an instance of a model does on a GPU type."""
     fleet_index(session, lock=True)
-    model = require(session, Model, profile.model, param="model")
-    if model.engine == "vllm" and profile.gpus > 1:
-        raise InvalidValueError(f"gpus must be 1: {_ONE_GPU} {profile.gpus}; its engine is vllm", param="gpus")
+    require(session, Model, profile.model, param="model")
     require(session, GpuType, profile.gpu_type, param="gpu_type")
     present = session.get(Profile, (profile.model, profile.gpu_type))
     if present is not None and (present.tokens_per_s, present.latency) != (profile.tokens_per_s, profile.latency):

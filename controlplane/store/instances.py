@@ -19,7 +19,7 @@ from controlplane.store.fleet import fleet_index
 from controlplane.store.leases import active_leases, end_leases
 from controlplane.store.rows import Page, delete_some, matching, page
 from controlplane.store.storable import storable
-from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node
+from controlplane.store.tables import Desired, Instance, LeaseEnd, Model, Node, Slot
 from controlplane.store.terms import current_term
 from dataplane.protocol.messages import (
     BaseModel,
@@ -183,6 +183,7 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
     row = session.get_one(Node, node)
     return DesiredInstances(
         generation=row.generation,
+        layout=present_layout(session, node) if row.regroups else None,
         term=current_term(session),
         handing_over=row.leaving and _is_handing_over(session, [instance for instance, _ in rows]),
         instances=tuple(
@@ -194,6 +195,11 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
             for instance, model in rows
         ),
     )
+
+
+def present_layout(session: Session, node: str) -> tuple[int, ...]:
+    """The sizes of a node's slots."""
+    return tuple(session.scalars(select(Slot.gpus).where(Slot.node == node).order_by(Slot.index)))
 
 
 def _is_handing_over(session: Session, held: Sequence[Instance]) -> bool:

@@ -10,12 +10,13 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError
 from controlplane.store.fleet import bump_index
-from controlplane.store.instances import instances_of, set_desired, touch_generations
+from controlplane.store.instances import instances_of, present_layout, set_desired, touch_generations
 from controlplane.store.keys import snapshot
+from controlplane.store.layouts import slots_like
 from controlplane.store.leases import end_leases
 from controlplane.store.rows import require
 from controlplane.store.tables import Desired, GpuType, Instance, LeaseEnd, Node, Region, Slot
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,25 +39,44 @@ def join_node(session: Session, join: Join) -> Joined:
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
     present = session.get(Node, join.node)
-    slots = [Slot(node=join.node, index=index, **msgspec.structs.asdict(spec)) for index, spec in enumerate(join.slots)]
-    offered = {name: getattr(join, name) for name in ("region", "gpu_type", "url", "engine", "host_bytes", "dtype")}
+    slots = _slots_of(session, present, join)
+    names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
+    offered = {name: getattr(join, name) for name in names}
     if present is not None and _is_as_before(session, present, offered, slots):
         present.leaving = False
         present.version, present.engine_version = join.version, join.engine_version
         return Joined(node=present)
     bump_index(session)
-    lost = () if present is None else _give_up(session, present, join)
+    lost = () if present is None else _give_up(session, present, join, slots)
     node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
-    session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot >= len(slots)))
-    session.execute(delete(Slot).where(Slot.node == join.node, Slot.index >= len(slots)))
+    if node.layout is not None and sum(node.layout) != sum(slot.gpus for slot in slots):
+        node.layout = node.layout_at = None
+    kept = [slot.index for slot in slots]
+    session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot.not_in(kept)))
+    session.execute(delete(Slot).where(Slot.node == join.node, Slot.index.not_in(kept)))
     for slot in slots:
         session.merge(slot)
     session.flush()
     return Joined(node=node, lost=lost)
 
 
-def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
+def _slots_of(session: Session, present: Node | None, join: Join) -> list[Slot]:
+    """The slots that a node has from now on: those it joins with, or, if it regroups its GPUs and has as many as
+    before, those that they were grouped into. It is told these.
+    """
+    offered = []
+    for place, spec in enumerate(join.slots):
+        values = msgspec.structs.asdict(spec)
+        number = values.pop("number")
+        offered.append(Slot(node=join.node, index=place if number is None else number, **values))
+    if present is None or not (present.regroups and join.regroups):
+        return offered
+    layout = present_layout(session, join.node)
+    return slots_like(offered[0], layout) if sum(layout) == sum(slot.gpus for slot in offered) else offered
+
+
+def _give_up(session: Session, present: Node, join: Join, slots: Sequence[Slot]) -> tuple[str, ...]:
     """Stop what no longer fits on the node. Its instances must be of its region and GPU type, which none can change."""
     live = instances_of(session, present.name)
     if live and (present.region, present.gpu_type) != (join.region, join.gpu_type):
@@ -65,7 +85,7 @@ def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
             f" drain it before it joins as {join.region}/{join.gpu_type}",
             param="region",
         )
-    lost = _misfits(live, join.slots)
+    lost = _misfits(live, slots)
     if lost:
         touch_generations(session, [present.name])
         end_leases(session, lost, LeaseEnd.LOST)
@@ -73,13 +93,14 @@ def _give_up(session: Session, present: Node, join: Join) -> tuple[str, ...]:
     return lost
 
 
-def _misfits(live: Sequence[Instance], slots: Sequence[SlotSpec]) -> tuple[str, ...]:
+def _misfits(live: Sequence[Instance], slots: Sequence[Slot]) -> tuple[str, ...]:
     """Instances, oldest first, whose slot was removed, has no worker of their size, or is full with older ones."""
-    free = [slot.gpus for slot in slots]
+    free = {slot.index: slot.gpus for slot in slots}
+    most = {slot.index: slot.gpus // slot.workers for slot in slots}
     lost = []
     for instance in live:
         at = instance.slot
-        if at >= len(slots) or instance.gpus > min(slots[at].worker_gpus, free[at]):
+        if at not in free or instance.gpus > min(most[at], free[at]):
             lost.append(instance.id)
         else:
             free[at] -= instance.gpus

@@ -133,11 +133,15 @@ class Node(Base):
     `host_bytes`: its model cache in host memory; None: its agent is too old to report it. `dtype`: what weights are
     converted to; None: they stay as stored, or its agent is too old to report it. `version`, `engine_version`: of
     Tidepool and of the engine there; None: not installed as a package, or its agent is too old to report it.
-    `draining`: an operator takes it out of service; `leaving`: its agent is shutting down.
+    `draining`: an operator takes it out of service; `leaving`: its agent is shutting down. `regroups`: its GPUs may be
+    grouped into other slots; `layout`: the slots' sizes that are wanted, since `layout_at`; None: those that it has.
     """
 
     __tablename__ = "nodes"
-    __table_args__ = (CheckConstraint("host_bytes > 0", name="host_bytes_positive"),)
+    __table_args__ = (
+        CheckConstraint("host_bytes > 0", name="host_bytes_positive"),
+        CheckConstraint("(layout IS NULL) = (layout_at IS NULL)", name="layout_since"),
+    )
     name: Mapped[str] = mapped_column(primary_key=True)
     region: Mapped[str] = mapped_column(ForeignKey("regions.name"))
     gpu_type: Mapped[str] = mapped_column(ForeignKey("gpu_types.name"))
@@ -149,6 +153,9 @@ class Node(Base):
     engine_version: Mapped[str | None]
     draining: Mapped[bool] = mapped_column(server_default=text("false"))
     leaving: Mapped[bool] = mapped_column(server_default=text("false"))
+    regroups: Mapped[bool] = mapped_column(default=False, server_default=text("false"))
+    layout: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
+    layout_at: Mapped[datetime | None]
     generation: Mapped[int] = mapped_column(server_default=text("0"))
     last_seen_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -17,7 +17,8 @@ from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import StaleGenerationError
-from dataplane.protocol.messages import DesiredInstances, EngineKind, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import DesiredInstances, EngineKind
 from dataplane.protocol.tls import client_context
 from dataplane.protocol.version import tidepool_version
 
@@ -40,6 +41,7 @@ def join_message(agent: Agent, url: str) -> Join:
         dtype=None if settings.engine == "replay" else settings.dtype,
         version=tidepool_version(),
         engine_version=_engine_version(settings.engine),
+        regroups=settings.regroup,
     )
 
 
@@ -58,12 +60,13 @@ def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
     groups = ([settings.slots[index] for index in indices] for indices in settings.groups)
     return tuple(
         SlotSpec(
+            number=number if settings.regroup else None,
             gpus=sum(worker.gpus for worker in group),
             memory_bytes=sum(worker.memory_bytes for worker in group),
             workers=len(group),
             weights_bytes=max(1, min(settings.weights_bytes(worker) for worker in group)),
         )
-        for group in groups
+        for number, group in zip(settings.numbers, groups, strict=True)
     )
 
 

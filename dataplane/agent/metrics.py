@@ -99,17 +99,17 @@ class AgentCollector(Collector):
         yield from (running, waiting, usage)
 
     def _by_node(self) -> Iterator[Metric]:
-        workers = self._agent.workers
+        workers, former = self._agent.workers, self._agent.groups.former
+        preemptions = former["preemptions"] + sum(w.preemptions_total for w in workers)
+        load_s = former["load_s"] + sum(w.load_s for w in workers)
+        restarts = former["restarts"] + sum(w.restarts_total for w in workers)
+        handovers = former["handovers"] + sum(group.dispatcher.handovers_total for group in self._agent.groups)
         counts = (
-            ("vllm:num_preemptions", "Requests preempted", sum(w.preemptions_total for w in workers)),
+            ("vllm:num_preemptions", "Requests preempted", preemptions),
             ("tidepool_switches", "Model switches", self._agent.switches_total),
-            ("tidepool_load_seconds", "Requests paused by another model's load", sum(w.load_s for w in workers)),
-            ("tidepool_worker_restarts", "Worker processes restarted", sum(w.restarts_total for w in workers)),
-            (
-                "tidepool_handovers",
-                "Requests whose KV moved from a prefill worker to a decode worker",
-                sum(group.dispatcher.handovers_total for group in self._agent.groups),
-            ),
+            ("tidepool_load_seconds", "Requests paused by another model's load", load_s),
+            ("tidepool_worker_restarts", "Worker processes restarted", restarts),
+            ("tidepool_handovers", "Requests whose KV moved from a prefill worker to a decode worker", handovers),
         )
         for name, about, value in counts:
             yield CounterMetricFamily(name, about, value=value)

@@ -18,6 +18,7 @@ from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
 from dataplane.agent.newest_term import NewestTerm
+from dataplane.agent.node_groups import NodeGroups
 from dataplane.agent.parsing.answer_text import Parsed
 from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pool_reports import pool_reports
@@ -37,7 +38,7 @@ from dataplane.agent.token_questions import detokenized, tokenized
 from dataplane.agent.tokenization import LoadTokenizer, Tokenizer, TokenizerCache, load_tokenizer
 from dataplane.agent.worker_groups import WorkerGroup
 from dataplane.agent.worker_link import WorkerLink
-from dataplane.agent.workers import NodeResources, StartWorker
+from dataplane.agent.workers import NodeResources, StartWorker, WorkerSupervisor
 from dataplane.checkpoints.pooling import EmbeddingRules
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.protocol.errors import (
@@ -96,9 +97,12 @@ class Agent:
         resources = NodeResources(
             settings=settings, files=self._files, tokenizers=tokenizers, start_worker=start_worker
         )
-        self.groups = tuple(WorkerGroup(indices, resources, on_change=self.changed.set) for indices in settings.groups)
-        workers = (worker for group in self.groups for worker in group.workers)
-        self.workers = tuple(sorted(workers, key=lambda worker: worker.index))
+        self.groups = NodeGroups(resources, on_change=self.changed.set)
+
+    @property
+    def workers(self) -> tuple[WorkerSupervisor, ...]:
+        """The workers that the node has now, by their numbers."""
+        return self.groups.workers
 
     @property
     def term(self) -> int:
@@ -114,12 +118,9 @@ class Agent:
         """Keep every worker running until cancelled; then end them."""
         self._files.open()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for worker in self.workers:
-                    tasks.create_task(worker.run())
+            await self.groups.run()
         finally:
-            for group in self.groups:
-                group.dispatcher.end_all(WorkerLostError("the agent is shutting down"))
+            self.groups.end_requests(WorkerLostError("the agent is shutting down"))
             await self._constraints.close()
             self._files.close()
             await self._renderers.close()
@@ -144,9 +145,11 @@ class Agent:
         self.generation = desired.generation
         self._handing_over = desired.handing_over
         self._desired = {instance.instance_id: instance for instance in desired.instances}
-        for number, group in enumerate(self.groups):
-            group.follow(instance for instance in desired.instances if instance.slot == number)
-        self._misplaced = tuple(i for i in desired.instances if not 0 <= i.slot < len(self.groups))
+        if desired.layout is not None and self.settings.regroup:
+            self.groups.regroup(desired.layout)
+        for group in self.groups:
+            group.follow(instance for instance in desired.instances if instance.slot == group.number)
+        self._misplaced = tuple(instance for instance in desired.instances if instance.slot not in self.groups)
 
     async def hand_over(self, *, decided_s: float, max_s: float) -> None:
         """Ask for successors of all instances on other nodes, and serve until they have taken over.
@@ -208,7 +211,7 @@ class Agent:
     @property
     def switches_total(self) -> int:
         """Model switches on all workers since the agent started."""
-        return sum(worker.switches_total for worker in self.workers)
+        return int(self.groups.former["switches"]) + sum(worker.switches_total for worker in self.workers)
 
     async def admit(self, generate: Generate) -> Answer | PooledAnswer:
         """Check and tokenize a request, and send it to its instance.

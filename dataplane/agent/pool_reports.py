@@ -15,12 +15,12 @@ RUNS_S = 5.0
 SWITCHES_S = 60.0
 
 
-def pool_reports(groups: Sequence[WorkerGroup]) -> tuple[PoolReport, ...]:
+def pool_reports(groups: Iterable[WorkerGroup]) -> tuple[PoolReport, ...]:
     """The workers of all groups that host several models, by slot; their statistics are what they reported last."""
     now_s = time.monotonic()
     return tuple(
-        _report(slot, worker, worker.stats.pool, now_s - worker.stats_s)
-        for slot, group in enumerate(groups)
+        _report(group.number, worker, worker.stats.pool, now_s - worker.stats_s)
+        for group in groups
         for worker in group.workers
         if worker.stats.pool is not None and len(worker.stats.instances) > 1
     )

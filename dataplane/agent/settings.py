@@ -14,6 +14,7 @@ from dataplane.engines.core.devices import StepLimits, step_limits, visible_gpus
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.layouts import Layout, check_layout, slots_of
 from dataplane.protocol.messages import EngineKind
 from dataplane.protocol.tls import check_tls_files
 from dataplane.scheduling.decode import DecodeSettings
@@ -39,7 +40,7 @@ class WorkerSettings(BaseModel):
 
 def _engine_for(values: dict[str, Any]) -> EngineKind:
     """vLLM on GPUs where a tested version is installed, else torch: vLLM is slower on a CPU, and has neither worker
-    groups, nor several GPUs for a model here, nor most of `kv_pressure`.
+    groups nor most of `kv_pressure`. Slots of several GPUs get it only where it is named: no such slot has run it here.
     """
     if vllm_refusal(values.get("kv_pressure", "auto")):
         return "torch"
@@ -65,6 +66,9 @@ class AgentSettings(BaseSettings):
     slots: tuple[WorkerSettings, ...] = Field(min_length=1, max_length=64)
     """workers of this node, a JSON list; their fields are listed below"""
 
+    regroup: bool = False
+    """let the control plane group the GPUs into other slots of 1, 2, 4, 8, ... than `slots`, which have the same memory
+    for each GPU then"""
     device: str = "cpu"
     """PyTorch device: cpu, cuda, or cuda:N"""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -229,13 +233,47 @@ class AgentSettings(BaseSettings):
             if worker.ranks is not None and worker.ranks not in usable:
                 given = f"got {worker.ranks} with gpus={worker.gpus}"
                 raise ValueError(f"slots.{index}.ranks must be {' or '.join(map(str, usable))}, {given}")
-            if self.engine == "vllm" and self.ranks_of(index) > 1:
-                raise ValueError(
-                    f"slots.{index}.gpus must be 1 for vLLM, which runs a model on one GPU here, got {worker.gpus}"
-                )
+            if self.engine == "vllm" and (refusal := self.vllm_split_refusal(index)) is not None:
+                raise ValueError(f"slots.{index}: {refusal}")
             if self.engine != "replay":
                 self._check_visible(index)
         return self
+
+    @model_validator(mode="after")
+    def _check_regrouping(self) -> Self:
+        if not self.regroup:
+            return self
+        layout = tuple(worker.gpus for worker in self.slots)
+        try:
+            check_layout(layout, sum(layout))
+        except ValueError as error:
+            raise ValueError(f"slots: {error}; regroup needs that") from error
+        if self.together or any(kind != "both" for kind in self.kinds):
+            raise ValueError("regroup: must be false where slots serve together (split, together, or their kind)")
+        if len({worker.memory_bytes / worker.gpus for worker in self.slots}) > 1:
+            raise ValueError("slots: memory_bytes must be the same for each GPU where regroup is set")
+        if len({self.ranks_of(index) > 1 for index, worker in enumerate(self.slots) if worker.gpus > 1}) > 1:
+            raise ValueError("slots: ranks must be 1 for all, or gpus for all, where regroup is set")
+        if self.device.startswith("cuda:"):
+            raise ValueError(
+                f"device must be cuda where regroup is set, not {self.device}: slots have GPUs of their own"
+            )
+        return self
+
+    def regrouped(self, layout: Layout) -> Self:
+        """The settings with its GPUs grouped into other slots.
+
+        Raises:
+            ValueError: the node cannot be grouped like that.
+        """
+        check_layout(layout, sum(worker.gpus for worker in self.slots))
+        gpu_bytes = self.slots[0].memory_bytes // self.slots[0].gpus
+        split = any(worker.ranks is not None and worker.ranks > 1 for worker in self.slots)
+        slots = tuple(
+            WorkerSettings(gpus=gpus, ranks=gpus if split else None, memory_bytes=gpu_bytes * gpus, kind="both")
+            for gpus in layout
+        )
+        return self.model_copy(update={"slots": slots})
 
     def _check_visible(self, worker: int) -> None:
         try:
@@ -278,6 +316,15 @@ class AgentSettings(BaseSettings):
         if self.engine == "replay":
             return (1,)
         return tuple(dict.fromkeys((1, worker.gpus))) if self.device == "cpu" else (worker.gpus,)
+
+    def vllm_split_refusal(self, worker: int) -> str | None:
+        """Why vLLM cannot run a model on all GPUs of a worker; None where it can."""
+        ranks = self.ranks_of(worker)
+        if ranks > 1 and self.device == "cpu":
+            return f"ranks must be 1 for vLLM on a CPU, got {ranks}: it splits a model over GPUs only here"
+        if ranks > 1 and self.vllm_models_max > 1:
+            return f"gpus must be 1 for vLLM where vllm_models_max is above 1, got {ranks}"
+        return None
 
     def ranks_of(self, worker: int) -> int:
         """How many processes run each model of a worker together."""
@@ -325,6 +372,13 @@ class AgentSettings(BaseSettings):
             key = ("alone", index) if alone else (kind == "both", worker.gpus, self.ranks_of(index))
             groups.setdefault(key, []).append(index)
         return tuple(tuple(indices) for indices in groups.values())
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The number of each worker group on the node, as the control plane knows it."""
+        if self.regroup:
+            return tuple(slots_of([worker.gpus for worker in self.slots]))
+        return tuple(range(len(self.groups)))
 
     @property
     def sources(self) -> Sources:

@@ -34,10 +34,16 @@ _SUMMED = ("kv_used_bytes", "kv_capacity_bytes", "remaining_tokens", "running", 
 
 
 class WorkerGroup:
-    """Workers and the requests on them; their `WorkerOwner`. `on_change` is called when a state has changed."""
+    """Workers and the requests on them; their `WorkerOwner`. `on_change` is called when a state has changed. `number`:
+    the slot's on the node; `gpus`: of its workers together.
+    """
 
-    def __init__(self, indices: Iterable[int], node: NodeResources, *, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, number: int, indices: Iterable[int], node: NodeResources, *, on_change: Callable[[], None]
+    ) -> None:
         settings = node.settings
+        self.number = number
+        self.gpus = sum(settings.slots[index].gpus for index in indices)
         self._desired: dict[str, DesiredInstance] = {}
         self._on_change = on_change
         self.workers = tuple(WorkerSupervisor(index, node, self) for index in indices)

@@ -89,12 +89,15 @@ class WorkerOwner(Protocol):
 
 class WorkerSupervisor:
     """Keeps one worker process running. `stats_s` is when its engine last reported statistics, by `time.monotonic`;
-    `worker_start_s` is how long the latest process took from its start until it could load models.
+    `worker_start_s` is how long the latest process took from its start until it could load models. `index`: its number
+    on the node, which is that of its first GPU where these are regrouped.
     """
 
     def __init__(self, index: int, node: NodeResources, owner: WorkerOwner) -> None:
+        """`index`: of its settings."""
         settings = node.settings
-        self.index = index
+        self.index = settings.numbers[index] if settings.regroup else index
+        self._settings_index = index
         self.kind = settings.kinds[index]
         self.gpus = settings.slots[index].gpus
         self.ranks = settings.ranks_of(index)
@@ -227,8 +230,8 @@ class WorkerSupervisor:
             return f"worker {self.index} is a {self.kind} worker; vLLM needs one that does both"
         if not self._alone:
             return f"worker {self.index} is in a group with others; vLLM needs a worker of its own"
-        if self.ranks > 1:
-            return f"worker {self.index} runs each model on {self.ranks} GPUs; vLLM runs a model on one GPU here"
+        if (refusal := self._settings.vllm_split_refusal(self._settings_index)) is not None:
+            return f"worker {self.index}: {refusal}"
         try:
             check_version()
         except ModelLoadError as error:
@@ -252,8 +255,9 @@ class WorkerSupervisor:
         self._reported = self.replaced = False
         kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._process_started_s = self.engine, time.monotonic()
-        asked = configure(self._settings, self.index, kv_file, self._node.files, engine)
-        link = await self._node.start_worker(asked, worker_environment(self._settings, self.index, os.environ))
+        asked = configure(self._settings, self._settings_index, kv_file, self._node.files, engine)
+        environment = worker_environment(self._settings, self._settings_index, os.environ)
+        link = await self._node.start_worker(asked, environment)
         self._link, self.replaced = link, engine != self.engine
         log.info("worker started", worker=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self.replaced:

@@ -337,65 +337,14 @@ class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
 
     `handing_over`: the node is shutting down, and its instances drain or have successors that start elsewhere. `term`:
     of the primary that says so (0 from a control plane of the version before, which is followed); a node refuses
-    older ones than it has seen.
+    older ones than it has seen. `layout`: how its GPUs are to be grouped now, see `layouts`; None: as it joined.
     """
 
     generation: int
     instances: tuple[DesiredInstance, ...]
     handing_over: bool = False
     term: int = 0
-
-
-class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker group of a node. `memory_bytes`: of all its `gpus` together. `workers` share the GPUs equally; an
-    instance is on every worker, so a model must fit on the GPUs of one. `weights_bytes`: the memory of each worker
-    for weights; None from agents of older versions.
-    """
-
-    gpus: int
-    memory_bytes: int
-    workers: int = 1
-    weights_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the counts.
-
-        Raises:
-            ValueError: the workers have no equal numbers of GPUs, or no memory for weights.
-        """
-        if self.gpus < 1 or self.workers < 1 or self.gpus % self.workers:
-            raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
-        if self.weights_bytes is not None and self.weights_bytes < 1:
-            raise ValueError(f"weights_bytes must be at least 1, not {self.weights_bytes}")
-
-    @property
-    def worker_gpus(self) -> int:
-        """GPUs of one worker: the most that a model may take."""
-        return self.gpus // self.workers
-
-
-Version = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+$")]
-"""A version of a package, as its own metadata has it."""
-
-
-class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """A node joins. Joining again with the same name replaces its url and slots.
-
-    `host_bytes`: host memory for the models of all its slots; None from agents of older versions. `dtype`: the type of
-    weights; None: as stored (a replay), or an agent of an older version. `version`: Tidepool's on the node;
-    `engine_version`: of the package behind `engine`. None: not installed as a package, or an older agent.
-    """
-
-    node: str
-    region: str
-    gpu_type: str
-    url: str
-    slots: tuple[SlotSpec, ...]
-    engine: EngineKind
-    host_bytes: int | None = None
-    dtype: str | None = None
-    version: Version | None = None
-    engine_version: Version | None = None
+    layout: tuple[int, ...] | None = None
 
 
 class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):

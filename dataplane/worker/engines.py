@@ -88,7 +88,7 @@ def make_vllm_engine(configure: Configure) -> Engine:
     """vLLM's engine. vLLM reads the environment when it is imported."""
     from dataplane.engines.vllm.interfaces import prepare_process  # noqa: PLC0415
 
-    prepare_process(configure.device)
+    prepare_process(configure.device, ranks=configure.ranks)
     from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
     from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
 
@@ -106,6 +106,7 @@ def make_vllm_engine(configure: Configure) -> Engine:
         prefix_cache=configure.prefix_cache,
         spare_to_kv=configure.vllm_models_max == 1,
         async_scheduling=configure.vllm_async_scheduling,
+        ranks=configure.ranks,
         turns=replace(configure.turns, mixed_batches=False),  # a step of its own does both, whatever the turn says
     )
     return VllmEngine(settings, time.monotonic)

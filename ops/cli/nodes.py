@@ -1,7 +1,7 @@
 """`node`: machines with GPUs, as the control plane knows them, and what this one can do."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ from ops.client.screen import (
 
 nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that have joined the fleet.")
 
+Layout = Annotated[str, typer.Argument(help="GPUs of each slot, in their order, as 4,1,1,2.")]
 _NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
 
 
@@ -42,6 +43,11 @@ def _engine_text(node: Mapping[str, Any]) -> str:
 def _slot_text(slot: dict[str, Any]) -> str:
     workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
     return f"{slot['gpus']} GPUs{workers} with {bytes_text(slot['memory_bytes'])}"
+
+
+def _layout_text(node: Mapping[str, Any]) -> str:
+    sizes = ", ".join(str(size) for size in node["layout"])
+    return f"{sizes} GPUs, since {node['layout_at']}"
 
 
 @nodes.command("list")
@@ -73,6 +79,7 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
         [
             *known,
             ("slots", slots),
+            *([] if node["layout"] is None else [("slots wanted", _layout_text(node))]),
             ("host memory", host),
             ("engine", _engine_text(node)),
             ("version", _version_text(node)),
@@ -107,6 +114,23 @@ def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> 
     with connected(context) as api:
         answer = api.post(f"/admin/nodes/{name}/undrain")
     print_answer(answer, f"node {name} is in service", as_json=as_json)
+
+
+@nodes.command("layout")
+@examples("tidepool node layout us-east-1 4,1,1,2")
+def set_layout(context: typer.Context, name: str, layout: Layout, as_json: AsJson = False) -> None:
+    """Group a node's GPUs into slots of so many each. Slots that change are drained first; the others stay."""
+    with connected(context) as api:
+        node = api.put(f"/admin/nodes/{name}/layout", {"layout": _sizes(layout)})
+    said = "has these slots" if node["layout"] is None else "is regrouped as its slots get empty"
+    print_answer(node, f"node {name} {said}", as_json=as_json)
+
+
+def _sizes(layout: str) -> list[int]:
+    try:
+        return [int(size) for size in layout.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{layout!r} is no list of numbers as 4,1,1,2", param_hint="LAYOUT") from error
 
 
 nodes.command("delete")(delete_node)

@@ -36,6 +36,7 @@ from controlplane.store.queue import Claim, batch_groups, claim
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Model, Node, Profile, Role
+from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.messages import (
     Detokenize,
     Detokenized,
@@ -44,10 +45,8 @@ from dataplane.protocol.messages import (
     Generate,
     Heartbeat,
     InstanceReport,
-    Join,
     Pooled,
     Sampling,
-    SlotSpec,
     Started,
     StreamEvent,
     Task,

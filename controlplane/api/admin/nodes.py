@@ -15,8 +15,10 @@ from controlplane.api.admin.instances import Instance, instances_shown
 from controlplane.api.auth import Operator, Viewer
 from controlplane.api.credentials import Caller
 from controlplane.api.state import SessionDep, State, StateDep
+from controlplane.declarations import Body
 from controlplane.errors import UnavailableError
-from controlplane.store import fleet, tables
+from controlplane.planner.schedule import enqueue
+from controlplane.store import fleet, layouts, tables
 from controlplane.store.instances import count_of_nodes, instances_of
 from controlplane.store.keys import snapshot
 from controlplane.store.rows import require
@@ -55,6 +57,12 @@ class Node(Answer):
     )
     version: str | None = Field(description="Tidepool's on the node; null: its agent does not say")
     engine_version: str | None = Field(description="of torch or vLLM there; null: a replay, or its agent does not say")
+    regroups: bool = Field(description="whether its GPUs may be grouped into other slots")
+    layout: list[int] | None = Field(
+        examples=[[4, 1, 1, 2]],
+        description="GPUs of each slot that is wanted, in the order of its GPUs; null: it is grouped as wanted",
+    )
+    layout_at: datetime | None = Field(description="since when that is wanted")
     slots: list[Slot]
 
     @computed_field(description="its version is known, and not this gateway's")  # type: ignore[prop-decorator]
@@ -155,6 +163,30 @@ def drain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Ope
 def undrain_node(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
     """The node may be given instances again."""
     return _set_draining(session, state, caller, name, draining=False)
+
+
+class LayoutBody(Body):
+    """How a node's GPUs are to be grouped."""
+
+    layout: list[Annotated[int, Field(ge=1, le=64)]] = Field(
+        min_length=1,
+        max_length=64,
+        examples=[[4, 1, 1, 2]],
+        description="GPUs of each slot, in the order of the GPUs: 1, 2, 4, 8, ..., each from a multiple of its size on",
+    )
+
+
+@router.put("/nodes/{name}/layout", summary="Group the GPUs of a node into slots")
+def set_layout(name: NodePath, body: LayoutBody, session: SessionDep, state: StateDep, caller: Operator) -> Node:
+    """The node must let its GPUs be regrouped (`regroups`). Slots that both layouts have stay as they are. Instances on
+    the others are started elsewhere where there is room, and drained; after `regroup_patience_s` they are drained
+    anyway. GPUs are regrouped when all slots that go are empty; until then `layout` is what is wanted, `slots` what is.
+    Plans pool no models on a GPU type whose slots differ in size.
+    """
+    with fleet_change(session, caller, "node.layout", tables.Node, name):
+        row = layouts.want_layout(session, name, body.layout)
+    enqueue("scale")
+    return _nodes(session, state, [row])[0]
 
 
 def _set_draining(session: Session, state: State, caller: Caller, name: str, *, draining: bool) -> Node:

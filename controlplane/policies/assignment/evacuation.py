@@ -1,10 +1,12 @@
-"""Evacuation of nodes: a successor starts on another node first, and the instance drains once that is ready.
+"""Evacuation of nodes and slots: a successor starts elsewhere first, and the instance drains once that is ready.
 
-A node is evacuated when an operator drains it, when its agent shuts down, or when it has been silent for a while.
+A node is evacuated when an operator drains it, when its agent shuts down, or when it has been silent for a while; a
+slot when its GPUs are to be regrouped. Then the others wait for it, so that an instance without a place elsewhere
+drains all the same when it is overdue.
 Pooled instances are moved by `policies.assignment.pools`, which assigns slots on accepting nodes only.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
@@ -72,6 +74,20 @@ def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotR
         drains=tuple(drains),
         succeeded=frozenset(succeeded),
         settled=tuple(each.instance_id for each in serving if each.succeeds in staying),
+    )
+
+
+def choose_overdue(instances: Iterable[PlacedInstance], gone: Container[str]) -> tuple[InstanceChange, ...]:
+    """Instances, pooled ones too, that drain because their slot has waited for them long enough.
+
+    Args:
+        instances: all instances.
+        gone: ids of those that drain or are donated by another decision.
+    """
+    return tuple(
+        InstanceChange(instance_id=each.instance_id, reason=f"{each.leaving}, and waited long enough", kind=each.kind)
+        for each in sorted(instances, key=lambda each: each.instance_id)
+        if each.overdue and each.serving and each.instance_id not in gone
     )
 
 

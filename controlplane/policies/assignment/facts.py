@@ -20,7 +20,7 @@ class SlotRoom:
         gpus_free: GPUs that no instance holds; draining and donated instances hold theirs.
         workers: worker processes that share its GPUs; an instance takes at most the GPUs of one worker.
         age_s: seconds since its node's last heartbeat.
-        accepting: False while its node is drained or shuts down.
+        accepting: False while its node is drained or shuts down, or its GPUs are to be regrouped.
         pooled: it belongs to a pool, or will; only pooled instances start there, and none is donated there.
         weights: memory for weights of each of its workers.
     """
@@ -65,7 +65,8 @@ class PlacedInstance:
         stuck: it should be ready and is not.
         remaining_tokens: tokens left of its requests, as last reported.
         donation: None: it is not lent out.
-        leaving: why it must leave its node; None: the node stays.
+        leaving: why it must leave its slot; None: the slot stays.
+        overdue: its slot waits for it to leave for so long that it has to, whether or not it has a successor.
         succeeds: the instance on another node that it was started to replace.
         report: its last report; None: there is none.
     """
@@ -83,6 +84,7 @@ class PlacedInstance:
     kind: InstanceKind = InstanceKind.MIXED
     donation: Donation | None = None
     leaving: str | None = None
+    overdue: bool = False
     succeeds: str | None = None
     pooled: bool = False
     report: InstanceFacts | None = None

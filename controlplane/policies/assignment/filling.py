@@ -9,8 +9,10 @@ from controlplane.policies.facts import Endpoint
 from controlplane.policies.fit import fits, why_unfit
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 
-_Room = tuple[int, int, int, str, int]
-"""A slot in a heap, the best first: its worth to pools, minus the free GPUs of its node and its own, its `SlotRef`."""
+_Room = tuple[int, int, int, int, str, int]
+"""A slot in a heap, the best first: its worth to pools, its GPUs, minus the free ones of its node and its own, its
+`SlotRef`.
+"""
 
 
 class Filling:
@@ -28,7 +30,7 @@ class Filling:
         self._alive = {slot.node_id for slot in alive}
         self._pooled = {slot.ref for slot in self._slots if slot.pooled}
         self._open = {slot.ref: slot for slot in alive if not slot.pooled}
-        self._draining_nodes = {slot.node_id for slot in self._slots if not slot.accepting}
+        self._draining = {slot.ref for slot in self._slots if not slot.accepting}
         self._free: dict[SlotRef, int] = {}
         self._free_on: Counter[str] = Counter()
         for ref, slot in self._open.items():
@@ -79,7 +81,8 @@ class Filling:
 
     def add(self, step: ScaleStep) -> SlotAdd | None:
         """Free GPUs, on the node with fewest instances of the endpoint; then on the slot that pools need least (see
-        `_worth`), then on the node with most free GPUs.
+        `_worth`), then on the smallest, which leaves larger ones to models that need them, then on the node with most
+        free GPUs.
         """
         found = [slot for gpu_type in self._gpu_types(step) if (slot := self._best_free(step, gpu_type)) is not None]
         return self._placed(step, min(found, key=lambda slot: self._rank(step, slot)), ()) if found else None
@@ -130,8 +133,8 @@ class Filling:
         """Why an instance must not be donated; None: it may be."""
         if not self._settings.donation_enabled:
             return "donations are disabled"
-        if instance.node_id in self._draining_nodes:
-            return f"node {instance.node_id} is being drained"
+        if instance.ref in self._draining:
+            return f"slot {instance.slot} of node {instance.node_id} is being drained"
         if instance.ref in self._pooled:
             return f"slot {instance.slot} of node {instance.node_id} goes to the pool"
         return f"it failed on node {instance.node_id}" if instance.stuck else None
@@ -233,7 +236,7 @@ class Filling:
 
     def _room(self, slot: SlotRoom) -> _Room:
         free = self._free[slot.ref]
-        return (self._worth(slot), -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
+        return (self._worth(slot), slot.gpus, -self._free_on[slot.node_id], -free, slot.node_id, slot.slot)
 
     def _worth(self, slot: SlotRoom) -> int:
         """How much a slot is worth to pools, the smaller the better. A pool gains from slots with several workers, an
@@ -253,7 +256,7 @@ class Filling:
         found: list[SlotRoom] = []
         while rooms:
             room = heapq.heappop(rooms)
-            slot = self._open[room[3:]]
+            slot = self._open[room[4:]]
             if room != self._room(slot) or not self._free[slot.ref] or (seen and room == seen[-1]):
                 continue  # an outdated entry
             seen.append(room)

@@ -8,6 +8,8 @@ If models share a slot, loading one blocks the others' turns: vLLM keeps its con
 dtype and scratch memory in globals of the process, so that nothing of it may run concurrently with a load.
 `read_ahead` does beforehand what is possible; `tidepool_load_seconds` counts the rest, which is 0 if `models_max` is 1.
 
+On a slot of several GPUs vLLM splits its one model over them, in processes that it starts and ends itself.
+
 The process belongs to this slot alone: `interfaces.prepare_process` must run before this module is imported.
 """
 
@@ -27,7 +29,7 @@ from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.pooling import answer_of, pooling_params, read_rules
-from dataplane.engines.vllm.runner import Runner, Step, read_ahead, stored_bytes
+from dataplane.engines.vllm.runner import Runner, Step, check_split, read_ahead, stored_bytes
 from dataplane.engines.vllm.sampling import ends_at_eos, sampling_params, score_of
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import check_version
@@ -73,8 +75,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         if model.base is not None:
             raise ModelLoadError(f"{model.name} is a LoRA adapter; those run on the torch engine")
         read_rules(Path(model.path), model.task)
+        check_split(model.name, Path(model.path), self._settings.ranks)
         size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
-        limit = self._settings.weights_bytes
+        limit = self._settings.weights_bytes * self._settings.ranks
         if size_bytes > limit:
             raise ModelLoadError(f"weights_bytes of {model.name} is {size_bytes}; this slot has {limit}")
         if model.path not in self._read_ahead:
@@ -99,7 +102,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         if len(self.models) >= settings.models_max:
             here = ", ".join(sorted(self.models))
             raise ModelLoadError(f"{spec.name}: models_max={settings.models_max}, and this slot has {here}")
-        size_bytes = stored_bytes(folder, settings.dtype)
+        size_bytes = -(-stored_bytes(folder, settings.dtype) // settings.ranks)
         self._sleep_until_fits(size_bytes, keep=None)
         rules = read_rules(folder, spec.task)
         kv_bytes = settings.pool_bytes(size_bytes)
@@ -122,7 +125,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             estimate=_first_estimate(guess_s / 100),
             runner=runner,
             stored_bytes=size_bytes,
-            kv_bytes=kv_bytes,
+            kv_bytes=kv_bytes * settings.ranks,
             constraints=ConstraintCompiler(folder, size=runner.vocabulary, eos_ids=eos_ids),
             eos_ids=tuple(sorted(eos_ids)),
             wake_s=guess_s,
@@ -271,9 +274,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
     def _memory_stats(self, now_s: float) -> PoolStats:
         settings, awake = self._settings, self._awake()
-        weights = sum(model.stored_bytes for model in awake)
+        weights = settings.ranks * sum(model.stored_bytes for model in awake)
         used = {model.name: int(model.kv_bytes * model.runner.kv_usage) for model in awake}
-        free = settings.weights_bytes - weights + settings.kv_bytes - sum(used.values())
+        free = settings.ranks * (settings.weights_bytes + settings.kv_bytes) - weights - sum(used.values())
         return PoolStats(
             now_s=now_s,
             slabs={"weights": weights, "kv": sum(used.values()), "free": free},

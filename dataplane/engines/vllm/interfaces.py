@@ -45,14 +45,18 @@ _ENVIRONMENT = {
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
-def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the environment that vLLM reads on import. For "cuda:N" the process sees only the Nth of its GPUs."""
+def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ, *, ranks: int = 1) -> None:
+    """Set the environment that vLLM reads on import. For "cuda:N" the process sees only the Nth of its GPUs, and those
+    after it that run a model together with it.
+    """
     environment.update(_ENVIRONMENT)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
+    if ranks > 1:
+        environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used its GPU already
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
-        environment[VISIBLE] = visible_gpus([int(index)], environment)
+        environment[VISIBLE] = visible_gpus(range(int(index), int(index) + ranks), environment)
 
 
 def layout_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:

@@ -76,8 +76,8 @@ VllmSequence = TokenSequence[VllmKv]
 
 @dataclass(eq=False, kw_only=True)
 class VllmModel(ServedModel[VllmKv]):
-    """One model. `stored_bytes`: of its weights; `kv_bytes`: of its KV blocks; `wake_s`: how long it took to load its
-    weights, with putting others to sleep, the last time; `used_s`: when its last step began.
+    """One model. `stored_bytes`: of its weights on each GPU; `kv_bytes`: of its KV blocks on all of them; `wake_s`: how
+    long it took to load its weights, with putting others to sleep, the last time; `used_s`: when its last step began.
     """
 
     runner: Runner

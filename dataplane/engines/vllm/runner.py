@@ -240,14 +240,32 @@ def read_ahead(folder: Path) -> None:
 
 
 def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv_bytes: int) -> Any:
-    pools = task != "generate"
     check_version()
     if settings.device == "cpu":
         torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
         if settings.models_max > 1:
             interfaces.keep_weights_in_torch()
     interfaces.make_expert_group()
-    arguments = EngineArgs(
+    arguments = engine_arguments(name, folder, settings, task, kv_bytes)
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:  # whatever vLLM refuses, the slot's other models continue
+        reason = f"{type(error).__name__}: {error}"
+    gc.collect()  # the half-built engine, which the error held: the next load needs its memory
+    raise ModelLoadError(f"{name}: vLLM cannot run it: {reason}")
+
+
+def engine_arguments(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv_bytes: int) -> EngineArgs:
+    """How vLLM is asked to run a model. `kv_bytes`: of each GPU.
+
+    Raises:
+        ModelLoadError: it cannot be split over the slot's GPUs.
+    """
+    check_split(name, folder, settings.ranks)
+    pools = task != "generate"
+    return EngineArgs(
         model=str(folder),
         served_model_name=name,
         skip_tokenizer_init=True,
@@ -269,15 +287,22 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv
         async_scheduling=settings.overlapped and not pools,
         logits_processors=None if pools else [_SAMPLING],
         disable_log_stats=True,
+        tensor_parallel_size=settings.ranks,
+        distributed_executor_backend="mp" if settings.ranks > 1 else None,
     )
-    try:
-        return LLMEngine.from_engine_args(arguments)
-    except torch.AcceleratorError:
-        raise
-    except Exception as error:  # whatever vLLM refuses, the slot's other models continue
-        reason = f"{type(error).__name__}: {error}"
-    gc.collect()  # the half-built engine, which the error held: the next load needs its memory
-    raise ModelLoadError(f"{name}: vLLM cannot run it: {reason}")
+
+
+def check_split(name: str, folder: Path, ranks: int) -> None:
+    """Check that a model can be split over so many GPUs.
+
+    Raises:
+        ModelLoadError: its attention heads cannot be divided.
+    """
+    config = read_json(folder / "config.json")
+    text = config.get("text_config")
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if ranks > 1 and isinstance(heads, int) and heads % ranks:
+        raise ModelLoadError(f"{name}: num_attention_heads={heads} of its config cannot be divided among {ranks} GPUs")
 
 
 def _architectures(folder: Path) -> Iterable[str]:

@@ -20,7 +20,8 @@ class VllmEngineSettings:
     that sleep are in `cache_folder`, the node's model cache of `cache_bytes`, or without one in private memory. A step
     runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `block_tokens` None:
     vLLM's choice. `prefix_cache`: whether vLLM keeps KV for requests whose tokens begin alike, until the model sleeps.
-    `spare_to_kv`: the slot's one model gives what it leaves of `weights_bytes` to KV, on a GPU without the
+    `ranks`: GPUs that run the slot's one model together, by vLLM's tensor parallelism; `weights_bytes` and `kv_bytes`
+    are of each. `spare_to_kv`: the slot's one model gives what it leaves of `weights_bytes` to KV, on a GPU without the
     `STEP_SHARE` of the memory that steps need. `async_scheduling`: on a GPU, the next step is submitted while one runs,
     unless models take turns: the step submitted early would run in another's.
     """
@@ -40,6 +41,7 @@ class VllmEngineSettings:
     prefix_cache: bool = True
     spare_to_kv: bool = False
     async_scheduling: bool = True
+    ranks: int = 1
     prefetch: Literal[False] = False
     prefill_only: Literal[False] = False
 
@@ -49,7 +51,15 @@ class VllmEngineSettings:
         Raises:
             ValueError: names the field.
         """
-        sizes = ("weights_bytes", "kv_bytes", "models_max", "awake_max", "prefill_tokens_per_step_max", "batch_max")
+        sizes = (
+            "weights_bytes",
+            "kv_bytes",
+            "models_max",
+            "awake_max",
+            "prefill_tokens_per_step_max",
+            "batch_max",
+            "ranks",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -57,6 +67,10 @@ class VllmEngineSettings:
             raise ValueError(f"awake_max must be at most models_max={self.models_max}, got {self.awake_max}")
         if self.spare_to_kv and self.models_max > 1:
             raise ValueError(f"spare_to_kv needs models_max of 1, got {self.models_max}: others need the memory too")
+        if self.ranks > 1 and self.models_max > 1:
+            raise ValueError(f"ranks above 1 need models_max of 1, got {self.models_max}: ranks do not sleep in step")
+        if self.ranks > 1 and self.device == "cpu":
+            raise ValueError(f"ranks must be 1 on a CPU, got {self.ranks}: vLLM splits a model over GPUs only here")
 
     def pool_bytes(self, stored_bytes: int) -> int:
         """KV memory of one model whose weights have that size."""

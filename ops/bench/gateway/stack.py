@@ -23,7 +23,8 @@ from controlplane.store.keys import make_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database, make_engine
 from controlplane.store.tables import Model, Role
-from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.supervisor import Supervisor

@@ -198,14 +198,20 @@ def _write_profile(part: Part, path: Path) -> Path:
         f"cost_per_hour = {profile.cost_per_hour * part.gpus}",
     ]
     for model in part.kinds:
-        measured = profile.nearest_model(model.weights_bytes)
-        bigger = max(1.0, model.weights_bytes / measured.weights_bytes)
-        factor = bigger / (part.gpus * TP4_EFFICIENCY if part.gpus > 1 else 1.0)
-        times: Mapping[str, float] = asdict(measured.latency)
-        lines += ["[[models]]", f'name = "{model.name}"', f'source = "{measured.name} x {factor:g}"', "gpus = 1"]
-        lines += [f"weights_bytes = {model.weights_bytes}", *(f"{name} = {s * factor!r}" for name, s in times.items())]
+        lines += model_lines(model, split=part.gpus, gpus=1)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def model_lines(model: ModelPart, *, split: int, gpus: int) -> list[str]:
+    """A model in a profile made from the H20's: on `split` of its GPUs together, which are `gpus` of the profile."""
+    measured = load_gpu_profile(H20).nearest_model(model.weights_bytes)
+    bigger = max(1.0, model.weights_bytes / measured.weights_bytes)
+    factor = bigger / (split * TP4_EFFICIENCY if split > 1 else 1.0)
+    times: Mapping[str, float] = asdict(measured.latency)
+    lines = ["[[models]]", f'name = "{model.name}"', f'source = "{measured.name} x {factor:g}"', f"gpus = {gpus}"]
+    lines.append(f"weights_bytes = {model.weights_bytes}")
+    return lines + [f"{name} = {s * factor!r}" for name, s in times.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of a scenario whose instances come and go: nodes, scaling, planning, provisioning, failures."""
+"""The tables of a scenario whose instances or slots come and go: nodes, scaling, planning, failures and so on."""
 
 from typing import Annotated, Literal
 
@@ -30,6 +30,22 @@ class NodesPart(Part):
     kv_bytes: Count | None = None
     weights_bytes: Count | None = None
     host_bytes: Count | None = None
+
+
+class RegroupPart(Part):
+    """When the GPUs of nodes are regrouped: the policy is asked every `every_s` seconds with the demand of the last
+    `window_s`. `fill`: share of a slot's GPUs that may be taken; `margin`, `hold_s`: see `LayoutSettings`. `start_s`:
+    until the processes of new slots serve. `prompt_tokens`, `output_tokens`: means of a request.
+    """
+
+    every_s: Positive = 60.0
+    window_s: Positive = 300.0
+    fill: Annotated[Positive, Field(le=1)] = 0.8
+    margin: Share = 0.1
+    hold_s: Annotated[float, Field(ge=0)] = 1800.0
+    start_s: Annotated[float, Field(ge=0)] = 15.0
+    prompt_tokens: Positive = 512.0
+    output_tokens: Positive = 256.0
 
 
 class ScalingPart(Part):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from dataplane.engines.core.pressure import KvPressure
+from dataplane.protocol.layouts import check_layout
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, InstanceKind, Tier
 from dataplane.scheduling.ordering import Order
 from ops.simulator.kernel.costs import Batching
@@ -18,6 +19,7 @@ from ops.simulator.scenario.planning import (
     NodesPart,
     PlanningPart,
     ProvisioningPart,
+    RegroupPart,
     ScalingPart,
     Strategy,
 )
@@ -57,7 +59,7 @@ class InstancePart(Part):
 
 _SLOTS: Mapping[str, frozenset[str]] = {
     "dedicated": frozenset(),
-    "pooled": frozenset({"prefill_slots", "decode_slots", "both_slots"}),
+    "pooled": frozenset({"prefill_slots", "decode_slots", "both_slots", "layouts"}),
     "request-level": frozenset({"prefill_slots", "decode_slots", "gpus"}),
     "static": frozenset({"gpus"}),
 }
@@ -67,13 +69,14 @@ _SLOTS: Mapping[str, frozenset[str]] = {
 class FleetPart(Part):
     """What serves. `dedicated` has `instances`; `pooled` has slots in each region, of which `both_slots` prefill and
     decode, on `pool_nodes` alike: each is a pool by itself, has its share of the models, keeps their KV, and has
-    `host_bytes` of host memory for both (without it: no limit); `request-level` has `gpus` in each region that do both,
-    or prefill and decode slots; `static` has `gpus` in each region, each with `models_per_gpu` for good. `kv_bytes` and
-    `weights_bytes` are per GPU: pools need the latter, and request-level serving has memory for the largest model
-    without it. `prefix_host_bytes`: host memory of a dedicated instance for prefixes. Where dedicated instances are
-    scaled, `instances` are those there at the beginning, and `nodes` take them; each of those may have a profile,
-    `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools that plans make. `cost_per_hour`: of one
-    GPU by GPU type, in place of its profile's.
+    `host_bytes` of host memory for both (without it: no limit); or nodes with `layouts` in each region, whose slots
+    serve models of as many GPUs as they have, for good or with `regroup` as the demand asks for; `request-level` has
+    `gpus` in each region that do both, or prefill and decode slots; `static` has `gpus` in each region, each with
+    `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are per GPU: pools need the latter, and request-level
+    serving has memory for the largest model without it. `prefix_host_bytes`: host memory of a dedicated instance for
+    prefixes. Where dedicated instances are scaled, `instances` are those there at the beginning, and `nodes` take them;
+    each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools that
+    plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -89,6 +92,8 @@ class FleetPart(Part):
     both_slots: Annotated[int, Field(ge=0)] = 0
     pool_nodes: Count = 1
     host_bytes: Count | None = None
+    layouts: list[tuple[Count, ...]] = Field(default_factory=list)
+    regroup: RegroupPart | None = None
     gpus: Annotated[int, Field(ge=0)] = 0
     models_per_gpu: Count = 2
 
@@ -97,7 +102,10 @@ class FleetPart(Part):
         slots = (self.prefill_slots, self.decode_slots, self.both_slots)
         needs = {
             "dedicated": ("instances", bool(self.instances or self.nodes)),
-            "pooled": ("prefill_slots and decode_slots, or both_slots", bool(slots[2] or (slots[0] and slots[1]))),
+            "pooled": (
+                "prefill_slots and decode_slots, or both_slots, or layouts",
+                bool(slots[2] or (slots[0] and slots[1]) or self.layouts),
+            ),
             "request-level": ("gpus, or prefill_slots and decode_slots", bool(self.gpus or (slots[0] and slots[1]))),
             "static": ("gpus", bool(self.gpus)),
         }
@@ -114,6 +122,22 @@ class FleetPart(Part):
         for key, count in zip(("prefill_slots", "decode_slots", "both_slots"), slots, strict=True):
             if count % self.pool_nodes:
                 raise ValueError(f"{key}: must be a multiple of pool_nodes, {self.pool_nodes}")
+        return self
+
+    @model_validator(mode="after")
+    def _grouped(self) -> "FleetPart":
+        """Check the layouts of nodes."""
+        if self.regroup is not None and not self.layouts:
+            raise ValueError("regroup: needs layouts; nothing else can be regrouped")
+        if self.layouts and any(slots := (self.prefill_slots, self.decode_slots, self.both_slots)):
+            raise ValueError(f"layouts: leave no place for {sum(slots)} other slots")
+        if self.layouts and (self.pool_nodes > 1 or self.host_bytes is not None):
+            raise ValueError("pool_nodes, host_bytes: nodes with layouts have none")
+        for index, layout in enumerate(self.layouts):
+            try:
+                check_layout(layout, sum(self.layouts[0]))
+            except ValueError as error:
+                raise ValueError(f"layouts.{index}: {error}") from error
         return self
 
 
@@ -231,6 +255,21 @@ class Scenario(Part):
         return self
 
     @model_validator(mode="after")
+    def _sized(self) -> "Scenario":
+        """Check that there may be slots for every model."""
+        sizes = {size for layout in self.fleet.layouts for size in layout}
+        most = sum(self.fleet.layouts[0]) if self.fleet.layouts else 0
+        for index, model in enumerate(self.models if self.fleet.layouts else ()):
+            if isinstance(model.gpus, dict):
+                raise ValueError(
+                    f"models.{index}.gpus: must be a number with fleet.layouts, whose GPUs are of one type"
+                )
+            regroups = self.fleet.regroup is not None and model.gpus <= most and not model.gpus & (model.gpus - 1)
+            if model.gpus not in sizes and not regroups:
+                raise ValueError(f"models.{index}.gpus: no node has slots of {model.gpus} GPUs, nor may it get some")
+        return self
+
+    @model_validator(mode="after")
     def _pooled(self) -> "Scenario":
         """Check what plans need for pools."""
         if self.planning.shares_gpus:
@@ -247,7 +286,8 @@ class Scenario(Part):
         for key, given in (("failures", self.failures), ("fleet.nodes", self.fleet.nodes)):
             if given:
                 yield key
-        yield from (f"models.{index}.gpus" for index, model in enumerate(self.models) if model.gpus != 1)
+        sized = [index for index, model in enumerate(self.models) if model.gpus != 1]
+        yield from (f"models.{index}.gpus" for index in sized if not self.fleet.layouts)
         yield from (f"provisioning.{key}" for key in sorted(self.provisioning.model_fields_set))
         yield from (f"planning.{key}" for key in sorted(self.planning.model_fields_set - {"learn_s"}))
 

@@ -2,7 +2,8 @@
 slot is the live engine (`fast_forward_engine`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
@@ -22,8 +23,9 @@ from ops.simulator.servers.slot_process import SlotProcess
 
 
 class PoolServer:
-    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go. What the slots do is
-    noted in `log`, if there is one.
+    """Meets `presence.Server`. All models are on all slots, of `gpus` each; they may come and go. So may slots: those
+    not `opened` begin closed, without models (None: all are open). What the slots do is noted in `log`, if there is
+    one.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class PoolServer:
         settings: ReplaySettings,
         *,
         gpus: int = 1,
+        opened: Collection[int] | None = None,
         events: Events,
         answers: AnswersByModel,
         ended: Callable[[Served], None],
         log: PoolLog | None = None,
     ) -> None:
-        self.slots = len(kinds)
+        self.slots = len(kinds) if opened is None else len(opened)
+        self.gpus = gpus
         self._name = name
         self._region = region
         self._models: dict[str, ModelSpec] = {}
@@ -68,6 +72,13 @@ class PoolServer:
         """Requests in flight of each model by their number."""
         self._prompt_tokens: dict[str, int] = {}
         """Of those without a token yet."""
+        self.submitted: Counter[str] = Counter()
+        """All requests so far, by model."""
+        self._closing: dict[int, Callable[[], None]] = {}
+        """What to call when a slot that was closed is empty."""
+        if opened is not None:
+            for process in self._processes:
+                process.open = process.index in opened
         for model in models:
             self.load(model)
 
@@ -75,6 +86,11 @@ class PoolServer:
     def busy_s(self) -> float:
         """Busy time of all slots: steps, switches, and waits for KV."""
         return sum(process.busy_s for process in self._processes)
+
+    @property
+    def opened(self) -> int:
+        """The number of slots that are open or not empty yet."""
+        return sum(process.open for process in self._processes) + len(self._closing)
 
     @property
     def switches(self) -> int:
@@ -88,21 +104,58 @@ class PoolServer:
     @property
     def load_alpha(self) -> float:
         """The load of the busiest slot that decodes; above 1 it is overloaded."""
-        return max(process.engine.load_alpha for process in self._processes if process.kind != "prefill")
+        return max((process.engine.load_alpha for process in self._decoding()), default=0.0)
 
     def load(self, model: ModelSpec) -> None:
         assert model.name not in self._models
         self._models[model.name] = model
         self._of_model[model.name], self._prompt_tokens[model.name] = {}, 0
         for process in self._processes:
-            process.load([model])
+            if process.open:
+                process.load([model])
 
     def unload(self, model: str) -> None:
         """Remove a model without requests in flight."""
         assert not self.inside(model)
         del self._models[model], self._of_model[model], self._prompt_tokens[model]
         for process in self._processes:
-            process.unload(model)
+            if process.open or process.index in self._closing:
+                process.unload(model)
+
+    def open_slot(self, index: int) -> None:
+        """A closed slot serves, with nothing in its memory yet."""
+        process = self._processes[index]
+        assert not process.open
+        process.open = True
+        process.load(self._models.values())
+        for model in self._models:
+            self._dispatcher.assign_waiting(model)
+
+    def close_slot(self, index: int, emptied: Callable[[], None]) -> None:
+        """A slot takes no more requests; its models go, and `emptied` is called, once it has none."""
+        process = self._processes[index]
+        assert process.open
+        process.open = False
+        self._closing[index] = emptied
+        self._settle(index)
+
+    def remaining_tokens(self, index: int) -> int:
+        """What the requests on a slot would at most have to do there still."""
+        return sum(
+            max(0, served.request.prompt_tokens + served.request.output_tokens - served.made)
+            for served, inflight in self._in_flight.values()
+            if inflight.worker == index
+        )
+
+    def _settle(self, index: int) -> None:
+        """Unload the models of a slot that is closed and empty."""
+        if index in self._closing and not self._dispatcher.count(index):
+            for model in self._models:
+                self._processes[index].unload(model)
+            self._closing.pop(index)()
+
+    def _decoding(self) -> list[SlotProcess]:
+        return [process for process in self._processes if process.open and process.kind != "prefill"]
 
     def has(self, model: str) -> bool:
         return model in self._models
@@ -146,11 +199,12 @@ class PoolServer:
         )
         self._prompt_tokens[request.model] += request.prompt_tokens
         self._of_model[request.model][request.number] = served
+        self.submitted[request.model] += 1
         self._in_flight[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Reports of each model on the pool; they share its memory and its prefill slots."""
-        decoding = [process for process in self._processes if process.kind != "prefill"]
+        decoding = self._decoding()
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
         load = self.load_alpha
@@ -191,6 +245,7 @@ class PoolServer:
                 self._leave(served)
                 if self._log is not None:
                     self._log.ended(served)
+                self._settle(slot.index)
                 self._ended(served)
 
     def _leave(self, served: Served) -> None:

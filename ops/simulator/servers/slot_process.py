@@ -47,6 +47,8 @@ class SlotProcess:
         """`gpus`: of the slot. `served`, `answers`, `renews`: see `FastForwardEngine`. `log`: its pool's."""
         self.index = index
         self.kind = kind
+        self.open = True
+        """Whether it takes requests."""
         self.busy_s = 0.0
         waits = (settings, lambda: events.now_s, self._sleep, self._sleep_fast_forward, served)
         self.engine = (
@@ -77,7 +79,7 @@ class SlotProcess:
         return self._events.now_s
 
     def is_ready(self, instance_id: str) -> bool:
-        return True
+        return self.open
 
     @property
     def stats(self) -> EngineStats:

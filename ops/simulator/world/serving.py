@@ -3,9 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from controlplane.policies.assignment.layouts import LayoutSettings
+from controlplane.policies.facts import RegionGpu
 from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.requests import Served
 from ops.simulator.scenario.means import Means
@@ -16,6 +19,7 @@ from ops.simulator.servers.pool_log import PoolLog
 from ops.simulator.servers.request_level import RequestLevelCluster, SplitCluster
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.traffic.presence import Server
+from ops.simulator.world.regrouping import Regrouper, RegroupSettings, opened_slots
 from ops.simulator.world.world import World
 
 
@@ -58,6 +62,9 @@ def fixed_servers(
                     answers=world.answers,
                     ended=world.ended,
                 )
+                continue
+            if fleet.layouts:
+                yield from _grouped(scenario, region, models, means, world)
                 continue
             yield from _pools(fleet, region, specs, replay, world, log)
 
@@ -112,6 +119,48 @@ def hosted_models(models: Sequence[ModelSpec], nodes: int, host_bytes: int | Non
             f"fleet.host_bytes: must be at least {max(used_bytes)} for the weights of {len(models)} models"
         )
     return hosted
+
+
+def _grouped(
+    scenario: Scenario, region: str, models: Mapping[str, ModelPart], means: Means, world: World
+) -> Iterator[PoolServer]:
+    """A pool for the models of each size, on nodes whose GPUs are grouped into slots, which may change."""
+    layouts, regroup = scenario.fleet.layouts, scenario.fleet.regroup
+    node_gpus = sum(layouts[0])
+    of_size: dict[int, list[str]] = {}
+    for name, model in sorted(models.items()):
+        assert isinstance(model.gpus, int), "the scenario checks that"
+        of_size.setdefault(model.gpus, []).append(name)
+    pools = {
+        size: PoolServer(
+            f"{region}/pool of {size}",
+            region,
+            ["both"] * (len(layouts) * (node_gpus // size)),
+            [spec_of(name, models[name]) for name in names],
+            replay_settings(scenario, means, size),
+            gpus=size,
+            opened=opened_slots(layouts, size),
+            events=world.events,
+            answers=world.answers,
+            ended=world.ended,
+        )
+        for size, names in sorted(of_size.items())
+    }
+    yield from pools.values()
+    if regroup is not None:
+        place = RegionGpu(region=region, gpu_type=means.profile.gpu_type)
+        costs = {size: [means.costs[name] for name in names] for size, names in of_size.items()}
+        settings = RegroupSettings(
+            layouts=LayoutSettings(margin=regroup.margin, hold_s=regroup.hold_s),
+            every_s=regroup.every_s,
+            window_s=regroup.window_s,
+            fill=regroup.fill,
+            start_s=regroup.start_s,
+            prompt_tokens=regroup.prompt_tokens,
+            output_tokens=regroup.output_tokens,
+            tbt_s=world.settings.targets[Tier.IW_F].tbt_s,
+        )
+        Regrouper(place, layouts, pools, costs, settings, world.events).begin()
 
 
 def replay_settings(scenario: Scenario, means: Means, gpus: int = 1) -> ReplaySettings:

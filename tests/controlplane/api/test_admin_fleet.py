@@ -7,7 +7,7 @@ import pytest
 from controlplane.store.fleet import fleet_index
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.version import tidepool_version
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
 from tests.controlplane.planner.pool_fleet import LATENCY
@@ -177,14 +177,26 @@ def test_no_name_holds_a_control_character(ask: Ask) -> None:
     assert ask("POST", "/admin/keys", role="admin", json=key, status=400)["param"] == "node"
 
 
-def test_vllm_is_refused_where_a_model_takes_several_gpus(ask: Ask, fleet: None) -> None:
+def test_a_model_of_several_gpus_may_ask_for_vllm(ask: Ask, fleet: None) -> None:
     ask("PUT", "/admin/profiles", json=PROFILE | {"gpus": 2})
-    refused = ask("PUT", "/admin/models/llama", json=MODEL | {"engine": "vllm"}, status=400)
-    assert refused["param"] == "engine"
-    assert "vLLM runs a model on one GPU here, and an instance of it takes 2" in str(refused)
-    ask("PUT", "/admin/profiles", json=PROFILE)
-    ask("PUT", "/admin/models/llama", json=MODEL | {"engine": "vllm"})
-    assert ask("PUT", "/admin/profiles", json=PROFILE | {"gpus": 2}, status=400)["param"] == "gpus"
+    assert ask("PUT", "/admin/models/llama", json=MODEL | {"engine": "vllm"})["engine"] == "vllm"
+
+
+def test_the_layout_of_a_node_is_wanted_and_shown(ask: Ask, database: Database, node: str) -> None:
+    path = f"/admin/nodes/{node}/layout"
+    refused = ask("PUT", path, json={"layout": [1, 2]}, status=409)
+    assert "TIDEPOOL_AGENT_REGROUP" in str(refused)
+    slots = (SlotSpec(gpus=4, memory_bytes=320, number=0),)
+    offered = {"node": node, "region": "us-east", "gpu_type": "H800", "url": "http://127.0.0.1:1"}
+    with database.transaction() as session:
+        join_node(session, Join(**offered, engine="replay", slots=slots, regroups=True))
+    assert "the slots have 2 GPUs, the node has 4" in str(ask("PUT", path, json={"layout": [1, 1]}, status=400))
+    assert ask("PUT", path, json={"layout": []}, status=400)["param"] == "layout"
+    ask("PUT", path, role="viewer", json={"layout": [2, 2]}, status=403)
+    shown = ask("PUT", path, json={"layout": [2, 1, 1]})
+    assert (shown["regroups"], shown["layout"], [slot["gpus"] for slot in shown["slots"]]) == (True, [2, 1, 1], [4])
+    assert ask("GET", f"/admin/nodes/{node}", role="viewer")["layout"] == [2, 1, 1]
+    assert ask("PUT", path, json={"layout": [4]})["layout"] is None
 
 
 def test_bodies_that_are_no_object(ask: Ask) -> None:

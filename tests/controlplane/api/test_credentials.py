@@ -20,7 +20,8 @@ from controlplane.store.keys import ApiKey, make_key, revoke_key
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
-from dataplane.protocol.messages import Heartbeat, Join
+from dataplane.protocol.joining import Join
+from dataplane.protocol.messages import Heartbeat
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.gateway import assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until

@@ -17,7 +17,8 @@ from controlplane.errors import UnavailableError
 from controlplane.store.instances import add_instance
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
-from dataplane.protocol.messages import Heartbeat, InstanceReport, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.world import HANGS_S, until
 

@@ -9,7 +9,7 @@ from controlplane.store import fleet
 from controlplane.store.demand import Forecast, put_forecasts
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Profile
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from tests.controlplane.world import World
 
 LATENCY: dict[str, Any] = {

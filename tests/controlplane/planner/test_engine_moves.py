@@ -21,7 +21,8 @@ from dataplane.agent.node import Agent
 from dataplane.agent.tokenization import WordTokenizer
 from dataplane.engines.interface import EngineStats
 from dataplane.engines.vllm.version import TESTED
-from dataplane.protocol.messages import EngineChoice, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import EngineChoice
 from dataplane.worker.frames import Command, Configure, Load, Loaded, LoadFailed, Report, Stats
 from tests.controlplane.world import World
 from tests.dataplane.replay_node import install_vllm

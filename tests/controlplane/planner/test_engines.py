@@ -12,7 +12,8 @@ from controlplane.store import fleet
 from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Instance, Model, Profile
-from dataplane.protocol.messages import EngineChoice, EngineKind, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import EngineChoice, EngineKind
 from tests.controlplane.world import World
 
 URL = "http://127.0.0.1:9"

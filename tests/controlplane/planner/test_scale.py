@@ -25,7 +25,7 @@ from controlplane.store.instances import desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.redis.live import FleetView, LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from tests.controlplane.world import World
 
 URL = "http://127.0.0.1:9"

@@ -8,7 +8,7 @@ from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store import fleet
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Model, Profile
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from tests.controlplane.world import World
 
 

@@ -12,7 +12,7 @@ from controlplane.store.instances import add_instance, desired_of, instances_of,
 from controlplane.store.joining import join_node
 from controlplane.store.leases import lease_instance
 from controlplane.store.tables import Desired, Instance, InstanceLease, LeaseEnd, Node, Slot
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 from tests.controlplane.world import World
 
 Size = int | tuple[int, int]

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
-from dataplane.agent.workers import configure, engine_of
+from dataplane.agent.workers import configure, engine_of, worker_environment
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
@@ -152,13 +152,27 @@ def test_workers_in_a_group_run_no_vllm() -> None:
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
-def test_workers_of_several_ranks_run_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_several_ranks_run_no_vllm_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_vllm(TESTED[0], tmp_path, monkeypatch)
     two = (WorkerSettings(gpus=2, ranks=2, memory_bytes=2**30),)
     errors = errors_of(asking("vllm"), slots=two)
-    assert errors["i1"] == "worker 0 runs each model on 2 GPUs; vLLM runs a model on one GPU here"
-    with pytest.raises(ValidationError, match=r"slots\.0\.gpus must be 1 for vLLM, .* got 2"):
+    refusal = "ranks must be 1 for vLLM on a CPU, got 2: it splits a model over GPUs only here"
+    assert errors["i1"] == f"worker 0: {refusal}"
+    with pytest.raises(ValidationError, match=f"slots.0: {refusal}"):
         settings(engine="vllm", profile=None, slots=two)
+
+
+def test_vllm_runs_a_model_on_all_gpus_of_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_vllm(TESTED[0], tmp_path, monkeypatch)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    given = settings().model_dump(exclude={"engine", "profile", "slots"}) | {"device": "cuda", "engine": "vllm"}
+    slots = (WorkerSettings(gpus=1, memory_bytes=80 * 2**30), WorkerSettings(gpus=4, memory_bytes=320 * 2**30))
+    agent = AgentSettings(**given, slots=slots)
+    asked = configure(agent, 1, None, HostFiles(agent, "boot"), "vllm")
+    assert (asked.ranks, asked.weights_bytes, asked.kv_bytes) == (4, 40 * 2**30, 40 * 2**30), "each GPU's share"
+    assert worker_environment(agent, 1, {})["CUDA_VISIBLE_DEVICES"] == "1,2,3,4"
+    with pytest.raises(ValidationError, match=r"slots.1: gpus must be 1 for vLLM where vllm_models_max is above 1"):
+        AgentSettings(**given | {"vllm_models_max": 2}, slots=slots)
 
 
 def test_a_gpu_node_with_a_slot_of_several_prefers_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

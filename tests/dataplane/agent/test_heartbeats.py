@@ -15,7 +15,8 @@ from dataplane.agent.heartbeats import ControlLink, slot_specs
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import WorkerSettings
 from dataplane.protocol.errors import StaleTermError
-from dataplane.protocol.messages import DesiredInstances, Heartbeat, Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
+from dataplane.protocol.messages import DesiredInstances, Heartbeat
 from tests.dataplane.replay_node import KEY, desired, instance, settings
 from tests.event_loop import asynchronous, until
 

@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure
-from dataplane.protocol.messages import Finished, Heartbeat, Join, decode_lines
+from dataplane.protocol.joining import Join
+from dataplane.protocol.messages import Finished, Heartbeat, decode_lines
 from tests.dataplane.replay_node import KEY, PROFILE, desired, generate, instance, settings, workers
 
 RUN = (

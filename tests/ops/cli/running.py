@@ -7,7 +7,7 @@ from typing import Any
 
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
-from dataplane.protocol.messages import Join, SlotSpec
+from dataplane.protocol.joining import Join, SlotSpec
 
 GIB = 1 << 30
 
@@ -27,7 +27,14 @@ Run = Callable[..., Outcome]
 """`run("region", "list")`: the outcome of a command."""
 
 
-def join(database: Database, name: str, *slots: SlotSpec, region: str = "us-east", gpu_type: str = "H800") -> None:
+def join(
+    database: Database,
+    name: str,
+    *slots: SlotSpec,
+    region: str = "us-east",
+    gpu_type: str = "H800",
+    regroups: bool = False,
+) -> None:
     """A node joins, with one slot of eight GPUs unless others are given."""
     chosen = slots or (SlotSpec(gpus=8, memory_bytes=GIB),)
     with database.transaction() as session:
@@ -41,5 +48,6 @@ def join(database: Database, name: str, *slots: SlotSpec, region: str = "us-east
                 slots=chosen,
                 engine="replay",
                 version="0.0.1",
+                regroups=regroups,
             ),
         )

@@ -11,7 +11,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance
-from dataplane.protocol.messages import SlotSpec
+from dataplane.protocol.joining import SlotSpec
 from ops.client import drains
 from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
@@ -50,6 +50,19 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     status = served("status").out
     assert "0 of 1" in status
     assert served("status", "--json").json["models"] == 1
+
+
+def test_a_node_is_regrouped(fleet: Run, database: Database) -> None:
+    join(database, "n-1", SlotSpec(gpus=4, memory_bytes=4 * GIB, number=0), regroups=True)
+    assert "node n-1 is regrouped as its slots get empty" in fleet("node", "layout", "n-1", "2,1,1").out
+    assert "2, 1, 1 GPUs, since" in fleet("node", "show", "n-1").out
+    assert fleet("node", "show", "n-1", "--json").json["layout"] == [2, 1, 1]
+    assert "node n-1 has these slots" in fleet("node", "layout", "n-1", "4").out
+    assert "slots wanted" not in fleet("node", "show", "n-1").out
+    for layout, said in (("2,x", "is no list of numbers"), ("3,1", "a slot has 1, 2, 4, 8, ... GPUs, not 3")):
+        failed = fleet("node", "layout", "n-1", layout)
+        assert failed.status != 0
+        assert said in " ".join(failed.err.split())
 
 
 def test_what_is_used_is_not_deleted_and_drain_empties_it_first(

@@ -12,7 +12,7 @@ from controlplane.store.fleet import touch_node
 from controlplane.store.instances import add_instance
 from controlplane.store.session import Database
 from controlplane.store.tables import Node
-from dataplane.protocol.messages import SlotSpec
+from dataplane.protocol.joining import SlotSpec
 from ops.cli.simulate_live import profiles_by_type
 from ops.simulator.scenario.live import LiveError, cut_demand
 from tests.ops.cli.running import GIB, Run, join

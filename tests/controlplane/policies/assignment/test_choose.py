@@ -279,7 +279,7 @@ def test_spot_on_nodes_that_cannot_be_relied_on_is_not_taken_back() -> None:
     ("room", "changes", "reason"),
     [
         (slot("n1"), {"donation_enabled": False}, "donations are disabled"),
-        (slot("n1", accepting=False), {}, "node n1 is being drained"),
+        (slot("n1", accepting=False), {}, "slot 0 of node n1 is being drained"),
     ],
 )
 def test_spot_ends_where_it_may_not_be(room: SlotRoom, changes: dict[str, Any], reason: str) -> None:

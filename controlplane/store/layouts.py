@@ -1,0 +1,98 @@
+"""How the GPUs of nodes are grouped into slots: what is wanted, and the slots that there are on the way to it.
+
+The rows of a node's slots are what its agent follows. A block of GPUs changes in one transaction, when nothing is
+wanted of its slots or drains there any more; whoever dies before or after it changes nothing about that.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.orm import Session
+
+from controlplane.errors import ConflictError, InvalidValueError
+from controlplane.store.fleet import bump_index
+from controlplane.store.instances import LIVE, present_layout, touch_generations
+from controlplane.store.rows import require
+from controlplane.store.tables import Instance, Node, Slot
+from dataplane.protocol.layouts import Layout, advanced, check_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regrouped:
+    """A node some of whose slots were replaced by others."""
+
+    node: str
+    before: Layout
+    after: Layout
+
+
+def want_layout(session: Session, name: str, layout: Sequence[int]) -> Node:
+    """Have a node's GPUs grouped like that. The fleet must be locked; `regroup` brings it about.
+
+    Raises:
+        NotFoundError: the node is not registered.
+        ConflictError: its agent does not regroup.
+        InvalidValueError: it cannot be grouped like that.
+    """
+    node = require(session, Node, name, param="node")
+    if not node.regroups:
+        raise ConflictError(
+            f"node '{name}' does not regroup its GPUs; TIDEPOOL_AGENT_REGROUP=true lets it", param="layout"
+        )
+    present = present_layout(session, name)
+    try:
+        check_layout(layout, sum(present))
+    except ValueError as error:
+        raise InvalidValueError(f"layout: {error}", param="layout") from error
+    wanted = None if tuple(layout) == present else list(layout)
+    if wanted != node.layout:
+        bump_index(session)
+        node.layout, node.layout_at = wanted, None if wanted is None else func.now()
+        session.flush()
+        session.refresh(node)
+    return node
+
+
+def regroup(session: Session) -> list[Regrouped]:
+    """Replace the slots of all blocks that are empty by those that are wanted. The fleet must be locked."""
+    done = []
+    for node in session.scalars(select(Node).where(Node.layout.is_not(None)).order_by(Node.name)):
+        present, wanted = present_layout(session, node.name), tuple(node.layout or ())
+        busy = set(session.scalars(select(Instance.slot).where(Instance.node == node.name, LIVE)))
+        after = advanced(present, wanted, busy)
+        if after != present:
+            touch_generations(session, [node.name])
+            _replace_slots(session, node.name, after)
+            done.append(Regrouped(node=node.name, before=present, after=after))
+        if after == wanted:
+            node.layout = node.layout_at = None
+    if done:
+        bump_index(session)
+        session.flush()
+    return done
+
+
+def slots_like(slot: Slot, layout: Iterable[int]) -> list[Slot]:
+    """The slots of a node with such a layout, whose GPUs are like those of `slot`."""
+    gpu_bytes = slot.memory_bytes // slot.gpus
+    weights_bytes = None if slot.weights_bytes is None else max(1, slot.weights_bytes // slot.gpus)
+    slots, first = [], 0
+    for gpus in layout:
+        values: dict[str, Any] = {"node": slot.node, "index": first, "gpus": gpus, "workers": 1}
+        weights = None if weights_bytes is None else weights_bytes * gpus
+        slots.append(Slot(**values, memory_bytes=gpu_bytes * gpus, weights_bytes=weights))
+        first += gpus
+    return slots
+
+
+def _replace_slots(session: Session, node: str, layout: Layout) -> None:
+    """Stopped instances of slots that go are deleted with them: the audit log keeps what it says of them."""
+    rows = {slot.index: slot for slot in session.scalars(select(Slot).where(Slot.node == node))}
+    wanted = slots_like(rows[0], layout)
+    gone = rows.keys() - {slot.index for slot in wanted}
+    session.execute(delete(Instance).where(Instance.node == node, Instance.slot.in_(gone)))
+    session.execute(delete(Slot).where(Slot.node == node, Slot.index.in_(gone)))
+    for slot in wanted:
+        session.merge(slot)

@@ -1,0 +1,78 @@
+"""How a node joins the control plane: what it offers. JSON, like all messages (see `messages`)."""
+
+from typing import Annotated
+
+import msgspec
+
+from dataplane.protocol.layouts import check_layout, slots_of
+from dataplane.protocol.messages import EngineKind
+
+
+class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker group of a node. `memory_bytes`: of all its `gpus` together. `workers` share the GPUs equally; an
+    instance is on every worker, so a model must fit on the GPUs of one. `weights_bytes`: the memory of each worker
+    for weights; None from agents of older versions. `number`: the slot's on its node; None: its place in the list.
+    """
+
+    gpus: int
+    memory_bytes: int
+    workers: int = 1
+    weights_bytes: int | None = None
+    number: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the counts.
+
+        Raises:
+            ValueError: the workers have no equal numbers of GPUs, or no memory for weights.
+        """
+        if self.gpus < 1 or self.workers < 1 or self.gpus % self.workers:
+            raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
+        if self.weights_bytes is not None and self.weights_bytes < 1:
+            raise ValueError(f"weights_bytes must be at least 1, not {self.weights_bytes}")
+
+    @property
+    def worker_gpus(self) -> int:
+        """GPUs of one worker: the most that a model may take."""
+        return self.gpus // self.workers
+
+
+Version = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+$")]
+"""A version of a package, as its own metadata has it."""
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True):
+    """A node joins. Joining again with the same name replaces its url and slots.
+
+    `host_bytes`: host memory for the models of all its slots; None from agents of older versions. `dtype`: the type of
+    weights; None: as stored (a replay), or an agent of an older version. `version`: Tidepool's on the node;
+    `engine_version`: of the package behind `engine`. None: not installed as a package, or an older agent. `regroups`:
+    the GPUs may be grouped into other slots than these, all alike in memory.
+    """
+
+    node: str
+    region: str
+    gpu_type: str
+    url: str
+    slots: tuple[SlotSpec, ...]
+    engine: EngineKind
+    host_bytes: int | None = None
+    dtype: str | None = None
+    version: Version | None = None
+    engine_version: Version | None = None
+    regroups: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the slots of a node that regroups.
+
+        Raises:
+            ValueError: they are no layout, are not numbered as one, or their GPUs differ in memory.
+        """
+        if self.regroups:
+            layout = tuple(slot.gpus for slot in self.slots)
+            check_layout(layout, sum(layout))
+            numbers = [slot.number for slot in self.slots]
+            if numbers != list(slots_of(layout)) or any(slot.workers != 1 for slot in self.slots):
+                raise ValueError("slots of a node that regroups have one worker, and the number of their first GPU")
+            if len({slot.memory_bytes / slot.gpus for slot in self.slots}) > 1:
+                raise ValueError("slots of a node that regroups have the same memory_bytes for each GPU")
