@@ -11,6 +11,9 @@ as a rule. If both do:
    leave time for it (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
    those of a model whose decode turn comes within `near_s`; unless they are nearly due and would get less than
    prefill's share or no memory, or another model's prompts are nearly due. Meanwhile no time counts for the shares.
+
+With `time_slices = "deadlines"`, the model is chosen first, by the deadlines of its prompts and its batch together
+(`deadlines.py`); rules 2 to 4 then hold between its own prompts and its own batch.
 """
 
 import math
@@ -22,10 +25,12 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from dataplane.scheduling.deadlines import ModelWork, SliceState, TimeSlices, choose_slice
 from dataplane.scheduling.decode import (
     BatchFacts,
     DecodeSettings,
     DecodeTurn,
+    Quota,
     RoundState,
     choose_decode_turn,
     idle_s,
@@ -46,13 +51,14 @@ Kind = Literal["prefill", "decode"]
 
 class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
-    switch to the model, 0 if resident (absent: 0); `unready`: models whose weights are not in host memory yet;
+    switch to the model, 0 if resident (absent: 0); `load_s`: to load all of its weights (absent: 0); `unready`: models whose weights are not in host memory yet;
     `blocked`: models whose prompts found no memory beside their batch; `load`: of the slot, measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
     prefill_s: Mapping[str, float] = field(default_factory=dict)
     switch_s: Mapping[str, float] = field(default_factory=dict)
+    load_s: Mapping[str, float] = field(default_factory=dict)
     batches: tuple[BatchFacts, ...] = ()
     running_model: str | None = None
     unready: frozenset[str] = frozenset()
@@ -64,7 +70,7 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
 class TurnSettings:
     """`prefill_share`: of the time while both kinds wait. `near_s`: a first token that is due so soon after the prefill
     could end is nearly due. `burst_s`: by how much a kind may exceed its share. `mixed_batches`: whether a step may do
-    both.
+    both. `time_slices`: how models share the time.
     """
 
     prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
@@ -73,6 +79,7 @@ class TurnSettings:
     near_s: float = 0.25
     burst_s: float = 1.0
     mixed_batches: bool = False
+    time_slices: TimeSlices = "rounds"
 
     def __post_init__(self) -> None:
         """Check the ranges: no kind may starve.
@@ -92,7 +99,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     """What to run. `group`: ids of a group's requests in order. A prefill runs as many as a step can; a decode turn
     with a group is mixed: its steps, of `budget_s` each, prefill beside the batch. `counts`: for its kind's share.
 
-    `started_s` changes when the kind or the model does. `next_model`: the model to prefetch, None if none follows.
+    `started_s` changes when the kind or the model does, by deadlines also when the next model does. `next_model`: the model to prefetch, None if none follows.
     `alpha`: the slot's load by its decode batches.
     """
 
@@ -117,6 +124,7 @@ class SlotState(Struct, frozen=True, kw_only=True):
     """
 
     round: RoundState = field(default_factory=RoundState)
+    slice: SliceState = field(default_factory=SliceState)
     groups: GroupState = field(default_factory=GroupState)
     turn: Turn | None = None
     over_s: float = 0.0
@@ -140,7 +148,8 @@ class SlotState(Struct, frozen=True, kw_only=True):
 
     def cut_short(self, now_s: float) -> "SlotState":
         """The state after a decode turn that cannot run and waits for no transfer: the next turn begins."""
-        return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)))
+        ended = replace(self.round, ends_s=min(self.round.ends_s, now_s))
+        return replace(self, round=ended, slice=self.slice.cut_short())
 
 
 _NOTHING = SlotState()
@@ -153,6 +162,8 @@ def choose_turn(
     batches, groups, last = facts.batches, facts.prefills.groups, state.turn
     if not batches and not groups:
         return None, _NOTHING
+    if settings.time_slices == "deadlines":
+        return _choose_by_deadlines(facts, state, now_s, settings)
     decode, round_, prefill = None, _NOTHING.round, None
     if batches:
         round_ = state.round
@@ -190,6 +201,77 @@ def choose_turn(
     else:
         return None, _NOTHING
     return turn, SlotState(round=round_, groups=served, turn=turn, over_s=over_s, owed=owed)
+
+
+def _choose_by_deadlines(
+    facts: SlotFacts, state: SlotState, now_s: float, settings: TurnSettings
+) -> tuple[Turn | None, SlotState]:
+    """The model by deadlines; then its prompts, unless its batch is owed time or a step may do both."""
+    work = _work(facts, now_s)
+    if not work:
+        return None, _NOTHING
+    choice, slice_ = choose_slice(work, state.slice, now_s, near_s=settings.near_s, settings=settings.decode)
+    model = choice.model
+    own = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
+    batch = next((batch for batch in facts.batches if batch.model == model and batch.can_run), None)
+    prefill = choose_group(own, model, state.groups, now_s, settings.prefill)
+    over_s, owed = settle_shares(
+        state.over_s,
+        state.owed,
+        prefill_spent_s=state.prefill_spent_s,
+        decode_spent_s=state.decode_spent_s,
+        prefill=prefill is not None,
+        decode=batch is not None,
+        settings=settings,
+    )
+    round_ = RoundState(
+        quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (model, *choice.following)]),
+        ends_s=slice_.ends_s,
+        alpha=sum([each.step_s / each.tbt_s for each in facts.batches if each.can_run]),
+    )
+    budgets_s: Mapping[str, float] = {}
+    if settings.mixed_batches and prefill and batch:
+        budgets_s = _budgets_s(facts.batches, own, max(round_.alpha, facts.load))
+    mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
+    kind: Kind = "prefill" if prefill and (batch is None or not (mixes or owed == "decode")) else "decode"
+    next_model = choice.following[0] if choice.following else None
+    last = state.turn
+    goes_on = last is not None and _goes_on(last, kind, model) and last.next_model == next_model
+    turn = Turn(
+        kind=kind,
+        model=model,
+        started_s=last.started_s if last and goes_on else now_s,
+        next_model=next_model,
+        alpha=round_.alpha,
+        reason=choice.reason,
+        counts=not mixes,
+    )
+    if prefill and kind == "prefill":
+        ids = tuple([request.request_id for request in prefill.group.in_order(now_s, settings.prefill)])
+        turn = replace(turn, group=ids)
+    elif prefill and model in budgets_s:
+        turn = _mixed_turn(turn, prefill.group, budgets_s[model], now_s, settings)
+    groups = prefill.state if prefill else state.groups
+    return turn, SlotState(round=round_, slice=slice_, groups=groups, turn=turn, over_s=over_s, owed=owed)
+
+
+def _work(facts: SlotFacts, now_s: float) -> list[ModelWork]:
+    """Each model that can run, with the latest moment at which it must."""
+    due_s: dict[str, float] = {batch.model: now_s + batch.slack_s - batch.step_s for batch in facts.batches if batch.can_run}
+    for group in facts.prefills.groups:
+        if group.model not in facts.unready:
+            first_s = min([request.deadline_s for request in group.waiting])
+            begins_s = first_s - facts.prefill_s.get(group.model, 0.0)
+            due_s[group.model] = min(begins_s, due_s.get(group.model, math.inf))
+    return [
+        ModelWork(
+            model=model,
+            due_s=each_s,
+            missing_s=facts.switch_s.get(model, 0.0),
+            load_s=facts.load_s.get(model, 0.0),
+        )
+        for model, each_s in due_s.items()
+    ]
 
 
 def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freeing: bool, batches: int) -> int:

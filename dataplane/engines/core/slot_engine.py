@@ -79,6 +79,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._model_of: dict[str, ModelT] = {}
         """By instance."""
         self.requests = RequestTable(self.models, kv, settings.turns.prefill, clock)
+        self._by_deadlines = settings.turns.time_slices == "deadlines"
         self._allocator = KvAllocator(
             self.models,
             kv,
@@ -313,6 +314,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prefills=prefills,
             prefill_s=requests.next_prefills_s(prefills),
             switch_s={model.name: self._missing_s(model, now_s) for model in busy},
+            load_s={model.name: self._switch_s(model) for model in busy} if self._by_deadlines else {},
             batches=() if self._slot.prefill_only else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
             unready=frozenset(unready) if unready else frozenset(),
@@ -333,7 +335,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         return tuple(
             [
                 model.batch_facts(
-                    now_s=now_s if prefills.groups else None,
+                    now_s=now_s if prefills.groups or (self._by_deadlines and len(busy) > 1) else None,
                     switch_s=0.0 if stay else self._switch_s(model),
                     prefetched=prefetched,
                     ready=model.name not in unready,

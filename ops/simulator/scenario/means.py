@@ -127,5 +127,6 @@ def _instance_settings(scenario: Scenario, kv_bytes: int) -> InstanceSettings:
             prefill=PrefillSettings(order=policy.order, group_requests_max=policy.group_requests_max),
             decode=DecodeSettings(quota_max_s=policy.quota_max_s),
             mixed_batches=policy.mixed_batches,
+            time_slices=policy.time_slices,
         ),
     )

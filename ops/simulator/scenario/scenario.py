@@ -10,6 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.protocol.layouts import check_layout
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S, InstanceKind, Tier
+from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.ordering import Order
 from ops.simulator.kernel.costs import Batching
 from ops.simulator.kernel.scenario_values import FORMS, ByGpuType, Count, Part, Positive, Share
@@ -160,6 +161,7 @@ class PolicyPart(Part):
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048
     mixed_batches: bool = False
+    time_slices: TimeSlices = "rounds"
     quota_max_s: Positive = 4.0
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7

@@ -28,7 +28,7 @@ from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
-from dataplane.scheduling.schedule import SlotFacts, Turn, choose_turn
+from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, choose_turn, settle_shares
 from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
@@ -104,6 +104,11 @@ class FastForwardEngine(ReplayEngine):
         return self._last_model if self._alone else None
 
     @property
+    def by_deadlines(self) -> bool:
+        """Whether time slices follow deadlines; then any new request may end one."""
+        return self._by_deadlines
+
+    @property
     def present_model(self) -> str | None:
         return self._last_model
 
@@ -132,10 +137,26 @@ class FastForwardEngine(ReplayEngine):
         if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
             last_s = fast_forward.seconds(fast_forward.steps) - fast_forward.seconds(fast_forward.steps - 1)
             state = replace(self.state, decode_spent_s=self.state.decode_spent_s - last_s)
+            if self._by_deadlines:
+                self.state = self._settled(state).spent("decode", last_s)
+                return facts
             alone = replace(facts, prefills=PrefillQueue())
             _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
             self.state = state.spent("decode", last_s)
         return facts
+
+    def _settled(self, state: SlotState) -> SlotState:
+        """The state after steps of a batch without prompts of its own model."""
+        over_s, owed = settle_shares(
+            state.over_s,
+            state.owed,
+            prefill_spent_s=state.prefill_spent_s,
+            decode_spent_s=state.decode_spent_s,
+            prefill=False,
+            decode=True,
+            settings=self._slot.turns,
+        )
+        return replace(state, over_s=over_s, owed=owed, prefill_spent_s=0.0, decode_spent_s=0.0)
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
         assert isinstance(model, FastForwardModel)
@@ -221,16 +242,25 @@ class FastForwardEngine(ReplayEngine):
 
     def _steps_max(self, model: FastForwardModel, singles: list[ReplaySequence], batch: int) -> int:
         """The number of steps until a sequence ends, or KV memory does; one while prompts wait."""
-        if self.requests.prefills.groups:
+        if self._waits_for_prefill(model):
             return 1
         steps = min(model.steps_max(), 1 + self.kv.free_bytes // (batch * model.kv_bytes_per_token))
         for one in singles:
             steps = min(steps, one.request.max_tokens - one.generated)
         return steps
 
+    def _waits_for_prefill(self, model: FastForwardModel) -> bool:
+        """Whether a prompt waits that the policy weighs before the next step. By deadlines, other models' prompts have
+        their part in when the time slice ends.
+        """
+        groups = self.requests.prefills.groups
+        if not self._by_deadlines or self._hold:
+            return bool(groups)
+        return any(group.model == model.name for group in groups)
+
     def _ends_s(self) -> float:
         """When the time slice or a transfer ends; infinite: none does."""
-        ends_s = math.inf if self._alone and not self._renews else self.state.round.ends_s
+        ends_s = math.inf if self._alone and not (self._renews or self._by_deadlines) else self.state.round.ends_s
         move_s = self.kv.next_move_s
         return ends_s if move_s is None or ends_s < move_s else move_s
 
