@@ -2,17 +2,17 @@
 
 Each model has one due time: the latest moment at which it must run again, so that its most urgent next token, of a
 waiting prompt or of its batch, is made in time. A slice serves a model's prompts and its batch alike, so that neither
-costs a switch of its own.
+costs a switch of its own; the first model to be due has the next one (earliest deadline first).
 
-The running model goes on for as long as all others, each in its turn by due time and with a minimal slice for every one
-before it, can still begin in time: earliest deadline first, as late as possible. A batch decodes several times faster
-than its tokens are due, so that a long slice makes tokens which last through the slices of others. A slot thus switches
-only where that saves a deadline, and later requests of a model find its batch still there.
-
-A slice lasts at least as long as the longest load of any model with work, within the limits of a quota. So the next
-model is loaded while it runs, and however late all models are, switches take no more of the time than steps do.
+1. A slice lasts at least as long as the longest load of any model with work, within the limits of a quota. So the next
+   model is loaded while it runs, and however late all models are, switches take no more of the time than steps do.
+2. It then ends if a prompt or a batch request of another model waits. If none does, it goes on for as long as all others, each in its turn
+   and with a minimal slice for every one before it, can still begin in time. A batch decodes several times faster than
+   its tokens are due: what it makes meanwhile lasts through the slices of others.
+3. Models with batch requests alone get a minimal slice where all others can wait that long; else they are last.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,23 +22,26 @@ from msgspec.structs import replace
 from dataplane.scheduling.decode import DecodeSettings
 
 TimeSlices = Literal["rounds", "deadlines"]
-"""How a slot divides its time among models: `rounds` of quotas (`decode.py`), or slices by deadlines."""
+"""How a slot divides its time among models: in `rounds` of quotas (`decode.py`), or by `deadlines`."""
 
 
 class ModelWork(Struct, frozen=True, kw_only=True):
     """A model with something to run. `due_s`: when its next step must begin, by the clock. `missing_s`: seconds until
-    its weights would be loaded, if that began now; `load_s`: how long the whole load takes.
+    its weights would be loaded, if that began now; `load_s`: how long the whole load takes. `prompts`: whether a prompt
+    waits; `background`: whether all of its work is of batch requests.
     """
 
     model: str
     due_s: float
     missing_s: float = 0.0
     load_s: float = 0.0
+    prompts: bool = False
+    background: bool = False
 
 
 class SliceState(Struct, frozen=True, kw_only=True):
-    """The present slice. `began_s`: when its model was loaded; `ends_s`: when another model has to run, infinite if no
-    other has work. `stuck`: models that could not run since the last slice that did; the others are tried first.
+    """The present slice. `began_s`: when its model was loaded; `ends_s`: when another model runs, infinite if no other
+    has work. `stuck`: models that could not run since the last slice that did; all others are tried before them.
     """
 
     model: str | None = None
@@ -52,7 +55,7 @@ class SliceState(Struct, frozen=True, kw_only=True):
 
 
 class SliceChoice(Struct, frozen=True, kw_only=True):
-    """The model to run and `following`, all others with work in their order, of which each gets at least `slice_s`."""
+    """The model to run and `following`, all others with work in their order. `slice_s`: what each gets at least."""
 
     model: str
     following: tuple[str, ...]
@@ -63,43 +66,64 @@ class SliceChoice(Struct, frozen=True, kw_only=True):
 def choose_slice(
     work: Sequence[ModelWork], state: SliceState, now_s: float, *, near_s: float, settings: DecodeSettings
 ) -> tuple[SliceChoice, SliceState]:
-    """The model to run now. `work`: of different models, at least one; `near_s`: how much earlier than at the latest
-    moment a model begins. Called before every step.
+    """The model to run now. Called before every step.
+
+    Args:
+        work: that of different models, at least one.
+        state: as it was returned for the step before.
+        near_s: how much earlier than at the latest moment a model is to begin.
+        settings: limits of a slice.
     """
     assert work
-    stuck = state.stuck
+    slice_s = min(max([settings.quota_min_s, *[one.load_s for one in work]]), settings.quota_max_s)
+    work = _by_due(work, now_s, slice_s, near_s)
+    stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
     if all([one.model in stuck for one in work]):
         stuck = frozenset()
     present = next((one for one in work if one.model == state.model and one.model not in stuck), None)
-    if present is None and state.model not in stuck:
-        stuck = frozenset()
-    slice_s = min(max([settings.quota_min_s, *[one.load_s for one in work]]), settings.quota_max_s)
-    began_s, reason = state.began_s, "its slice is not over"
-    if present is not None:
-        if present.missing_s:
-            began_s = now_s + present.missing_s
-        others = _by_due(work, present)
-        ends_s = _ends_s(others, began_s, slice_s, near_s)
-        if now_s >= ends_s:
-            present, stuck = None, frozenset()
-    if present is None:
-        candidates = sorted(work, key=lambda one: (one.model in stuck or one.model == state.model, one.due_s))
-        present, reason = candidates[0], "first to be due"
+    if present is not None and present.missing_s:
         began_s = now_s + present.missing_s
-        others = _by_due(work, present)
-        ends_s = _ends_s(others, began_s, slice_s, near_s)
-    following = tuple([one.model for one in others])
-    choice = SliceChoice(model=present.model, following=following, slice_s=slice_s, reason=reason)
-    return choice, SliceState(model=present.model, began_s=began_s, ends_s=ends_s, stuck=stuck)
+    if present is None or now_s >= _ends_s(present, work, began_s, slice_s, near_s):
+        stuck = stuck if state.model in stuck else frozenset()
+        present = min(work, key=lambda one: (one.model in stuck, one.due_s == math.inf, one.model == state.model))
+        began_s, reason = now_s + present.missing_s, "the first to be due"
+    return SliceChoice(
+        model=present.model,
+        following=tuple([one.model for one in work if one is not present]),
+        slice_s=slice_s,
+        reason=reason,
+    ), SliceState(
+        model=present.model,
+        began_s=began_s,
+        ends_s=_ends_s(present, work, began_s, slice_s, near_s),
+        stuck=stuck,
+    )
 
 
-def _by_due(work: Sequence[ModelWork], present: ModelWork) -> list[ModelWork]:
-    return sorted([one for one in work if one is not present], key=lambda one: one.due_s)
+def _by_due(work: Sequence[ModelWork], now_s: float, slice_s: float, near_s: float) -> list[ModelWork]:
+    """The models by due time; those with batch requests alone are due at once, or come last (rule 3)."""
+    urgent = sorted([one for one in work if not one.background], key=lambda one: one.due_s)
+    background = sorted([one for one in work if one.background], key=lambda one: one.due_s)
+    if not urgent or not background:
+        return urgent or background
+    if _latest_s(urgent, slice_s, near_s) >= now_s + background[0].missing_s + slice_s:
+        return [*[replace(one, due_s=now_s) for one in background], *urgent]
+    return [*urgent, *[replace(one, due_s=math.inf) for one in background]]
 
 
-def _ends_s(others: Sequence[ModelWork], began_s: float, slice_s: float, near_s: float) -> float:
-    """When a slice ends: as late as all others can begin in time, but no earlier than after a minimal slice."""
+def _latest_s(ordered: Sequence[ModelWork], slice_s: float, near_s: float) -> float:
+    """Until when all can wait, if each then gets a minimal slice after the other."""
+    return min([one.due_s - place * slice_s for place, one in enumerate(ordered)]) - near_s - ordered[0].missing_s
+
+
+def _ends_s(
+    present: ModelWork, ordered: Sequence[ModelWork], began_s: float, slice_s: float, near_s: float
+) -> float:
+    """When the slice of a model ends, infinite if no other has work (rules 1 to 3)."""
+    others = [one for one in ordered if one is not present]
     if not others:
-        return float("inf")
-    latest_s = min([one.due_s - place * slice_s for place, one in enumerate(others)])
-    return max(latest_s - near_s - others[0].missing_s, began_s + slice_s)
+        return math.inf
+    least_s = began_s + slice_s
+    if present.background or any([one.prompts or one.background for one in others]):
+        return least_s
+    return max(least_s, _latest_s(others, slice_s, near_s))

@@ -21,7 +21,7 @@ class BatchFacts(Struct, frozen=True, kw_only=True):
     `tbt_s`: the tightest target in it. `switch_s`: how long its weights take to load in each round (0 if they stay
     resident between its turns), `prefetched` if they are loaded during the turn before. `ready` False: its weights are
     not in host memory yet. `slack_s`: time until the most urgent sequence misses its next token's deadline, negative if
-    it is late.
+    it is late. `background`: all of its sequences are batch requests.
     """
 
     model: str
@@ -32,6 +32,7 @@ class BatchFacts(Struct, frozen=True, kw_only=True):
     prefetched: bool = False
     ready: bool = True
     slack_s: float = 0.0
+    background: bool = False
 
     def __post_init__(self) -> None:
         assert self.step_s > 0

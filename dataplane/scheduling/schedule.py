@@ -257,18 +257,26 @@ def _choose_by_deadlines(
 
 def _work(facts: SlotFacts, now_s: float) -> list[ModelWork]:
     """Each model that can run, with the latest moment at which it must."""
-    due_s: dict[str, float] = {batch.model: now_s + batch.slack_s - batch.step_s for batch in facts.batches if batch.can_run}
-    for group in facts.prefills.groups:
-        if group.model not in facts.unready:
-            first_s = min([request.deadline_s for request in group.waiting])
-            begins_s = first_s - facts.prefill_s.get(group.model, 0.0)
-            due_s[group.model] = min(begins_s, due_s.get(group.model, math.inf))
+    groups = [group for group in facts.prefills.groups if group.model not in facts.unready]
+    due_s, urgent = dict[str, float](), set[str]()
+    for batch in facts.batches:
+        if batch.can_run:
+            due_s[batch.model] = now_s + batch.slack_s - batch.step_s
+            urgent |= set() if batch.background else {batch.model}
+    for group in groups:
+        model = group.model
+        first_s = min([request.deadline_s for request in group.waiting]) - facts.prefill_s.get(model, 0.0)
+        due_s[model] = min(first_s, due_s.get(model, math.inf))
+        urgent |= set() if group.waiting[0].in_background else {model}
+    prompts = {group.model for group in groups}
     return [
         ModelWork(
             model=model,
             due_s=each_s,
             missing_s=facts.switch_s.get(model, 0.0),
             load_s=facts.load_s.get(model, 0.0),
+            prompts=model in prompts,
+            background=model not in urgent,
         )
         for model, each_s in due_s.items()
     ]

@@ -14,6 +14,7 @@ from dataplane.engines.interface import EngineRequest
 from dataplane.protocol.answer_lengths import AnswerLengths
 from dataplane.protocol.errors import BadRequestError
 from dataplane.protocol.messages import Task
+from dataplane.protocol.tiers import NIW
 from dataplane.scheduling.costs import CostEstimate, StepWork
 from dataplane.scheduling.decode import BatchFacts
 
@@ -135,6 +136,7 @@ class ServedModel(ABC, Generic[KvT]):
             prefetched=prefetched,
             slack_s=0.0 if now_s is None else min([sequence.deadline_s for sequence in batch]) - now_s,
             ready=ready,
+            background=all([sequence.request.tier == NIW for sequence in batch]),
         )
 
 

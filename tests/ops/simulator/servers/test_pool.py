@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from random import Random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.protocol.tiers import Objective
+from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.schedule import TurnSettings
 from ops.simulator.kernel.answers import answers_by_model
 from ops.simulator.kernel.events import Events, Kind
@@ -23,7 +25,9 @@ TARGET = Objective(ttft_s=1.0, tbt_s=0.05)
 MODELS = [spec_of(f"m{n}", weights_bytes=4 * GIB) for n in range(5)]
 
 
-def settings_of(kv_tokens: int, batch_max: int, way: KvPressure, *, mixed: bool = False) -> ReplaySettings:
+def settings_of(
+    kv_tokens: int, batch_max: int, way: KvPressure, *, mixed: bool = False, time_slices: TimeSlices = "rounds"
+) -> ReplaySettings:
     return ReplaySettings(
         profile=profile_of(LATENCY, bytes_per_s=16 * GIB),
         weights_bytes=(9 if way == "swap" else 15) * GIB,
@@ -32,7 +36,7 @@ def settings_of(kv_tokens: int, batch_max: int, way: KvPressure, *, mixed: bool 
         kv_pressure=way,
         remap=RemapSettings(capped=False, settle_s=0.0),
         layers=2000,
-        turns=TurnSettings(mixed_batches=mixed),
+        turns=TurnSettings(mixed_batches=mixed, time_slices=time_slices),
     )
 
 
@@ -77,12 +81,15 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
     assert late == {False, True}, "some tokens are late, others are not"
 
 
+@pytest.mark.parametrize("time_slices", get_args(TimeSlices))
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(seed: int, *, mixed: bool) -> None:
+def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(
+    seed: int, *, mixed: bool, time_slices: TimeSlices
+) -> None:
     chance = Random(seed)
     way: KvPressure = chance.choice(["swap", "remap"])
-    settings = settings_of(chance.choice([2000, 4000, 10**6]), 64, way, mixed=mixed)
+    settings = settings_of(chance.choice([2000, 4000, 10**6]), 64, way, mixed=mixed, time_slices=time_slices)
     compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
 
 
