@@ -130,8 +130,13 @@ class AgentSettings(BaseSettings):
     )
     group_requests_max: int = Field(8, ge=1)
     """prefills of one model before the next model is scheduled"""
+    time_slices: Literal["rounds", "deadlines"] = Field(
+        "deadlines",
+        description="how models share a worker's time; deadlines: the model whose next token is due first runs, its"
+        " prompts and its batch in one slice; rounds: one decode time slice a model in turn, prefills between them",
+    )
     quota_max_s: float = Field(4.0, gt=0)
-    """longest decode time slice while other models wait"""
+    """longest decode time slice of a round, and longest minimal slice by deadlines, while other models wait"""
     prefill_share: float = Field(0.5, gt=0, lt=1)
     """share of a worker's time for prefill while decodes wait"""
     mixed_batches: bool = Field(
@@ -346,6 +351,7 @@ class AgentSettings(BaseSettings):
             ),
             prefill_share=self.prefill_share,
             mixed_batches=self.mixed_batches,
+            time_slices=self.time_slices,
         )
 
     @property

@@ -36,6 +36,7 @@ class ModelWork(Struct, frozen=True, kw_only=True):
     missing_s: float = 0.0
     load_s: float = 0.0
     prompts: bool = False
+    prefill_s: float = 0.0
     background: bool = False
 
 
@@ -98,6 +99,14 @@ def choose_slice(
         ends_s=_ends_s(present, work, began_s, slice_s, near_s),
         stuck=stuck,
     )
+
+
+def prompts_aside(work: Sequence[ModelWork], present: str, now_s: float) -> str | None:
+    """Another model whose prompts are prefilled within the present slice, None if there is none (rule 4)."""
+    due_s = next(one.due_s for one in work if one.model == present)
+    ready = [one for one in work if one.model != present and one.prompts and not one.background and not one.missing_s]
+    first = min(ready, key=lambda one: one.due_s, default=None)
+    return first.model if first is not None and due_s >= now_s + first.prefill_s else None
 
 
 def _by_due(work: Sequence[ModelWork], now_s: float, slice_s: float, near_s: float) -> list[ModelWork]:

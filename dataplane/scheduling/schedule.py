@@ -25,7 +25,7 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from dataplane.scheduling.deadlines import ModelWork, SliceState, TimeSlices, choose_slice
+from dataplane.scheduling.deadlines import ModelWork, SliceState, TimeSlices, choose_slice, prompts_aside
 from dataplane.scheduling.decode import (
     BatchFacts,
     DecodeSettings,
@@ -211,9 +211,10 @@ def _choose_by_deadlines(
     if not work:
         return None, _NOTHING
     choice, slice_ = choose_slice(work, state.slice, now_s, near_s=settings.near_s, settings=settings.decode)
-    model = choice.model
+    aside = prompts_aside(work, choice.model, now_s)
+    model = aside or choice.model
     own = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
-    batch = next((batch for batch in facts.batches if batch.model == model and batch.can_run), None)
+    batch = next((one for one in facts.batches if one.model == model and one.can_run and not aside), None)
     prefill = choose_group(own, model, state.groups, now_s, settings.prefill)
     over_s, owed = settle_shares(
         state.over_s,
@@ -234,7 +235,7 @@ def _choose_by_deadlines(
         budgets_s = _budgets_s(facts.batches, own, max(round_.alpha, facts.load))
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     kind: Kind = "prefill" if prefill and (batch is None or not (mixes or owed == "decode")) else "decode"
-    next_model = choice.following[0] if choice.following else None
+    next_model = choice.model if aside else choice.following[0] if choice.following else None
     last = state.turn
     goes_on = last is not None and _goes_on(last, kind, model) and last.next_model == next_model
     turn = Turn(
@@ -276,6 +277,7 @@ def _work(facts: SlotFacts, now_s: float) -> list[ModelWork]:
             missing_s=facts.switch_s.get(model, 0.0),
             load_s=facts.load_s.get(model, 0.0),
             prompts=model in prompts,
+            prefill_s=facts.prefill_s.get(model, 0.0),
             background=model not in urgent,
         )
         for model, each_s in due_s.items()

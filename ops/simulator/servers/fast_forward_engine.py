@@ -256,11 +256,18 @@ class FastForwardEngine(ReplayEngine):
         groups = self.requests.prefills.groups
         if not self._by_deadlines or self._hold:
             return bool(groups)
-        return any(group.model == model.name for group in groups)
+        now_s = self._clock()
+        return any(
+            group.model == model.name or not self._missing_s(self.models[group.model], now_s) for group in groups
+        )
 
     def _ends_s(self) -> float:
         """When the time slice or a transfer ends; infinite: none does."""
         ends_s = math.inf if self._alone and not (self._renews or self._by_deadlines) else self.state.round.ends_s
+        if self._by_deadlines:
+            now_s = self._clock()
+            for group in self.requests.prefills.groups:
+                ends_s = min(ends_s, now_s + self._missing_s(self.models[group.model], now_s))
         move_s = self.kv.next_move_s
         return ends_s if move_s is None or ends_s < move_s else move_s
 
