@@ -6,10 +6,11 @@ costs a switch of its own; the first model to be due has the next one (earliest 
 
 1. A slice lasts at least as long as the longest load of any model with work, within the limits of a quota. So the next
    model is loaded while it runs, and however late all models are, switches take no more of the time than steps do.
-2. It then ends if a prompt or a batch request of another model waits. If none does, it goes on for as long as all others, each in its turn
-   and with a minimal slice for every one before it, can still begin in time. A batch decodes several times faster than
-   its tokens are due: what it makes meanwhile lasts through the slices of others.
+2. It then ends if a prompt or a batch request of another model waits. If none does, it goes on for as long as all
+   others, each in its turn and with a minimal slice for every one before it, can still begin in time. A batch decodes
+   several times faster than its tokens are due: what it makes meanwhile lasts through the slices of others.
 3. Models with batch requests alone get a minimal slice where all others can wait that long; else they are last.
+4. Prompts of another model that is loaded are prefilled within the slice, as long as that makes no token of it late.
 """
 
 import math
@@ -28,7 +29,7 @@ TimeSlices = Literal["rounds", "deadlines"]
 class ModelWork(Struct, frozen=True, kw_only=True):
     """A model with something to run. `due_s`: when its next step must begin, by the clock. `missing_s`: seconds until
     its weights would be loaded, if that began now; `load_s`: how long the whole load takes. `prompts`: whether a prompt
-    waits; `background`: whether all of its work is of batch requests.
+    waits, and `prefill_s` how long the first takes; `background`: whether all of its work is of batch requests.
     """
 
     model: str
@@ -79,7 +80,7 @@ def choose_slice(
     slice_s = min(max([settings.quota_min_s, *[one.load_s for one in work]]), settings.quota_max_s)
     work = _by_due(work, now_s, slice_s, near_s)
     stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
-    if all([one.model in stuck for one in work]):
+    if all(one.model in stuck for one in work):
         stuck = frozenset()
     present = next((one for one in work if one.model == state.model and one.model not in stuck), None)
     if present is not None and present.missing_s:
@@ -125,14 +126,12 @@ def _latest_s(ordered: Sequence[ModelWork], slice_s: float, near_s: float) -> fl
     return min([one.due_s - place * slice_s for place, one in enumerate(ordered)]) - near_s - ordered[0].missing_s
 
 
-def _ends_s(
-    present: ModelWork, ordered: Sequence[ModelWork], began_s: float, slice_s: float, near_s: float
-) -> float:
+def _ends_s(present: ModelWork, ordered: Sequence[ModelWork], began_s: float, slice_s: float, near_s: float) -> float:
     """When the slice of a model ends, infinite if no other has work (rules 1 to 3)."""
     others = [one for one in ordered if one is not present]
     if not others:
         return math.inf
     least_s = began_s + slice_s
-    if present.background or any([one.prompts or one.background for one in others]):
+    if present.background or any(one.prompts or one.background for one in others):
         return least_s
     return max(least_s, _latest_s(others, slice_s, near_s))

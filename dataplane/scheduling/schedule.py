@@ -51,8 +51,9 @@ Kind = Literal["prefill", "decode"]
 
 class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
-    switch to the model, 0 if resident (absent: 0); `load_s`: to load all of its weights (absent: 0); `unready`: models whose weights are not in host memory yet;
-    `blocked`: models whose prompts found no memory beside their batch; `load`: of the slot, measured.
+    switch to the model, 0 if resident (absent: 0); `load_s`: to load all of its weights, for slices by deadlines;
+    `unready`: models whose weights are not in host memory yet; `blocked`: models whose prompts found no memory beside
+    their batch; `load`: of the slot, measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -99,8 +100,8 @@ class Turn(Struct, frozen=True, kw_only=True):
     """What to run. `group`: ids of a group's requests in order. A prefill runs as many as a step can; a decode turn
     with a group is mixed: its steps, of `budget_s` each, prefill beside the batch. `counts`: for its kind's share.
 
-    `started_s` changes when the kind or the model does, by deadlines also when the next model does. `next_model`: the model to prefetch, None if none follows.
-    `alpha`: the slot's load by its decode batches.
+    `started_s` changes when the kind or the model does, by deadlines also when the next model does. `next_model`: the
+    model to prefetch, None if none follows. `alpha`: the slot's load by its decode batches.
     """
 
     kind: Kind
@@ -213,9 +214,9 @@ def _choose_by_deadlines(
     choice, slice_ = choose_slice(work, state.slice, now_s, near_s=settings.near_s, settings=settings.decode)
     aside = prompts_aside(work, choice.model, now_s)
     model = aside or choice.model
-    own = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
+    groups = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
     batch = next((one for one in facts.batches if one.model == model and one.can_run and not aside), None)
-    prefill = choose_group(own, model, state.groups, now_s, settings.prefill)
+    prefill = choose_group(groups, model, state.groups, now_s, settings.prefill)
     over_s, owed = settle_shares(
         state.over_s,
         state.owed,
@@ -226,59 +227,56 @@ def _choose_by_deadlines(
         settings=settings,
     )
     round_ = RoundState(
-        quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (model, *choice.following)]),
+        quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (choice.model, *choice.following)]),
         ends_s=slice_.ends_s,
         alpha=sum([each.step_s / each.tbt_s for each in facts.batches if each.can_run]),
     )
     budgets_s: Mapping[str, float] = {}
     if settings.mixed_batches and prefill and batch:
-        budgets_s = _budgets_s(facts.batches, own, max(round_.alpha, facts.load))
+        budgets_s = _budgets_s(facts.batches, groups, max(round_.alpha, facts.load))
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     kind: Kind = "prefill" if prefill and (batch is None or not (mixes or owed == "decode")) else "decode"
-    next_model = choice.model if aside else choice.following[0] if choice.following else None
-    last = state.turn
-    goes_on = last is not None and _goes_on(last, kind, model) and last.next_model == next_model
-    turn = Turn(
-        kind=kind,
-        model=model,
-        started_s=last.started_s if last and goes_on else now_s,
-        next_model=next_model,
-        alpha=round_.alpha,
-        reason=choice.reason,
-        counts=not mixes,
-    )
+    next_model = choice.model if aside else next(iter(choice.following), None)
+    turn = _slice_turn(state.turn, kind, model, next_model, now_s, choice.reason, round_.alpha)
     if prefill and kind == "prefill":
         ids = tuple([request.request_id for request in prefill.group.in_order(now_s, settings.prefill)])
         turn = replace(turn, group=ids)
     elif prefill and model in budgets_s:
-        turn = _mixed_turn(turn, prefill.group, budgets_s[model], now_s, settings)
-    groups = prefill.state if prefill else state.groups
-    return turn, SlotState(round=round_, slice=slice_, groups=groups, turn=turn, over_s=over_s, owed=owed)
+        turn = _mixed_turn(replace(turn, counts=not mixes), prefill.group, budgets_s[model], now_s, settings)
+    served = prefill.state if prefill else state.groups
+    return turn, SlotState(round=round_, slice=slice_, groups=served, turn=turn, over_s=over_s, owed=owed)
+
+
+def _slice_turn(
+    last: Turn | None, kind: Kind, model: str, next_model: str | None, now_s: float, reason: str, alpha: float
+) -> Turn:
+    """A turn of a slice by deadlines. Where another model comes to be the next, that one is prefetched too."""
+    goes_on = last is not None and _goes_on(last, kind, model) and last.next_model == next_model
+    started_s = last.started_s if last and goes_on else now_s
+    return Turn(kind=kind, model=model, started_s=started_s, next_model=next_model, alpha=alpha, reason=reason)
 
 
 def _work(facts: SlotFacts, now_s: float) -> list[ModelWork]:
     """Each model that can run, with the latest moment at which it must."""
     groups = [group for group in facts.prefills.groups if group.model not in facts.unready]
-    due_s, urgent = dict[str, float](), set[str]()
-    for batch in facts.batches:
-        if batch.can_run:
-            due_s[batch.model] = now_s + batch.slack_s - batch.step_s
-            urgent |= set() if batch.background else {batch.model}
+    batches = [batch for batch in facts.batches if batch.can_run]
+    due_s = {batch.model: now_s + batch.slack_s - batch.step_s for batch in batches}
     for group in groups:
         model = group.model
         first_s = min([request.deadline_s for request in group.waiting]) - facts.prefill_s.get(model, 0.0)
         due_s[model] = min(first_s, due_s.get(model, math.inf))
-        urgent |= set() if group.waiting[0].in_background else {model}
-    prompts = {group.model for group in groups}
+    waiting = {group.model for group in groups}
+    interactive = {group.model for group in groups if not group.waiting[0].in_background}
+    interactive |= {batch.model for batch in batches if not batch.background}
     return [
         ModelWork(
             model=model,
             due_s=each_s,
             missing_s=facts.switch_s.get(model, 0.0),
             load_s=facts.load_s.get(model, 0.0),
-            prompts=model in prompts,
+            prompts=model in waiting,
             prefill_s=facts.prefill_s.get(model, 0.0),
-            background=model not in urgent,
+            background=model not in interactive,
         )
         for model, each_s in due_s.items()
     ]

@@ -136,7 +136,7 @@ class ServedModel(ABC, Generic[KvT]):
             prefetched=prefetched,
             slack_s=0.0 if now_s is None else min([sequence.deadline_s for sequence in batch]) - now_s,
             ready=ready,
-            background=all([sequence.request.tier == NIW for sequence in batch]),
+            background=all(sequence.request.tier == NIW for sequence in batch),
         )
 
 

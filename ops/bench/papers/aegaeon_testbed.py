@@ -34,6 +34,8 @@ GPU_BYTES = 76 * 10**9
 System = Literal[
     "pooled",
     "pooled-both",
+    "pooled-rounds",
+    "pooled-both-rounds",
     "request-level",
     "request-level-prefetch",
     "request-level-sjf",
@@ -77,6 +79,10 @@ def _gpus(_: int) -> Mapping[str, Any]:
 SYSTEMS: Mapping[System, SystemPlan] = {
     "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
     "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
+    "pooled-rounds": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy={"time_slices": "rounds"}),
+    "pooled-both-rounds": SystemPlan(
+        weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}, policy={"time_slices": "rounds"}
+    ),
     "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
     "request-level-prefetch": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "request-level-sjf": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "shortest-first"}),
@@ -85,12 +91,13 @@ SYSTEMS: Mapping[System, SystemPlan] = {
     "static": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
 }
-"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode; request-level switching
-(ServerlessLLM) with a global queue, the same with the next model prefetched into the memory that the pools have, with
-the shortest job first (ServerlessLLM+), with per-GPU queues as in the artifact, and disaggregated with a global queue;
-two models on each GPU for good (MuxServe); a GPU for each model.
+"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode, their time slices by deadlines;
+both in rounds of quotas, as the paper has them; request-level switching (ServerlessLLM) with a global queue, the same
+with the next model prefetched into the memory that the pools have, with the shortest job first (ServerlessLLM+), with
+per-GPU queues as in the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a
+GPU for each model.
 """
-POOLS: tuple[System, ...] = ("pooled", "pooled-both")
+POOLS: tuple[System, ...] = ("pooled", "pooled-both", "pooled-rounds", "pooled-both-rounds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,15 +4,16 @@ Everything a slot does (time slices, switches, prefetching, KV transfers, preemp
 of a time slice decode in one fast-forward until the first of:
 
 - a sequence's last token, or the end of free KV memory: then the engine must decide again;
-- the end of the model's time slice, unless it is alone: live, a lone slice is renewed whenever its short quantum is
-  used up, and a new request waits for the rest of it. Here none waits, unless `renews` is set, at the price of short
-  fast-forwards;
+- the end of the model's time slice, or by deadlines the end of a load of a model whose prompts wait. In rounds a slice
+  has no end here if its model is alone: live, it is renewed whenever its short quantum is used up, and a new request
+  waits for the rest of it. Here none waits, unless `renews` is set, at the price of short fast-forwards;
 - the end of a transfer, or a new request: the fast-forward ends with the step that runs then.
 
-The slot goes step by step while prompts wait, since the scheduling policy weighs them before each step, and while
-layers are offloaded. Sequences past their prefill are batched (`fast_forward_models`); whenever KV memory might run
-out, the batches are dissolved, and the live rules of preemption apply. A batched sequence has no output before its last
-token: until then the slot that prefilled it keeps its KV, which takes host memory only, and that has no limit here.
+The slot goes step by step while prompts wait that the scheduling policy weighs before each step (in rounds all of them,
+by deadlines those of loaded models), and while layers are offloaded. Sequences past their prefill are batched
+(`fast_forward_models`); whenever KV memory might run out, the batches are dissolved, and the live rules of preemption
+apply. A batched sequence has no output before its last token: until then the slot that prefilled it keeps its KV, which
+takes host memory only, and that has no limit here.
 """
 
 import math
@@ -250,8 +251,8 @@ class FastForwardEngine(ReplayEngine):
         return steps
 
     def _waits_for_prefill(self, model: FastForwardModel) -> bool:
-        """Whether a prompt waits that the policy weighs before the next step. By deadlines, other models' prompts have
-        their part in when the time slice ends.
+        """Whether a prompt waits that the policy weighs before each step. By deadlines it does so for loaded models;
+        those that are not, and those whose load ends, take part in when the time slice ends.
         """
         groups = self.requests.prefills.groups
         if not self._by_deadlines or self._hold:

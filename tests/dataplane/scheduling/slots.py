@@ -43,6 +43,7 @@ def slot(
         prefills=queue,
         prefill_s=dict.fromkeys(models, PREFILL_S),
         switch_s={model: 0.0 if model == running else SWITCH_S for model in models},
+        load_s=dict.fromkeys(models, SWITCH_S),
         batches=tuple(batches),
         running_model=running,
         unready=frozenset(unready),
