@@ -115,6 +115,13 @@ def test_a_replay_prefills_beside_the_batch_if_the_settings_say_so(*, mixed: boo
     assert made == ({"old", "new"} if mixed else {"new"})
 
 
+@pytest.mark.parametrize("time_slices", ["rounds", "deadlines"])
+def test_a_worker_divides_its_time_as_the_settings_say(time_slices: str) -> None:
+    node = settings(time_slices=time_slices)
+    assert configure(node, 0, None, HostFiles(node, "boot"), "replay").turns.time_slices == time_slices
+    assert settings().turns.time_slices == "deadlines"
+
+
 def test_a_replay_uses_the_kv_pressure_action_of_the_settings() -> None:
     """One token fits beside the first request: the next is not admitted, and nobody is swapped."""
     node = settings(kv_pressure="refuse", replay_speed=1e6)

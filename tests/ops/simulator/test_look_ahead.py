@@ -25,7 +25,7 @@ from ops.simulator.kernel.events import EventLog
 from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Served
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.planning import Strategy
-from ops.simulator.scenario.scenario import Scenario
+from ops.simulator.scenario.scenario import PolicyPart, Scenario
 from ops.simulator.world import loops, operations
 from ops.simulator.world.world import ENDED, World
 from tests.ops.simulator.fixed import scenario_of
@@ -152,6 +152,13 @@ def test_routing_by_prefix_does_not_look_ahead() -> None:
 @pytest.mark.parametrize("serving", ["dedicated", "pooled", "both", "request-level", "split", "static"])
 def test_scheduling_does_not_look_ahead(serving: str, order: str) -> None:
     assert first_difference(with_policy(scenario_of(serving), order=order), 14.0) is None
+
+
+@pytest.mark.parametrize("serving", ["pooled", "both"])
+def test_time_slices_in_rounds_do_not_look_ahead(serving: str) -> None:
+    """By deadlines, as pools are by default, they are in the test above."""
+    assert PolicyPart().time_slices == "deadlines"
+    assert first_difference(with_policy(scenario_of(serving), time_slices="rounds"), 14.0) is None
 
 
 @pytest.mark.parametrize("serving", ["dedicated", "both"])

@@ -164,6 +164,8 @@ def test_no_policy_is_written_twice() -> None:
         ("pooling", "controlplane.policies.hour.choose_poolable"),
         ("pooled", "ops.simulator.world.routing.choose_route"),
         ("pooled", "dataplane.engines.core.slot_engine.choose_turn"),
+        ("pooled", "dataplane.scheduling.schedule.choose_slice"),
+        ("both", "dataplane.scheduling.schedule.prompts_aside"),
         ("both", "dataplane.engines.core.step_batches.choose_prefill_tokens"),
         ("pooled", "dataplane.dispatch.dispatcher.choose_prefill_slot"),
     ],
