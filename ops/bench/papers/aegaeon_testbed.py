@@ -97,7 +97,7 @@ with the next model prefetched into the memory that the pools have, with the sho
 per-GPU queues as in the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a
 GPU for each model.
 """
-POOLS: tuple[System, ...] = ("pooled", "pooled-both", "pooled-rounds", "pooled-both-rounds")
+POOLS: tuple[System, ...] = ("pooled", "pooled-both")
 
 
 @dataclass(frozen=True, kw_only=True)

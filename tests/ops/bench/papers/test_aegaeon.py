@@ -36,9 +36,10 @@ def test_a_gpu_keeps_as_many_models_as_it_holds_and_nobody_serves_the_others(tmp
 def test_pools_share_their_time_by_deadlines_or_in_rounds(tmp_path: Path) -> None:
     workload = workloads.workloads_of(written(tmp_path))[0]
     setups = [
-        aegaeon.Setup(system=system) for system in ("pooled", "pooled-both", "pooled-rounds", "pooled-both-rounds")
+        aegaeon_testbed.Setup(system=system)
+        for system in ("pooled", "pooled-both", "pooled-rounds", "pooled-both-rounds")
     ]
-    scenarios = [aegaeon.scenario_of(setup, workload) for setup in setups]
+    scenarios = [aegaeon_testbed.scenario_of(setup, workload) for setup in setups]
     assert [one.policy.time_slices for one in scenarios] == ["deadlines", "deadlines", "rounds", "rounds"]
     assert [one.fleet.both_slots for one in scenarios] == [0, 16, 0, 16]
     assert {one.fleet.serving for one in scenarios} == {"pooled"}
