@@ -87,7 +87,7 @@ def torch_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool 
         block_tokens=block_tokens,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
-        turns=TurnSettings(mixed_batches=mixed, time_slices="deadlines"),
+        turns=TurnSettings(mixed_batches=mixed, time_slices="deadlines" if mixed else "rounds"),
         ranks=ranks,
         cache_folder=None if ranks == 1 else folder / "models",
     )
@@ -123,7 +123,7 @@ def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = Fa
         host_kv_bytes=host_kv_tokens * 2**19,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
-        turns=TurnSettings(mixed_batches=mixed, time_slices="deadlines"),
+        turns=TurnSettings(mixed_batches=mixed, time_slices="deadlines" if mixed else "rounds"),
     )
     return Subject(
         engine=ReplayEngine(settings, clock, clock.sleep),

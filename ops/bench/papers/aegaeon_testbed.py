@@ -79,9 +79,9 @@ def _gpus(_: int) -> Mapping[str, Any]:
 SYSTEMS: Mapping[System, SystemPlan] = {
     "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
     "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
-    "pooled-rounds": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy={"time_slices": "rounds"}),
-    "pooled-both-rounds": SystemPlan(
-        weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}, policy={"time_slices": "rounds"}
+    "pooled-deadlines": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy={"time_slices": "deadlines"}),
+    "pooled-both-deadlines": SystemPlan(
+        weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}, policy={"time_slices": "deadlines"}
     ),
     "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
     "request-level-prefetch": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
@@ -91,8 +91,8 @@ SYSTEMS: Mapping[System, SystemPlan] = {
     "static": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
 }
-"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode, their time slices by deadlines;
-both in rounds of quotas, as the paper has them; request-level switching (ServerlessLLM) with a global queue, the same
+"""Tidepool's shared pools with disaggregated and with aggregated prefill and decode, in rounds of quotas, as the
+paper has them; both with time slices by deadlines; request-level switching (ServerlessLLM) with a global queue, the same
 with the next model prefetched into the memory that the pools have, with the shortest job first (ServerlessLLM+), with
 per-GPU queues as in the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a
 GPU for each model.

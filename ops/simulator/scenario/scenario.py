@@ -152,8 +152,8 @@ class PolicyPart(Part):
     their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be; live, and by
     default, they expect what answers of the model were. `mixed_batches`: whether a step of a pool's slot, or of a
     dedicated instance with `batching = "turns"`, prefills beside the batch that decodes. `time_slices`: how models of
-    a pool's slot share its time. `kv_pressure`: what slots of
-    pools do when KV has no room; a model's weights are in 32 layers.
+    a pool's slot share its time. `kv_pressure`: what slots of pools do when KV has no room; a model's weights are in 32
+    layers.
     """
 
     order: Order = "edf"
@@ -162,7 +162,7 @@ class PolicyPart(Part):
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048
     mixed_batches: bool = False
-    time_slices: TimeSlices = "deadlines"
+    time_slices: TimeSlices = "rounds"
     quota_max_s: Positive = 4.0
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7

@@ -37,10 +37,10 @@ def test_pools_share_their_time_by_deadlines_or_in_rounds(tmp_path: Path) -> Non
     workload = workloads.workloads_of(written(tmp_path))[0]
     setups = [
         aegaeon_testbed.Setup(system=system)
-        for system in ("pooled", "pooled-both", "pooled-rounds", "pooled-both-rounds")
+        for system in ("pooled", "pooled-both", "pooled-deadlines", "pooled-both-deadlines")
     ]
     scenarios = [aegaeon_testbed.scenario_of(setup, workload) for setup in setups]
-    assert [one.policy.time_slices for one in scenarios] == ["deadlines", "deadlines", "rounds", "rounds"]
+    assert [one.policy.time_slices for one in scenarios] == ["rounds", "rounds", "deadlines", "deadlines"]
     assert [one.fleet.both_slots for one in scenarios] == [0, 16, 0, 16]
     assert {one.fleet.serving for one in scenarios} == {"pooled"}
 
