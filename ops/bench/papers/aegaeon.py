@@ -121,7 +121,7 @@ def limits(
     scale_inputs: ScaleInputs = 1.0,
     scale_outputs: ScaleOutputs = 1.0,
     least: Least = 16,
-    most: Most = 240,
+    most: Most = 160,
     every: Every = 2,
     system: Systems = None,
     profile: Profile = ARTIFACT_PROFILE,

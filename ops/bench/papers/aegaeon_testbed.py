@@ -34,8 +34,8 @@ GPU_BYTES = 76 * 10**9
 System = Literal[
     "pooled",
     "pooled-both",
-    "pooled-rounds",
-    "pooled-both-rounds",
+    "pooled-deadlines",
+    "pooled-both-deadlines",
     "request-level",
     "request-level-prefetch",
     "request-level-sjf",
@@ -92,7 +92,7 @@ SYSTEMS: Mapping[System, SystemPlan] = {
     "dedicated": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=lambda _: {"gpus": GPUS, "models_per_gpu": 1}),
 }
 """Tidepool's shared pools with disaggregated and with aggregated prefill and decode, in rounds of quotas, as the
-paper has them; both with time slices by deadlines; request-level switching (ServerlessLLM) with a global queue, the same
+paper has them; both with time slices by deadlines; request-level switching (ServerlessLLM) with a global queue, that
 with the next model prefetched into the memory that the pools have, with the shortest job first (ServerlessLLM+), with
 per-GPU queues as in the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a
 GPU for each model.

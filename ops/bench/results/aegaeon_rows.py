@@ -11,6 +11,7 @@ _METRICS = ("service", "token")
 _RIVAL = "request-level-prefetch"
 _SYSTEMS = {
     "pooled-both": "pool, aggregated",
+    "pooled-both-deadlines": "pool, aggregated, time slices by deadlines",
     "pooled": "pool, disaggregated, 6 + 10 GPUs",
     _RIVAL: "whole requests from one queue, the next model prefetched",
 }
@@ -68,6 +69,13 @@ _LIMITS = {
         "paper 70, artifact 72, by service on one draw",
         (),
         {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
+    ),
+    **_limits_rows(
+        "deadlines",
+        "the same, without a limit of host memory, which 2 TB a node would be beyond 111 models",
+        "the strongest simple rival above",
+        ("--least", "100", "--most", "220"),
+        {"pooled-both-deadlines": ""},
     ),
     **_limits_rows(
         "half-a-request",
