@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 
 from dataplane.engines.vllm.interfaces import prepare_process
-from dataplane.engines.vllm.runner import engine_arguments
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.protocol.errors import ModelLoadError
+
+runner = pytest.importorskip(
+    "dataplane.engines.vllm.runner",
+    reason="vLLM has an environment of its own: make test-vllm",
+    exc_type=ModuleNotFoundError,
+)
 
 GIVEN: dict[str, Any] = {"weights_bytes": 40 * 10**9, "kv_bytes": 40 * 10**9}
 
@@ -41,17 +46,17 @@ def test_a_slot_of_several_gpus_splits_one_model_and_no_more() -> None:
 def test_vllm_is_asked_to_split_a_model_over_the_gpus_of_its_slot(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 28}))
     one, four = (VllmEngineSettings(device="cuda:0", ranks=ranks, **GIVEN) for ranks in (1, 4))
-    asked = engine_arguments("m", tmp_path, four, "generate", 7 * 2**30)
+    asked = runner.engine_arguments("m", tmp_path, four, "generate", 7 * 2**30)
     split = (asked.tensor_parallel_size, asked.distributed_executor_backend, asked.kv_cache_memory_bytes)
     assert split == (4, "mp", 7 * 2**30), "the KV memory is of each GPU"
-    alone = engine_arguments("m", tmp_path, one, "generate", 7 * 2**30)
+    alone = runner.engine_arguments("m", tmp_path, one, "generate", 7 * 2**30)
     assert (alone.tensor_parallel_size, alone.distributed_executor_backend) == (1, None)
     eight = VllmEngineSettings(device="cuda:0", ranks=8, **GIVEN)
     with pytest.raises(ModelLoadError, match="m: num_attention_heads=28 of its config cannot be divided among 8 GPUs"):
-        engine_arguments("m", tmp_path, eight, "generate", 7 * 2**30)
+        runner.engine_arguments("m", tmp_path, eight, "generate", 7 * 2**30)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"num_attention_heads": 6}}))
     with pytest.raises(ModelLoadError, match="num_attention_heads=6"):
-        engine_arguments("m", tmp_path, four, "generate", 7 * 2**30)
+        runner.engine_arguments("m", tmp_path, four, "generate", 7 * 2**30)
 
 
 def test_vllm_sees_all_gpus_of_its_slot() -> None:

@@ -81,6 +81,12 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
             session.get_one(Node, "n2").last_seen_at = datetime.now(UTC) - timedelta(hours=1)
         return "n2"
 
+    def regrouping_node() -> str:
+        world.join("n3", slots=1)
+        with database.transaction() as session:
+            session.get_one(Node, "n3").regroups = True
+        return "n3"
+
     def correction() -> str:
         observed = Correction(factor=0.85, reason="it does less", estimate=600.0, windows=72, moved_s=1.0)
         steps = StepCorrection(prefill_factor=1.0, decode_factor=1.0, reason="as stated")
@@ -111,6 +117,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("PUT /admin/region-latencies", FIRST, "", {"json": LATENCY}),
         ("POST /admin/nodes/{name}/drain", CHANGED, "n1", {}),
         ("POST /admin/nodes/{name}/undrain", CHANGED, "n1", {}),
+        ("PUT /admin/nodes/{name}/layout", CHANGED, regrouping_node, {"json": {"layout": [1, 1]}}),
         ("POST /admin/spot/{instance_id}/lease", FIRST, spot, {"json": lease, "status": 201}),
         ("DELETE /admin/spot/{instance_id}/lease", CHANGED, spot, {}),
         ("POST /admin/demand", FIRST, "", {"content": csv}),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 
 import httpx2 as httpx
@@ -60,8 +61,8 @@ def test_the_stream_has_a_head_that_ends_and_a_body_that_goes_on(settings: Setti
         assert (head.status_code, head.content) == (200, b"")
         assert head.headers["content-type"].startswith("text/event-stream")
         with httpx.stream("GET", f"{url}/admin/live", headers=headers, timeout=PATIENCE_S) as answer:
-            lines = answer.iter_lines()
-            names = [next(lines) for _ in range(4)][::3]
+            named = (line for line in answer.iter_lines() if line.startswith("event: "))  # beats may come between them
+            names = list(itertools.islice(named, 2))
     assert names == ["event: overview", "event: overview"]
 
 

@@ -187,6 +187,8 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
         scenario = scenario_of(serving, **busy)
     if where.endswith("choose_prefill_tokens"):
         scenario = scenario.model_copy(update={"policy": PolicyPart(mixed_batches=True)})
+    if where.endswith(("choose_slice", "prompts_aside")):
+        scenario = scenario.model_copy(update={"policy": PolicyPart(time_slices="deadlines")})
     with pytest.raises(AskedError):
         simulate(scenario)
 
