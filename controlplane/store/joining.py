@@ -9,7 +9,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError
-from controlplane.store.fleet import bump_index
+from controlplane.store.fleet import bump_index, fleet_version
 from controlplane.store.instances import instances_of, present_layout, set_desired, touch_generations
 from controlplane.store.keys import snapshot
 from controlplane.store.layouts import slots_like
@@ -38,7 +38,9 @@ def join_node(session: Session, join: Join) -> Joined:
     """
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
-    present = session.get(Node, join.node)
+    if join.regroups:
+        fleet_version(session, lock=True)  # from here on nobody else regroups it
+    present = session.get(Node, join.node, populate_existing=True)
     slots = _slots_of(session, present, join)
     names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
     offered = {name: getattr(join, name) for name in names}
@@ -50,7 +52,7 @@ def join_node(session: Session, join: Join) -> Joined:
     lost = () if present is None else _give_up(session, present, join, slots)
     node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
-    if node.layout is not None and sum(node.layout) != sum(slot.gpus for slot in slots):
+    if node.layout is not None and not (join.regroups and sum(node.layout) == sum(slot.gpus for slot in slots)):
         node.layout = node.layout_at = None
     kept = [slot.index for slot in slots]
     session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot.not_in(kept)))

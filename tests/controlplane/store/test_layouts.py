@@ -1,5 +1,6 @@
 """Layouts in the database: what is wanted, what is refused, and slots that change once they are empty."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from controlplane.store.layouts import regroup, want_layout
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.layouts import Layout, slots_of
-from tests.controlplane.world import World
+from tests.controlplane.world import World, until
 
 
 def join(world: World, layout: Layout, *, gpu_bytes: int = 100, **changes: Any) -> None:
@@ -103,6 +104,30 @@ def test_a_node_that_regroups_no_more_has_its_own_slots(world: World) -> None:
     assert present(world) == ((4,), None, None)
     with pytest.raises(ConflictError, match="TIDEPOOL_AGENT_REGROUP"):
         want(world, 2, 2)
+
+
+def test_what_was_wanted_of_a_node_that_regroups_no_more_is_void(world: World) -> None:
+    """Its agent, perhaps of the version before, would not follow."""
+    join(world, (4,))
+    instance = world.place("n1")
+    assert want(world, 2, 2) == [2, 2]
+    join(world, (4,), regroups=False, slots=(SlotSpec(gpus=4, memory_bytes=400),))
+    stop(world, instance)
+    assert apply(world) == []
+    assert present(world) == ((4,), None, None)
+
+
+def test_a_node_that_joins_while_it_is_regrouped_gets_the_new_slots(world: World) -> None:
+    join(world, (4,))
+    want(world, 2, 2)
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            fleet_index(session, lock=True)
+            joining = threads.submit(join, world, (4,), url="http://n1-moved")
+            until(world.is_waiting_for_a_lock)
+            regroup(session)
+        joining.result()
+    assert present(world) == ((2, 2), None, (2, 2))
 
 
 def test_what_cannot_be_is_refused_by_name(world: World) -> None:
