@@ -2,7 +2,7 @@
 
 A node is evacuated when an operator drains it, when its agent shuts down, or when it has been silent for a while; a
 slot when its GPUs are to be regrouped. Then the others wait for it, so that an instance without a place elsewhere
-drains all the same when it is overdue.
+drains all the same when it is overdue and no successor is being started.
 Pooled instances are moved by `policies.assignment.pools`, which assigns slots on accepting nodes only.
 """
 
@@ -78,16 +78,19 @@ def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotR
 
 
 def choose_overdue(instances: Iterable[PlacedInstance], gone: Container[str]) -> tuple[InstanceChange, ...]:
-    """Instances, pooled ones too, that drain because their slot has waited for them long enough.
+    """Instances, pooled ones too, that drain because their slot has waited for them long enough. One whose successor
+    is being started goes on to serve until that is ready or stuck.
 
     Args:
         instances: all instances.
         gone: ids of those that drain or are donated by another decision.
     """
+    serving = sorted((each for each in instances if each.serving), key=lambda each: each.instance_id)
+    succeeded = {each.succeeds for each in serving if not each.stuck}
     return tuple(
         InstanceChange(instance_id=each.instance_id, reason=f"{each.leaving}, and waited long enough", kind=each.kind)
-        for each in sorted(instances, key=lambda each: each.instance_id)
-        if each.overdue and each.serving and each.instance_id not in gone
+        for each in serving
+        if each.overdue and each.instance_id not in gone and each.instance_id not in succeeded
     )
 
 

@@ -66,7 +66,7 @@ class PlacedInstance:
         remaining_tokens: tokens left of its requests, as last reported.
         donation: None: it is not lent out.
         leaving: why it must leave its slot; None: the slot stays.
-        overdue: its slot waits for it to leave for so long that it has to, whether or not it has a successor.
+        overdue: its slot waits for it to leave for so long that it has to, unless a successor is being started.
         succeeds: the instance on another node that it was started to replace.
         report: its last report; None: there is none.
     """

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.assignment.evacuation import Evacuation, NodePresence, choose_evacuation, choose_leaving
+from controlplane.policies.assignment.evacuation import (
+    Evacuation,
+    NodePresence,
+    choose_evacuation,
+    choose_leaving,
+    choose_overdue,
+)
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
 from tests.controlplane.policies.assignment.test_choose import donated, instance, names, slot
 
@@ -51,6 +57,26 @@ def test_what_does_not_come_up_gets_no_row_of_successors() -> None:
 def test_what_drains_or_is_lent_out_needs_no_successor() -> None:
     lent = donated("i2", leaving=GOES)
     assert evacuate(leaving("i1", draining=True), lent) == Evacuation()
+
+
+@pytest.mark.parametrize(
+    ("successor", "drained"),
+    [
+        (None, ["i1"]),
+        ({"ready": False}, []),
+        ({"ready": False, "stuck": True}, ["i1"]),
+        ({"draining": True}, ["i1"]),
+    ],
+)
+def test_what_is_overdue_drains_unless_its_successor_is_being_started(
+    successor: dict[str, Any] | None, drained: list[str]
+) -> None:
+    """Weights may take longer to load than the slots' patience."""
+    instances = [leaving("i1", overdue=True), leaving("i2"), leaving("i3", overdue=True, draining=True)]
+    if successor is not None:
+        instances.append(instance("i9", node_id="n2", succeeds="i1", **successor))
+    assert names(choose_overdue(instances, frozenset())) == drained
+    assert choose_overdue(instances, {"i1"}) == (), "another decision lets it go"
 
 
 def test_another_gpu_type_where_the_region_has_no_open_slot_of_the_same() -> None:
