@@ -63,16 +63,22 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     regroups: bool = False
 
     def __post_init__(self) -> None:
-        """Check the slots of a node that regroups.
+        """Check the numbers of slots, and the slots of a node that regroups.
 
         Raises:
-            ValueError: they are no layout, are not numbered as one, or their GPUs differ in memory.
+            ValueError: they are no layout, are not numbered as one, or their GPUs differ in memory; or slots of a node
+                that does not regroup are numbered.
         """
-        if self.regroups:
-            layout = tuple(slot.gpus for slot in self.slots)
-            check_layout(layout, sum(layout))
-            numbers = [slot.number for slot in self.slots]
-            if numbers != list(slots_of(layout)) or any(slot.workers != 1 for slot in self.slots):
-                raise ValueError("slots of a node that regroups have one worker, and the number of their first GPU")
-            if len({slot.memory_bytes / slot.gpus for slot in self.slots}) > 1:
-                raise ValueError("slots of a node that regroups have the same memory_bytes for each GPU")
+        numbers = [slot.number for slot in self.slots]
+        if not self.regroups:
+            if any(number is not None for number in numbers):
+                raise ValueError("number: only slots of a node that regroups have one")
+            return
+        if not self.slots:
+            raise ValueError("slots: a node that regroups has at least one")
+        layout = tuple(slot.gpus for slot in self.slots)
+        check_layout(layout, sum(layout))
+        if numbers != list(slots_of(layout)) or any(slot.workers != 1 for slot in self.slots):
+            raise ValueError("slots of a node that regroups have one worker, and the number of their first GPU")
+        if len({slot.memory_bytes / slot.gpus for slot in self.slots}) > 1:
+            raise ValueError("slots of a node that regroups have the same memory_bytes for each GPU")

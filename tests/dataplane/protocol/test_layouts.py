@@ -68,9 +68,16 @@ def test_what_is_no_layout_is_refused(layout: Layout, gpus: int, named: str) -> 
         ([(2, 2, 0), (2, 2, 1)], "the number of their first GPU"),
         ([(2, 2, None)], "the number of their first GPU"),
         ([(1, 1, 0), (1, 2, 1)], "the same memory_bytes for each GPU"),
+        ([], "slots: a node that regroups has at least one"),
     ],
 )
 def test_a_node_that_regroups_joins_with_a_layout(slots: list[tuple[int, int, int | None]], named: str) -> None:
     specs = tuple(SlotSpec(gpus=gpus, memory_bytes=memory, number=number) for gpus, memory, number in slots)
     with pytest.raises(ValueError, match=named):
         Join(node="n", region="r", gpu_type="g", url="http://n", slots=specs, engine="replay", regroups=True)
+
+
+def test_slots_of_other_nodes_are_not_numbered() -> None:
+    specs = (SlotSpec(gpus=1, memory_bytes=1, number=7),)
+    with pytest.raises(ValueError, match="number: only slots of a node that regroups have one"):
+        Join(node="n", region="r", gpu_type="g", url="http://n", slots=specs, engine="replay")
