@@ -116,7 +116,8 @@ def _by_due(work: Sequence[ModelWork], now_s: float, slice_s: float, near_s: flo
     background = sorted([one for one in work if one.background], key=lambda one: one.due_s)
     if not urgent or not background:
         return urgent or background
-    if _latest_s(urgent, slice_s, near_s) >= now_s + background[0].missing_s + slice_s:
+    missing_s = max([one.missing_s for one in background])
+    if _latest_s(urgent, slice_s, near_s) >= now_s + missing_s + slice_s:
         return [*[replace(one, due_s=now_s) for one in background], *urgent]
     return [*urgent, *[replace(one, due_s=math.inf) for one in background]]
 

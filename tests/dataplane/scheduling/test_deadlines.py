@@ -111,6 +111,14 @@ def test_batch_requests_run_where_all_others_can_wait_for_a_slice(due_s: float, 
     assert choose(RUNNING, 11.6, *models)[0] == next_model
 
 
+def test_batch_requests_of_a_model_that_has_to_be_loaded_run_where_all_others_can_wait_for_that_too() -> None:
+    """Model n ran last, and m is the other one with batch requests."""
+    state = SliceState(model="n", began_s=10.0)
+    n, m = work("n", 9e4, background=True), work("m", 9e5, background=True, missing_s=1.5)
+    assert choose(state, 11.6, work("a", 14.0), n, m)[0] == "a", "it would begin at 14.6"
+    assert choose(state, 11.6, work("a", 15.0), n, m)[0] == "m"
+
+
 def test_batch_requests_have_minimal_slices_and_never_keep_a_late_model_from_running() -> None:
     models = work("a", 50.0), work("n", 9e4, background=True)
     model, _, state = choose(RUNNING, 11.6, *models)
