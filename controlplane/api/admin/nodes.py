@@ -180,8 +180,8 @@ class LayoutBody(Body):
 def set_layout(name: NodePath, body: LayoutBody, session: SessionDep, state: StateDep, caller: Operator) -> Node:
     """The node must let its GPUs be regrouped (`regroups`). Slots that both layouts have stay as they are. Instances on
     the others are started elsewhere where there is room, and drained; where there is none, they are drained after
-    `regroup_patience_s`. GPUs are regrouped when all slots that go are empty; until then `layout` is what is wanted, `slots` what is.
-    Plans pool no models on a GPU type whose slots differ in size.
+    `regroup_patience_s`. GPUs are regrouped when all slots that go are empty; until then `layout` is what is wanted,
+    `slots` what is. Plans pool no models on a GPU type whose slots differ in size.
     """
     with fleet_change(session, caller, "node.layout", tables.Node, name):
         row = layouts.want_layout(session, name, body.layout)
