@@ -90,6 +90,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.pressure = KvPressureHandler(
             settings, self.models, memory, self.kv, clock, requests=self.requests, schedule=lambda: self.state
         )
+        self._graphs = self._make_graphs()
         self._steps = Steps(
             settings,
             self.weights,
@@ -98,7 +99,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             clock,
             watch,
             evict_kv=self._evict_kv_for,
-            graphs=self._make_graphs(),
+            graphs=self._graphs,
         )
         self._prefetched_s = self._checked_s = float("-inf")
 
@@ -187,6 +188,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _forget_model(self, model: TorchModel) -> None:
         self.weights.evict(model.name)
+        if self._graphs is not None:
+            self._graphs.forget(model.weights.skeleton)
         self.kv.forget(model.name)
         self.host_models.forget(model.name)
 

@@ -8,7 +8,6 @@ Contexts may be of any length: inputs are copied to where the graph reads them, 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import structlog
@@ -30,34 +29,32 @@ _SMALL, _STEP = (1, 2, 4), 8
 _Key = tuple[tuple[int, ...], int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Captured:
-    """A graph, and where it leaves its logits `[size, vocabulary]`."""
-
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-
-
 @dataclass(eq=False, kw_only=True)
 class _ModelGraphs:
     """The graphs of a model, None for a place and size that was met once, and the inputs of all: `tokens` and
-    `positions` `[1, n]`, `write` `[3, n]` and `tables` `[n, b]` as in `KvStep`, for the largest `n` and `b`.
+    `positions` `[1, n]`, `write` `[3, n]` and `tables` `[n, b]` as in `KvStep`, for the largest `n` and `b`. They leave
+    their results in `logits` `[n, vocabulary]`.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     write: torch.Tensor
     tables: torch.Tensor
-    known: OrderedDict[_Key, _Captured | None] = field(default_factory=OrderedDict)
+    logits: torch.Tensor
+    known: OrderedDict[_Key, torch.cuda.CUDAGraph | None] = field(default_factory=OrderedDict)
 
 
 class DecodeGraphs:
-    """The graphs of a slot's models, whose memory they share. Called by one thread. `captures`: how many were made."""
+    """The graphs of a slot's models, which share the memory of their activations, and that of their logits where they
+    have one vocabulary. Called by one thread. `captures`: how many were made.
+    """
 
     def __init__(self, device: torch.device, batch_max: int) -> None:
         self._device = device
         self._batch_max = batch_max
-        self._models: WeakKeyDictionary[Skeleton, _ModelGraphs] = WeakKeyDictionary()
+        self._models: dict[Skeleton, _ModelGraphs] = {}
+        self._logits: dict[int, torch.Tensor] = {}
+        """By the size of the vocabulary."""
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self.captures = 0
@@ -69,9 +66,9 @@ class DecodeGraphs:
         A graph is captured when its place and size are met for the second time. The logits are overwritten by the next
         step.
         """
-        size = graph_size(len(chunks))
-        if size > self._batch_max or not skeleton.can_be_captured or not all(map(_is_plain, chunks)):
+        if len(chunks) > self._batch_max or not skeleton.can_be_captured or not all(map(_is_plain, chunks)):
             return None
+        size = min(graph_size(len(chunks)), self._batch_max)
         made = self._models.get(skeleton)
         if made is None:
             made = self._models[skeleton] = self._inputs(skeleton, cache)
@@ -87,20 +84,28 @@ class DecodeGraphs:
             return None
         skeleton.adapters.select(())  # a graph is captured without those of the step before
         self._fill(made, inputs, cache, size)
-        captured = made.known[key]
-        if captured is None:
-            return self._capture(skeleton, cache, made, key)[: len(chunks)].float()
-        captured.graph.replay()
-        return captured.logits[: len(chunks)].float()
+        graph = made.known[key]
+        if graph is None:
+            self._capture(skeleton, cache, made, key)
+        else:
+            graph.replay()
+        return made.logits[: len(chunks)]
+
+    def forget(self, skeleton: Skeleton) -> None:
+        """Free the graphs of a model that is forgotten."""
+        self._models.pop(skeleton, None)
 
     def _inputs(self, skeleton: Skeleton, cache: torch.Tensor) -> _ModelGraphs:
         blocks = blocks_for(skeleton.geometry.context_tokens, cache.shape[4])
-        n, whole = self._batch_max, torch.int64
+        n, whole, vocabulary = self._batch_max, torch.int64, skeleton.geometry.vocabulary
+        if vocabulary not in self._logits:
+            self._logits[vocabulary] = torch.empty(n, vocabulary, device=self._device)
         return _ModelGraphs(
             tokens=torch.zeros(1, n, dtype=whole, device=self._device),
             positions=torch.zeros(1, n, dtype=whole, device=self._device),
             write=torch.zeros(3, n, dtype=whole, device=self._device),
             tables=torch.zeros(n, blocks, dtype=torch.int32, device=self._device),
+            logits=self._logits[vocabulary],
         )
 
     @staticmethod
@@ -115,28 +120,27 @@ class DecodeGraphs:
         made.write[:, :size] = written
         made.tables[:size, : tables.shape[1]] = tables
 
-    def _capture(self, skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, key: _Key) -> torch.Tensor:
-        """The logits of this step, which runs on the inputs that the graph will read, and whose kernels are compiled
-        with it. A model that cannot be captured runs without graphs, which is logged.
+    def _capture(self, skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, key: _Key) -> None:
+        """Run this step on the inputs that the graph will read, which compiles its kernels, and capture it. A model
+        that cannot be captured runs without graphs, which is logged.
         """
-        logits = _forward(skeleton, cache, made, key[1])
+        _forward(skeleton, cache, made, key[1])
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    static = _forward(skeleton, cache, made, key[1])
+                    _forward(skeleton, cache, made, key[1])
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
             skeleton.can_have_graphs = False
             log.warning("decode steps of a model run without graphs", reason=str(error))
-            return logits
+            return
         torch.cuda.current_stream().wait_stream(self._stream)
-        made.known[key] = _Captured(graph=graph, logits=static)
+        made.known[key] = graph
         self.captures += 1
-        return logits
 
 
 def _is_plain(chunk: Chunk) -> bool:
@@ -144,15 +148,15 @@ def _is_plain(chunk: Chunk) -> bool:
     return chunk.count == 1 and not chunk.sequence.adapter
 
 
-def _forward(skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, size: int) -> torch.Tensor:
+def _forward(skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, size: int) -> None:
     span = Span(first_row=0, tables=made.tables[:size], positions=made.positions[0, :size].view(size, 1))
-    logits: torch.Tensor = skeleton.model(
+    logits = skeleton.model(
         input_ids=made.tokens[:, :size],
         position_ids=made.positions[:, :size],
         use_cache=False,
         kv_step=KvStep(cache=cache, write=made.write[:, :size], spans=(span,)),
-    ).logits[0]
-    return logits
+    ).logits
+    made.logits[:size].copy_(logits[0])
 
 
 def graph_size(sequences: int) -> int:
