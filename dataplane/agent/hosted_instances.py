@@ -274,7 +274,8 @@ class HostedInstances:
             return
         try:
             if hosted.desired.model.base is not None:
-                check_adapter(hosted.desired.model.path, self._sources, files=self._engine != "replay")
+                files = self._engine != "replay"
+                await asyncio.to_thread(check_adapter, hosted.desired.model.path, self._sources, files=files)
             hosted.folder = await self._local_folder(hosted)
             await asyncio.to_thread(read_ahead, Path(hosted.folder))
             hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)

@@ -23,13 +23,14 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 ADAPTER_RANK_MAX = 128
 """The highest rank that any engine here serves."""
+ALPHA_MAX = 2**20
+"""Of `lora_alpha`, whatever its sign: thousands of times what adapters have."""
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _READ = frozenset(("peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights", "task_type"))
 _PASSED_OVER = frozenset(
     (
-        "arrow_config",
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
@@ -53,7 +54,7 @@ _PASSED_OVER = frozenset(
 )
 """How it was trained, and to which layers it was added, which its tensors say too."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of an `init_lora_weights` that takes from the base what it gives to the adapter."""
+"""Beginnings of an `init_lora_weights`, in lower case, that takes from the base what it gives to the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +99,8 @@ def read_adapter(folder: Path, *, rank_max: int = ADAPTER_RANK_MAX) -> StoredAda
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= rank_max:
         raise ModelLoadError(f"{where}: r must be 1 to {rank_max}, not {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelLoadError(f"{where}: lora_alpha must be a number, not {alpha!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -ALPHA_MAX <= alpha <= ALPHA_MAX:
+        raise ModelLoadError(f"{where}: lora_alpha must be a number from {-ALPHA_MAX} to {ALPHA_MAX}, not {alpha!r}")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return StoredAdapter(folder=folder, rank=rank, scale=scale, layers=_layers(folder / WEIGHTS_FILE, rank))
 
@@ -125,7 +126,7 @@ def _check_supported(where: Path, config: Mapping[str, Any]) -> None:
     if config.get("bias", "none") != "none":
         raise ModelLoadError(f"{where}: bias {config['bias']!r} is not supported; supported is none")
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         raise ModelLoadError(f"{where}: init_lora_weights {start!r} is not supported: it changes the base's weights")
     unsupported = [name for name, value in config.items() if value and name not in _READ | _PASSED_OVER]
     if unsupported:

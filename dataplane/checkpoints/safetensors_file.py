@@ -13,6 +13,7 @@ from typing import Any
 from dataplane.protocol.errors import ModelLoadError
 
 HEADER_BYTES_MAX = 100 * 2**20
+JSON_BYTES_MAX = 100 * 2**20
 ITEM_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -43,7 +44,7 @@ class StoredTensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelLoadError if it is missing, unreadable, or no object."""
+    """A JSON object from a file. Raises ModelLoadError if it is missing, unreadable, too large, or no object."""
     content = _read_json(file)
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file} holds no JSON object")
@@ -51,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_json_list(file: Path) -> list[Any]:
-    """A JSON array from a file. Raises ModelLoadError if it is missing, unreadable, or no array."""
+    """A JSON array from a file. Raises ModelLoadError if it is missing, unreadable, too large, or no array."""
     content = _read_json(file)
     if not isinstance(content, list):
         raise ModelLoadError(f"{file} holds no JSON array")
@@ -60,10 +61,14 @@ def read_json_list(file: Path) -> list[Any]:
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            content = stream.read(JSON_BYTES_MAX + 1)
+        if len(content) > JSON_BYTES_MAX:
+            raise ModelLoadError(f"{file} has over {JSON_BYTES_MAX} bytes")
+        return json.loads(content)
     except FileNotFoundError:
         raise ModelLoadError(f"{file} does not exist") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} cannot be read: {error}") from error
 
 
@@ -108,7 +113,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(header_bytes))
     except FileNotFoundError:
         raise ModelLoadError(f"{file} does not exist; checkpoints are read as safetensors only") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{file} is no readable safetensors file: {error}") from error
     if not isinstance(header, dict):
         raise ModelLoadError(f"{file} is no safetensors file: its header is no JSON object")
@@ -122,7 +127,7 @@ def _stored_tensor(file: Path, name: str, entry: Any, start: int, file_bytes: in
         dtype = str(entry["dtype"])
         shape = tuple(int(side) for side in entry["shape"])
         first, last = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelLoadError(f"{file}: the header of tensor {name} cannot be read: {error}") from error
     if dtype not in ITEM_BYTES:
         raise ModelLoadError(f"{file}: tensor {name} has dtype {dtype}; known are {', '.join(ITEM_BYTES)}")

@@ -1,13 +1,17 @@
 """Adapters in folders: what is read of them, and which files are none."""
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dataplane.checkpoints.adapters import check_adapter, read_adapter
+from dataplane.checkpoints.adapters import CONFIG_FILE, WEIGHTS_FILE, check_adapter, read_adapter
 from dataplane.checkpoints.local import Sources
+from dataplane.checkpoints.safetensors_file import JSON_BYTES_MAX
 from dataplane.protocol.errors import ModelLoadError
 from tests.ops.local.test_checkpoints import write_safetensors
 
@@ -36,7 +40,11 @@ def test_what_is_read(tmp_path: Path) -> None:
     [
         (None, {"r": "4"}, "r must be 1 to 128, not '4'"),
         (None, {"r": 0}, "r must be 1 to 128, not 0"),
-        (None, {"lora_alpha": None}, "lora_alpha must be a number, not None"),
+        (None, {"lora_alpha": None}, "lora_alpha must be a number from -1048576 to 1048576, not None"),
+        (None, {"lora_alpha": 10**400}, "lora_alpha must be a number from -1048576 to 1048576, not 1000"),
+        (None, {"lora_alpha": float("nan")}, "lora_alpha must be a number from -1048576 to 1048576, not nan"),
+        (None, {"init_lora_weights": "OLoRA"}, "init_lora_weights 'OLoRA' is not supported"),
+        (None, {"arrow_config": {"top_k": 3}}, "arrow_config is not supported"),
         ({}, {}, "has no tensors"),
         ({"base_model.model.lm_head.weight": ("F32", [4, 4])}, {}, "supported are factors of linear layers"),
         ({f"{LAYER}.lora_embedding_A": ("F32", [4, 4])}, {}, "supported are factors of linear layers"),
@@ -51,6 +59,33 @@ def test_what_is_no_adapter_is_refused(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_adapter(write(tmp_path, tensors, **config))
+
+
+def _nested(file: Path, key: str = "") -> None:
+    content = (f'{{"{key}": ' + "[" * 100_000).encode()
+    file.write_bytes(len(content).to_bytes(8, "little") * bool(key) + content)
+
+
+def _infinite(file: Path) -> None:
+    header = b'{"t": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("file", "spoil", "message"),
+    [
+        (CONFIG_FILE, _nested, "adapter_config.json cannot be read"),
+        (CONFIG_FILE, lambda file: os.truncate(file, JSON_BYTES_MAX + 1), "has over 104857600 bytes"),
+        (WEIGHTS_FILE, partial(_nested, key="t"), "is no readable safetensors file"),
+        (WEIGHTS_FILE, _infinite, "the header of tensor t cannot be read"),
+    ],
+)
+def test_files_that_are_made_to_harm_are_refused(
+    file: str, spoil: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    spoil(write(tmp_path) / file)
+    with pytest.raises(ModelLoadError, match=message):
+        read_adapter(tmp_path)
 
 
 def test_a_folder_without_one_and_a_remote_one_are_refused(tmp_path: Path) -> None:
