@@ -5,6 +5,7 @@ another model leaves them where they are.
 """
 
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,18 @@ from dataplane.engines.torch.memory.host_models import HostModel
 from dataplane.engines.torch.model.adapters import Adapter, read_factors
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """Where an adapter was read, and for which model."""
+
+    folder: Path
+    base: str
+    base_folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.folder} for {self.base} of {self.base_folder}"
 
 
 class AdapterStore:
@@ -31,10 +44,10 @@ class AdapterStore:
         self._rank_max = rank_max
         self._ranks = ranks
         self._lock = threading.Lock()
-        self._prepared: dict[str, tuple[Path, Adapter]] = {}
+        self._prepared: dict[str, tuple[_Source, Adapter]] = {}
         """Read, and not on the device yet."""
-        self._loaded: dict[str, tuple[Path, int]] = {}
-        """The folder and the bytes of those on the device."""
+        self._loaded: dict[str, tuple[_Source, int]] = {}
+        """The bytes of those on the device."""
 
     @property
     def used_bytes(self) -> int:
@@ -56,16 +69,16 @@ class AdapterStore:
 
         Raises:
             ModelLoadError: its folder cannot be used, or is not of this base; it exceeds the limits; or an adapter of
-                its name is loaded from another folder.
+                its name is loaded from another folder, or for another base.
         """
-        folder = Path(spec.path)
+        source = _Source(folder=Path(spec.path), base=base.name, base_folder=base.folder)
         with self._lock:
             loaded, prepared = self._loaded.get(spec.name), self._prepared.get(spec.name)
-        if loaded is not None and loaded[0] != folder:
-            raise ModelLoadError(f"{spec.name} is loaded from {loaded[0]}, not from {folder}")
-        if loaded is not None or (prepared is not None and prepared[0] == folder):
+        if loaded is not None and loaded[0] != source:
+            raise ModelLoadError(f"{spec.name} is loaded from {loaded[0]}, not from {source}")
+        if loaded is not None or (prepared is not None and prepared[0] == source):
             return
-        stored = read_adapter(folder, rank_max=self._rank_max)
+        stored = read_adapter(source.folder, rank_max=self._rank_max)
         size_bytes = stored.parameters * self._dtype.itemsize
         if size_bytes > self._size_max_bytes:
             raise self._too_large(spec.name, size_bytes)
@@ -73,7 +86,7 @@ class AdapterStore:
             raise ModelLoadError(f"{spec.name}: {base.name} is for the task {base.skeleton.task}; adapters generate")
         adapter = read_factors(spec.name, stored, base.skeleton.adaptable_layers(), self._dtype)
         with self._lock:
-            self._prepared[spec.name] = folder, adapter
+            self._prepared[spec.name] = source, adapter
 
     def load(self, spec: ModelSpec, base: HostModel) -> None:
         """Bring a prepared adapter to the device. Idempotent.
@@ -85,7 +98,7 @@ class AdapterStore:
         if spec.name in adapters:
             return
         with self._lock:
-            folder, adapter = self._prepared.pop(spec.name)
+            source, adapter = self._prepared.pop(spec.name)
         if adapter.size_bytes + self.used_bytes > self._size_max_bytes:
             raise self._too_large(spec.name, adapter.size_bytes)
         try:
@@ -94,7 +107,7 @@ class AdapterStore:
             raise ModelLoadError(f"{spec.name}: no memory for {adapter.size_bytes} bytes on {self._device}") from error
         adapters.add(on_device, base.skeleton.adaptable_layers())
         with self._lock:
-            self._loaded[spec.name] = folder, adapter.size_bytes
+            self._loaded[spec.name] = source, adapter.size_bytes
 
     def unload(self, name: str, base: HostModel) -> None:
         """Free an adapter's memory."""

@@ -43,7 +43,7 @@ class Factors:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """An adapter in memory. `key` changes whenever its files do; `layers`: by the name of the layer."""
+    """An adapter in memory. `key` is of its numbers; `layers`: by the name of the layer."""
 
     name: str
     key: str
@@ -89,18 +89,16 @@ class Adapters:
     def remove(self, name: str) -> None:
         """Serve an adapter no more. Layers that no other one changes are as they were."""
         self._adapters.pop(name, None)
+        self._rows = None  # it has the factors of the batch before
         changed = {layer for adapter in self._adapters.values() for layer in adapter.layers}
         for layer in [layer for layer in self._hooks if layer not in changed]:
             self._hooks.pop(layer).remove()
 
     def select(self, inputs: Iterable[ChunkInput]) -> None:
         """Set whose rows the next forward pass has: those of the chunks, in this order."""
-        self._rows = None
-        if self._adapters:
-            counts = [(chunk.adapter, chunk.count) for chunk in inputs]
-            names = sorted({name for name, _ in counts if name})
-            if names:
-                self._rows = _Rows([self._adapters[name] for name in names], counts)
+        counts = [(chunk.adapter, chunk.count) for chunk in inputs]
+        names = sorted({name for name, _ in counts if name})
+        self._rows = _Rows([self._adapters[name] for name in names], counts) if names else None
 
     def _add_products(self, layer: str, _: torch.nn.Module, inputs: tuple[Any, ...], out: torch.Tensor) -> None:
         if self._rows is not None:
@@ -166,7 +164,7 @@ def read_factors(
     for layer, factors in made.items():
         if not (factors.down.isfinite().all() and factors.up.isfinite().all()):
             raise ModelLoadError(f"{name}: the factors of {layer} in {stored.folder} are not all finite numbers")
-    return Adapter(name=name, key=_key(stored, dtype), rank=stored.rank, layers=made)
+    return Adapter(name=name, key=_key(made), rank=stored.rank, layers=made)
 
 
 def _check_layers(name: str, stored: StoredAdapter, layers: Mapping[str, torch.nn.Module]) -> None:
@@ -185,9 +183,11 @@ def _check_layers(name: str, stored: StoredAdapter, layers: Mapping[str, torch.n
             )
 
 
-def _key(stored: StoredAdapter, dtype: torch.dtype) -> str:
-    """A key of all that determines its numbers."""
-    files = sorted({factors.down.file for factors in stored.layers.values()})
-    state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    described = repr((str(dtype), state, stored.rank, stored.scale))
-    return hashlib.blake2b(described.encode(), digest_size=12).hexdigest()
+def _key(layers: Mapping[str, Factors]) -> str:
+    """A key of all its numbers. Files that were replaced may have the size and the time of the former ones."""
+    digest = hashlib.blake2b(digest_size=12)
+    for name, factors in sorted(layers.items()):
+        for factor in (factors.down, factors.up):
+            digest.update(repr((name, factor.dtype, tuple(factor.shape))).encode())
+            digest.update(factor.view(torch.uint8).numpy())
+    return digest.hexdigest()

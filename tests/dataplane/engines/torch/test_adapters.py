@@ -1,5 +1,6 @@
 """LoRA adapters make the tokens of models whose weights contain them, whatever else is in their batches."""
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from dataplane.checkpoints.adapters import WEIGHTS_FILE
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.model.adapters import Adapters
+from dataplane.engines.torch.model.inputs import ChunkInput
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.schedule import TurnSettings
@@ -289,8 +292,57 @@ def test_a_second_folder_under_a_loaded_name_is_refused(
     base = checkpoint("llama")
     engine = engine_of()
     engine.load("a", adapter_spec("one", made("llama", "all")[0], base))
-    with pytest.raises(ModelLoadError, match=r"one is loaded from \S+all, not from \S+attention"):
+    with pytest.raises(ModelLoadError, match=r"one is loaded from \S+all for \S+ of \S+, not from \S+attention for"):
         engine.load("b", adapter_spec("one", made("llama", "attention", targets=["q_proj"])[0], base))
+
+
+def test_a_second_base_under_a_loaded_name_is_refused(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]
+) -> None:
+    base, (adapter, _) = checkpoint("llama"), made("llama", "all")
+    engine = engine_of()
+    engine.load("a", adapter_spec("one", adapter, base))
+    with pytest.raises(ModelLoadError, match=r"one is loaded from \S+ for model of \S+, not from \S+ for other of"):
+        engine.load("b", adapter_spec("one", adapter, base, base_name="other"))
+
+
+def test_an_adapter_that_was_prepared_for_a_base_is_compared_with_its_next_one(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """As where it is unloaded while it is being loaded, and declared anew."""
+    adapter, wider = made("llama", "all")[0], save_tiny("llama", tmp_path / "wider", hidden_size=60, head_dim=12)
+    engine = engine_of()
+    engine.prepare(adapter_spec("one", adapter, checkpoint("llama")))
+    with pytest.raises(ModelLoadError, match="is of another base"):
+        engine.load("a", adapter_spec("one", adapter, wider, base_name="wider"))
+
+
+def test_files_that_were_replaced_have_another_key_though_their_size_and_time_are_the_same(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Their cached prefixes must not be taken for those of the former ones."""
+    base = checkpoint("llama")
+    adapter = build_tiny_adapter(tmp_path / "one", base)
+    engine = engine_of()
+    engine.load("base", spec_of("model", base))
+    prompt, seen = prompt_of(3, 30), []
+    for number in range(2):
+        os.utime(adapter / WEIGHTS_FILE, ns=(1, 1))
+        engine.load("a", adapter_spec("one", adapter, base))
+        engine.add(request(f"r{number}", prompt, max_tokens=MAX_TOKENS))
+        outputs = []
+        while engine.has_work():
+            outputs += engine.step()
+        seen.append(sum(output.cached_tokens for output in outputs))
+        engine.unload("a")
+        other = build_tiny_adapter(tmp_path / "two", base)
+        (other / WEIGHTS_FILE).replace(adapter / WEIGHTS_FILE)
+    assert seen == [0, 0]
+
+
+def test_rows_of_an_adapter_that_is_not_there_are_not_answered_by_the_base() -> None:
+    with pytest.raises(KeyError, match="gone"):
+        Adapters().select([ChunkInput(tokens=(1,), start=0, blocks=(0,), adapter="gone")])
 
 
 def test_numbers_that_are_not_finite_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
