@@ -8,7 +8,7 @@ from controlplane.store.rows import require
 from controlplane.store.tables import Desired, Instance, Model
 from dataplane.protocol.model_sources import is_remote
 
-_SHARED = ("architecture", "kv_bytes_per_token", "context_tokens")
+_SHARED = ("architecture", "kv_bytes_per_token", "context_tokens", "task")
 
 
 def check_adapter(session: Session, model: Model, name: str) -> None:
@@ -24,7 +24,7 @@ def check_adapter(session: Session, model: Model, name: str) -> None:
         raise InvalidValueError(f"base: '{name}' is a LoRA adapter itself, or this model", param="base")
     if session.scalar(select(Model.name).where(Model.base == model.name).limit(1)) is not None:
         raise InvalidValueError(f"base: '{model.name}' is the base of adapters, and can be none itself", param="base")
-    if base.task != "generate" or model.task != "generate":
+    if base.task != "generate":
         raise InvalidValueError(f"base: '{name}' is for the task {base.task}; adapters generate", param="base")
     if is_remote(model.path):
         raise InvalidValueError(
@@ -42,7 +42,7 @@ def check_base(session: Session, present: Model, model: Model) -> None:
     """Check that a model that is registered anew remains one that its adapters fit.
 
     Raises:
-        ConflictError: they have other sizes, or instances of them run from its former path.
+        ConflictError: they have other sizes or another task, or instances of them run from its former path.
     """
     adapters = list(session.scalars(select(Model.name).where(Model.base == present.name).order_by(Model.name)))
     if not adapters:

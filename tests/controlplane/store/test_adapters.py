@@ -64,7 +64,7 @@ def test_its_size_is_that_of_its_base_and_its_own(world: World) -> None:
         ({"kv_bytes_per_token": 1}, "kv_bytes_per_token", "must be that of the base 'tide', 512, not 1"),
         ({"architecture": "Qwen"}, "architecture", "must be that of the base 'tide', Llama, not Qwen"),
         ({"engine": "vllm"}, "engine", "adapters run on the torch engine"),
-        ({"task": "embed"}, "base", "adapters generate"),
+        ({"task": "embed"}, "task", "must be that of the base 'tide', generate, not embed"),
         ({"path": "hf://org/adapter"}, "path", "remote ones are not supported"),
         ({"base": "first"}, "base", "'first' is a LoRA adapter itself"),
         ({"name": "tide"}, "base", "'tide' is a LoRA adapter itself, or this model"),
@@ -89,6 +89,8 @@ def test_a_base_stays_what_its_adapters_need(world: World) -> None:
     put(world, model("a"))
     with pytest.raises(ConflictError, match="'a' is an adapter of 'tide' with its present context_tokens"):
         put(world, model("tide", path="/x", base=None, context_tokens=8))
+    with pytest.raises(ConflictError, match="'a' is an adapter of 'tide' with its present task"):
+        put(world, model("tide", path="/x", base=None, task="embed"))
     world.add_model("other")
     with pytest.raises(InvalidValueError, match="'tide' is the base of adapters"):
         put(world, model("tide", path="/x", base="other"))
