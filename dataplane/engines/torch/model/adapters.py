@@ -189,5 +189,5 @@ def _key(layers: Mapping[str, Factors]) -> str:
     for name, factors in sorted(layers.items()):
         for factor in (factors.down, factors.up):
             digest.update(repr((name, factor.dtype, tuple(factor.shape))).encode())
-            digest.update(factor.view(torch.uint8).numpy())
+            digest.update(factor.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
