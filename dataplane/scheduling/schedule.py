@@ -175,15 +175,7 @@ def choose_turn(
         groups = tuple([group for group in groups if group.model not in facts.unready])
     if groups:
         prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
-    over_s, owed = settle_shares(
-        state.over_s,
-        state.owed,
-        prefill_spent_s=state.prefill_spent_s,
-        decode_spent_s=state.decode_spent_s,
-        prefill=prefill is not None,
-        decode=decode is not None,
-        settings=settings,
-    )
+    over_s, owed = _settled(state, settings, prefill=prefill is not None, decode=decode is not None)
     budgets_s: Mapping[str, float] = {}
     if settings.mixed_batches and prefill and decode:
         budgets_s = _budgets_s(batches, groups, max(round_.alpha, facts.load))
@@ -217,15 +209,7 @@ def _choose_by_deadlines(
     groups = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
     batch = next((one for one in facts.batches if one.model == model and one.can_run and not aside), None)
     prefill = choose_group(groups, model, state.groups, now_s, settings.prefill)
-    over_s, owed = settle_shares(
-        state.over_s,
-        state.owed,
-        prefill_spent_s=state.prefill_spent_s,
-        decode_spent_s=state.decode_spent_s,
-        prefill=prefill is not None,
-        decode=batch is not None,
-        settings=settings,
-    )
+    over_s, owed = _settled(state, settings, prefill=prefill is not None, decode=batch is not None)
     round_ = RoundState(
         quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (choice.model, *choice.following)]),
         ends_s=slice_.ends_s,
@@ -294,6 +278,19 @@ def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freein
     if not ran:
         return max(0, held - 1)
     return 0 if made_tokens else held  # the step may only have loaded weights
+
+
+def _settled(state: SlotState, settings: TurnSettings, *, prefill: bool, decode: bool) -> tuple[float, Kind | None]:
+    """See `settle_shares`."""
+    return settle_shares(
+        state.over_s,
+        state.owed,
+        prefill_spent_s=state.prefill_spent_s,
+        decode_spent_s=state.decode_spent_s,
+        prefill=prefill,
+        decode=decode,
+        settings=settings,
+    )
 
 
 def settle_shares(

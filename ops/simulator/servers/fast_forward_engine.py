@@ -34,6 +34,11 @@ from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
 
+Waits = tuple[
+    ReplaySettings, Callable[[], float], Callable[[float], None], Callable[[FastForward], FastForward], ServedOf
+]
+"""An engine's settings, its clock, how it sleeps and waits for a fast-forward, and the records of requests."""
+
 
 class _Silent(Answers):
     """Answers whose tokens are not read."""

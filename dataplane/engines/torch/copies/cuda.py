@@ -23,8 +23,6 @@ from dataplane.memory.events import Event, TransferError
 
 PIN_BYTES = 64 * 2**20
 """Bytes that one call of the driver pins or unpins, in some 6 ms: steps of the engine wait for the locks it holds."""
-
-
 DIRECT_BYTES = 16 * 2**20
 DIRECT_AHEAD = 2
 """A direct transfer is submitted in parts of so many bytes, of which so many wait in the device's queue at most, for

@@ -74,11 +74,6 @@ class Adapters:
     def key(self, name: str) -> str:
         return self._adapters[name].key
 
-    @property
-    def size_bytes(self) -> int:
-        """The device memory of all of them."""
-        return sum(adapter.size_bytes for adapter in self._adapters.values())
-
     def add(self, adapter: Adapter, layers: Mapping[str, torch.nn.Module]) -> None:
         """Serve an adapter. `layers`: those of the model, by name."""
         self._adapters[adapter.name] = adapter

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import structlog
 import torch
 
@@ -94,6 +93,8 @@ class DecodeGraphs:
     def forget(self, skeleton: Skeleton) -> None:
         """Free the graphs of a model that is forgotten."""
         self._models.pop(skeleton, None)
+        used = {made.logits.shape[1] for made in self._models.values()}
+        self._logits = {vocabulary: logits for vocabulary, logits in self._logits.items() if vocabulary in used}
 
     def _inputs(self, skeleton: Skeleton, cache: torch.Tensor) -> _ModelGraphs:
         blocks = blocks_for(skeleton.geometry.context_tokens, cache.shape[4])
@@ -110,11 +111,9 @@ class DecodeGraphs:
 
     @staticmethod
     def _fill(made: _ModelGraphs, inputs: Sequence[ChunkInput], cache: torch.Tensor, size: int) -> None:
-        per_slab, block_tokens = cache.shape[1], cache.shape[4]
         padded = [*inputs, *[inputs[0]] * (size - len(inputs))]
-        rows = np.array([row for chunk in padded for row in row_inputs(chunk, block_tokens)]).T
-        write = np.stack((rows[2] // per_slab, rows[2] % per_slab, rows[3]))
-        on_device, written, tables = upload(cache.device, rows[:2], write, block_tables(padded))
+        rows, write = row_inputs(padded, per_slab=cache.shape[1], block_tokens=cache.shape[4])
+        on_device, written, tables = upload(cache.device, rows, write, block_tables(padded))
         made.tokens[0, :size] = on_device[0]
         made.positions[0, :size] = on_device[1]
         made.write[:, :size] = written

@@ -41,15 +41,25 @@ def chunk_inputs(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkInput]
     ]
 
 
-def row_inputs(chunk: ChunkInput, block_tokens: int) -> list[tuple[int, int, int, int]]:
-    """(token, position, block, offset in the block) of each token of the chunk."""
-    return [
-        (token, at, chunk.blocks[at // block_tokens], at % block_tokens)
-        for at, token in enumerate(chunk.tokens, chunk.start)
-    ]
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-def block_tables(chunks: Sequence[ChunkInput]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+def row_inputs(chunks: Sequence[ChunkInput], *, per_slab: int, block_tokens: int) -> tuple[Integers, Integers]:
+    """The tokens and positions `[2, rows]` of all chunks, one after another, and where their keys and values are
+    written: `[3, rows]`, as `KvStep.write`.
+    """
+    rows = np.array(
+        [
+            (token, at, chunk.blocks[at // block_tokens], at % block_tokens)
+            for chunk in chunks
+            for at, token in enumerate(chunk.tokens, chunk.start)
+        ]
+    ).T
+    blocks, offsets = rows[2:]
+    return rows[:2], np.stack((blocks // per_slab, blocks % per_slab, offsets))
+
+
+def block_tables(chunks: Sequence[ChunkInput]) -> Integers:
     """The blocks written so far `[len(chunks), longest]`. Shorter tables are padded with their first block, masked."""
     longest = max(len(chunk.blocks) for chunk in chunks)
     return np.array([[*c.blocks, *c.blocks[:1] * (longest - len(c.blocks))] for c in chunks])

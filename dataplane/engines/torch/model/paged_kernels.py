@@ -103,40 +103,39 @@ def _in_blocks(
     return (number // per_slab) * slab + (number % per_slab) * block + (seen % block_tokens) * token
 
 
+def _tokens_of_part(
+    position: tl.tensor,
+    is_row: tl.tensor,
+    window: tl.tensor,
+    part: tl.tensor,
+    splits: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    has_window: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where the tokens end that rows at `position` see, and the first and the end of those that a part has."""
+    end = tl.max(position, 0) + 1
+    begin = 0
+    if has_window:
+        begin = tl.maximum(tl.min(tl.where(is_row, position, end), 0) - window + 1, 0) // tile_tokens
+    tiles = tl.cdiv(end, tile_tokens) - begin
+    each = tl.cdiv(tiles, splits)
+    first = (begin + part * each) * tile_tokens
+    return end, first, tl.minimum(first + each * tile_tokens, end)
+
+
 _scored: Any = triton.jit(_visible)
+_bounds: Any = triton.jit(_tokens_of_part)
 _place: Any = triton.jit(_in_blocks)
 
 
+# fmt: off
 def _attend(
-    query: tl.tensor,
-    layer: tl.tensor,
-    tables: tl.tensor,
-    positions: tl.tensor,
-    out: tl.tensor,
-    scores: tl.tensor,
-    scaling: tl.tensor,
-    window: tl.tensor,
-    softcap: tl.tensor,
-    count: tl.tensor,
-    query_row: tl.tensor,
-    query_head: tl.tensor,
-    table_row: tl.tensor,
-    per_slab: tl.tensor,
-    slab: tl.tensor,
-    block: tl.tensor,
-    kv: tl.tensor,
-    token: tl.tensor,
-    head: tl.tensor,
-    heads: tl.tensor,
-    groups: tl.constexpr,
-    block_tokens: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_tokens: tl.constexpr,
-    splits: tl.constexpr,
-    has_window: tl.constexpr,
-    has_softcap: tl.constexpr,
+    query: tl.tensor, layer: tl.tensor, tables: tl.tensor, positions: tl.tensor, out: tl.tensor, scores: tl.tensor,
+    scaling: tl.tensor, window: tl.tensor, softcap: tl.tensor, count: tl.tensor, query_row: tl.tensor,
+    query_head: tl.tensor, table_row: tl.tensor, per_slab: tl.tensor, slab: tl.tensor, block: tl.tensor,
+    kv: tl.tensor, token: tl.tensor, head: tl.tensor, heads: tl.tensor, groups: tl.constexpr,
+    block_tokens: tl.constexpr, head_dim: tl.constexpr, dim: tl.constexpr, tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr, splits: tl.constexpr, has_window: tl.constexpr, has_softcap: tl.constexpr,
     precision: tl.constexpr,
 ) -> None:
     """A tile of rows over a part of their sequence. `out` `[rows, heads, splits, head_dim]`, with `scores` `[2, rows,
@@ -156,14 +155,7 @@ def _attend(
         mask=is_row[:, None] & inside[None, :],
         other=0.0,
     )
-    end = tl.max(position, 0) + 1
-    begin = 0
-    if has_window:
-        begin = tl.maximum(tl.min(tl.where(is_row, position, end), 0) - window + 1, 0) // tile_tokens
-    tiles = tl.cdiv(end, tile_tokens) - begin
-    each = tl.cdiv(tiles, splits)
-    first = (begin + part * each) * tile_tokens
-    last = tl.minimum(first + each * tile_tokens, end)
+    end, first, last = _bounds(position, is_row, window, part, splits, tile_tokens, has_window)
     largest = tl.full([tile_rows], float("-inf"), tl.float32)
     total = tl.zeros([tile_rows], tl.float32)
     mixed = tl.zeros([tile_rows, dim], tl.float32)
@@ -192,6 +184,7 @@ def _attend(
         tl.store(out + to[:, None] * head_dim + at[None, :], mixed, mask=written)
         tl.store(scores + to, largest, mask=is_row)
         tl.store(scores + to + tl.num_programs(2).to(tl.int64) * count * heads, total, mask=is_row)
+# fmt: on
 
 
 def _combine(
@@ -262,7 +255,7 @@ def attend_rows(
     parts = out if splits == 1 else out.new_empty(rows, heads, splits, head_dim, dtype=torch.float32)
     scores = out if splits == 1 else out.new_empty(2, rows, heads, splits, dtype=torch.float32)
     dim = max(triton.next_power_of_2(head_dim), 16)
-    is_wide = query.itemsize > 2 or head_dim > HEAD_DIM_WIDE
+    sizes = {"splits": splits, "head_dim": head_dim, "dim": dim}
     _attend_kernel[(tiles, kv_heads, n * splits)](
         query,
         cache[:, :, layer],
@@ -282,22 +275,26 @@ def attend_rows(
         heads,
         groups=groups,
         block_tokens=cache.shape[4],
-        head_dim=head_dim,
-        dim=dim,
         tile_rows=tile_rows,
-        tile_tokens=TILE_TOKENS // 2 if is_wide else TILE_TOKENS,
-        splits=splits,
         has_window=window is not None,
         has_softcap=softcap is not None,
-        precision="ieee" if query.dtype == torch.float32 else "tf32",
-        num_warps=8 if tile_rows * dim > 4096 else 4,
-        num_stages=1 if is_wide else 2,
+        **sizes,
+        **_tiling(query, tile_rows * dim),
     )
     if splits > 1:
-        _combine_kernel[(rows * heads,)](
-            parts, scores, out, rows * heads * splits, splits=splits, head_dim=head_dim, dim=dim
-        )
+        _combine_kernel[(rows * heads,)](parts, scores, out, rows * heads * splits, **sizes)
     return out
+
+
+def _tiling(query: torch.Tensor, tile_numbers: int) -> dict[str, Any]:
+    """How a tile of so many numbers of `query` is computed."""
+    is_wide = query.itemsize > 2 or query.shape[-1] > HEAD_DIM_WIDE
+    return {
+        "tile_tokens": TILE_TOKENS // 2 if is_wide else TILE_TOKENS,
+        "precision": "ieee" if query.dtype == torch.float32 else "tf32",
+        "num_warps": 8 if tile_numbers > 4096 else 4,
+        "num_stages": 1 if is_wide else 2,
+    }
 
 
 def splits_of(programs: int) -> int:

@@ -80,20 +80,17 @@ class _Batch:
 def _make_batch(cache: torch.Tensor, chunks: Sequence[ChunkInput]) -> _Batch:
     """All inputs are made on the host and uploaded together: the host waits for nothing."""
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
-    per_slab, block_tokens = cache.shape[1], cache.shape[4]
     ordered = [chunks[index] for index in order]
-    rows = np.array([row for chunk in ordered for row in row_inputs(chunk, block_tokens)]).T
-    blocks, offsets = rows[2:]
-    written = np.stack((blocks // per_slab, blocks % per_slab, offsets))
+    rows, written = row_inputs(ordered, per_slab=cache.shape[1], block_tokens=cache.shape[4])
     last = np.empty(len(chunks), dtype=np.int64)
     last[order] = np.cumsum([chunk.count for chunk in ordered]) - 1
     groups = _groups(ordered)
     tables = [block_tables(group) for group in groups]
     inputs, write, begun, last_rows, *on_device = upload(
         cache.device,
-        rows[:2],
+        rows,
         written,
-        written[:2, offsets == 0],
+        written[:2, written[2] == 0],
         last,
         *tables,
     )

@@ -22,6 +22,7 @@ from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_spec, merged
 from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.rank_threads import start_threads
+from tests.dataplane.engines.torch.test_pooling import engine_of
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
 MAX_TOKENS = 12
@@ -31,19 +32,6 @@ Checkpoint = Callable[[str], Path]
 def prompt_of(seed: int, length: int) -> list[int]:
     chance = random.Random(seed)
     return [chance.randrange(3, VOCABULARY) for _ in range(length)]
-
-
-def engine_of(**changes: Any) -> TorchEngine:
-    """Prefills 7 tokens a step, so that prompts come in chunks."""
-    given: dict[str, Any] = {
-        "weights_bytes": 2**24,
-        "kv_bytes": 2**21,
-        "slab_bytes": 2**15,
-        "block_tokens": 4,
-        "prefill_tokens_per_step_max": 7,
-        **changes,
-    }
-    return TorchEngine(TorchEngineSettings(**given), lambda: 0.0)
 
 
 @pytest.fixture(scope="module")
