@@ -175,7 +175,7 @@ def choose_turn(
         groups = tuple([group for group in groups if group.model not in facts.unready])
     if groups:
         prefill = choose_group(groups, facts.running_model, state.groups, now_s, settings.prefill)
-    over_s, owed = _settled(state, settings, prefill=prefill is not None, decode=decode is not None)
+    over_s, owed = settled_shares(state, settings, prefill=prefill is not None, decode=decode is not None)
     budgets_s: Mapping[str, float] = {}
     if settings.mixed_batches and prefill and decode:
         budgets_s = _budgets_s(batches, groups, max(round_.alpha, facts.load))
@@ -209,7 +209,7 @@ def _choose_by_deadlines(
     groups = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
     batch = next((one for one in facts.batches if one.model == model and one.can_run and not aside), None)
     prefill = choose_group(groups, model, state.groups, now_s, settings.prefill)
-    over_s, owed = _settled(state, settings, prefill=prefill is not None, decode=batch is not None)
+    over_s, owed = settled_shares(state, settings, prefill=prefill is not None, decode=batch is not None)
     round_ = RoundState(
         quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (choice.model, *choice.following)]),
         ends_s=slice_.ends_s,
@@ -280,8 +280,10 @@ def hold_prefills(held: int, kind: Kind, *, ran: bool, made_tokens: bool, freein
     return 0 if made_tokens else held  # the step may only have loaded weights
 
 
-def _settled(state: SlotState, settings: TurnSettings, *, prefill: bool, decode: bool) -> tuple[float, Kind | None]:
-    """See `settle_shares`."""
+def settled_shares(
+    state: SlotState, settings: TurnSettings, *, prefill: bool, decode: bool
+) -> tuple[float, Kind | None]:
+    """`settle_shares` of a slot's state."""
     return settle_shares(
         state.over_s,
         state.owed,

@@ -29,7 +29,7 @@ from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
-from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, choose_turn, settle_shares
+from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, choose_turn, settled_shares
 from ops.simulator.kernel.answers import AnswersByModel
 from ops.simulator.kernel.fast_forwards import FastForward
 from ops.simulator.servers.fast_forward_models import FastForwardModel, ServedOf
@@ -153,15 +153,7 @@ class FastForwardEngine(ReplayEngine):
 
     def _settled(self, state: SlotState) -> SlotState:
         """The state after steps of a batch without prompts of its own model."""
-        over_s, owed = settle_shares(
-            state.over_s,
-            state.owed,
-            prefill_spent_s=state.prefill_spent_s,
-            decode_spent_s=state.decode_spent_s,
-            prefill=False,
-            decode=True,
-            settings=self._slot.turns,
-        )
+        over_s, owed = settled_shares(state, self._slot.turns, prefill=False, decode=True)
         return replace(state, over_s=over_s, owed=owed, prefill_spent_s=0.0, decode_spent_s=0.0)
 
     def _run(self, turn: Turn, model: ReplayModel, now_s: float) -> Made[SequenceKv] | None:
