@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -13,6 +14,7 @@ from controlplane.settings import Settings
 from controlplane.store.rows import copy_rows
 from controlplane.store.session import Database, defer, make_engine
 from tests.controlplane.trips import TripCounter
+from tests.controlplane.world import until
 
 
 @pytest.fixture
@@ -142,6 +144,8 @@ def test_a_connection_that_the_server_has_ended_is_not_used(far: Database, datab
     """Nobody has to ask the server for it."""
     with far.statement() as session:
         pid = session.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        kept_open: Any = session.connection().connection.driver_connection
     with database.statement() as session:
         assert session.execute(text("SELECT pg_terminate_backend(:pid, 10000)"), {"pid": pid}).scalar_one()
+    until(lambda: not kept_open.is_quiet())  # the server's last word has come through the counter
     assert kept(far) == []
