@@ -46,8 +46,9 @@ def check_plot(plot: Path | None) -> None:
 
 @contextmanager
 def work_folder(kept: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, or the one to be kept."""
+    """A temporary folder, or the one to be kept, which is made where it is absent."""
     if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
         yield kept.resolve()
         return
     with tempfile.TemporaryDirectory(prefix="tidepool-bench-") as folder:

@@ -39,39 +39,49 @@ def inputs(**fields: str) -> tuple[str, ...]:
     return ("--extra-inputs", *(f"{name}:{value}" for name, value in fields.items()))
 
 
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What it exported of each request.
+
+    Raises:
+        ToolError: it exported nothing that can be read.
+    """
+    try:
+        found = [json.loads(line) for line in (folder / _EXPORT).read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ToolError(f"AIPerf exported no records, {folder / LOG} says why: {error}") from error
+    if not found:
+        raise ToolError(f"AIPerf sent nothing, {folder / LOG} says why")
+    return found
+
+
 def read(folder: Path) -> list[Phase]:
     """What it saw, as one phase. It makes a remark of answers whose usage its own tokenizer does not confirm.
 
     Raises:
         ToolError: it exported nothing that can be read.
     """
-    try:
-        records = [json.loads(line) for line in (folder / _EXPORT).read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ToolError(f"AIPerf exported no records, {folder / LOG} says why: {error}") from error
-    if not records:
-        raise ToolError(f"AIPerf sent nothing, {folder / LOG} says why")
-    whole = [record["metrics"] for record in records if record.get("error") is None]
+    exported = records(folder)
+    whole = [record["metrics"] for record in exported if record.get("error") is None]
     pairs = (("input_sequence_length", "usage_prompt_tokens"), ("output_sequence_length", "usage_completion_tokens"))
-    unlike = sum(any(_value(each, own) != _value(each, usage) for own, usage in pairs) for each in whole)
+    unlike = sum(any(value_of(each, own) != value_of(each, usage) for own, usage in pairs) for each in whole)
     return [
         Phase(
             name="",
-            began_s=min(record["metadata"]["request_start_ns"] for record in records) / 1e9,
-            seen=_seen(records, whole),
+            began_s=min(record["metadata"]["request_start_ns"] for record in exported) / 1e9,
+            seen=_seen(exported, whole),
             remarks=(f"{unlike} answers whose usage is not what AIPerf counts",) if unlike else (),
         )
     ]
 
 
-def _seen(records: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]]) -> Counts:
-    first = [_value(each, "time_to_first_token") / 1e3 for each in whole if "time_to_first_token" in each]
-    paced = [_value(each, "inter_token_latency") / 1e3 for each in whole if "inter_token_latency" in each]
+def _seen(exported: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]]) -> Counts:
+    first = [value_of(each, "time_to_first_token") / 1e3 for each in whole if "time_to_first_token" in each]
+    paced = [value_of(each, "inter_token_latency") / 1e3 for each in whole if "inter_token_latency" in each]
     return Counts(
         answered=len(whole),
-        errors=len(records) - len(whole),
-        input_tokens=int(sum(_value(each, "input_sequence_length") for each in whole)),
-        output_tokens=int(sum(_value(each, "output_sequence_length") for each in whole)),
+        errors=len(exported) - len(whole),
+        input_tokens=int(sum(value_of(each, "input_sequence_length") for each in whole)),
+        output_tokens=int(sum(value_of(each, "output_sequence_length") for each in whole)),
         first_tokens=len(first),
         ttft_sum_s=sum(first),
         paced=len(paced),
@@ -79,7 +89,7 @@ def _seen(records: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any
     )
 
 
-def _value(metrics: Mapping[str, Any], name: str) -> float:
+def value_of(metrics: Mapping[str, Any], name: str) -> float:
     """A metric of one request: milliseconds, or tokens. 0: it has none."""
     return float(metrics[name]["value"]) if name in metrics else 0.0
 

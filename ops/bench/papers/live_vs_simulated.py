@@ -6,24 +6,36 @@ two of three models. Simulated: a pool of that slot. Both get the same requests 
 
 import asyncio
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx2 as httpx
 import numpy as np
 import tomlkit
 import typer
 
+from dataplane.protocol.tiers import Tier
+from ops.bench.independent.tools import TOOLS, ToolError
+from ops.bench.papers.live_clients import (
+    SERVICE_TIERS,
+    TIMEOUT_S,
+    AiperfClient,
+    Answer,
+    Client,
+    Gateway,
+    send_ourselves,
+)
 from ops.bench.shared import work_folder
 from ops.client.api import Api, open_api
-from ops.client.screen import AsJson, Columns, print_json, print_table
+from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.local.ports import free_port
 from ops.local.sample_fleet import live_instances
 from ops.local.stack import LocalNode, LocalStack
 from ops.local.waiting import wait_until
+from ops.local.word_tokenizer import write_word_tokenizer
 from ops.simulator.kernel.requests import Request
 from ops.simulator.results.results import Quantiles, Result
 from ops.simulator.run import simulate
@@ -36,19 +48,9 @@ MEMORY_BYTES, KV_SHARE = 80 * 10**9, 0.25
 BATCH_MAX = 32
 MODELS = {"13b": (27_793_336_320, 819_200), "7b": (15_231_233_024, 57_344), "14b": (28_334_581_760, 819_200)}
 """Weights, and KV of a token, in bytes."""
-SERVICE_TIERS = {"IW-F": "priority", "IW-N": "default"}
-READY_TIMEOUT_S, TIMEOUT_S, LOOK_EVERY_S = 300.0, 300.0, 0.25
+READY_TIMEOUT_S, LOOK_EVERY_S = 300.0, 0.25
 PATIENT = dict.fromkeys(("TIDEPOOL_SLO_IW_F_TTFT_S", "TIDEPOOL_SLO_IW_N_TTFT_S"), "600")
 """Nobody is refused: the simulated world refuses nobody."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One live request: seconds from when it was due to its first and to its last token."""
-
-    request: Request
-    first_s: float
-    last_s: float
 
 
 @dataclass(kw_only=True)
@@ -75,94 +77,57 @@ class Watch:
         self._last = new or self._last
 
 
-class _Live:
-    """A running stack, and its one node."""
-
-    def __init__(self, stack: LocalStack, admin: Api) -> None:
-        headers = {"Authorization": f"Bearer {stack.keys['client']}"}
-        limits = httpx.Limits(max_connections=500, max_keepalive_connections=100)
-        self._http = httpx.AsyncClient(
-            base_url=stack.url, headers=headers, timeout=TIMEOUT_S, limits=limits, trust_env=False
+async def warm_up(gateway: Gateway) -> None:
+    """Ask each model once, so that all of them are in host memory."""
+    for number, model in enumerate(MODELS):
+        request = Request(
+            number=number, arrived_s=0.0, model=model, origin=REGION, tier=Tier.IW_N, prompt_tokens=20, output_tokens=2
         )
-        self._node = httpx.AsyncClient(
-            base_url=admin.get(f"/admin/nodes/{NODE}")["url"],
-            headers={"Authorization": f"Bearer {stack.keys['node']}"},
-            timeout=TIMEOUT_S,
-            trust_env=False,
-        )
-        self.watch = Watch()
+        await send_ourselves(gateway, [request])
 
-    async def run(self, requests: Sequence[Request]) -> tuple[list[Answer], float]:
-        """Send each request at its time; the answers, and seconds until the last one ended."""
-        async with self._http, self._node:
-            over = asyncio.Event()
-            watching = asyncio.create_task(self._watch(over))
-            for model in MODELS:
-                await self._answer(self._body(model, 20, 2, "IW-N"))
-            await self._look()
-            self.watch.busy_s, started_s = 0.0, time.monotonic()
-            answers = await asyncio.gather(*(self._send(request, started_s) for request in requests))
-            took_s = time.monotonic() - started_s
+
+@asynccontextmanager
+async def watching(url: str, key: str) -> AsyncIterator[Watch]:
+    """Watch a node's slot, busy from now on; until the end of the context, and what has happened by then."""
+    watch = Watch()
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False) as node:
+
+        async def look() -> None:
+            watch.look((await node.get("/state")).raise_for_status().json()["slots"][0])
+
+        async def keep_looking() -> None:
+            while not over.is_set():
+                await look()
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        await look()
+        watch.busy_s, over = 0.0, asyncio.Event()
+        looking = asyncio.create_task(keep_looking())
+        try:
+            yield watch
+        finally:
             over.set()
-            await watching
-            await self._look()
-        return answers, took_s
-
-    async def _send(self, request: Request, started_s: float) -> Answer:
-        await asyncio.sleep(max(0.0, started_s + request.arrived_s - time.monotonic()))
-        body = self._body(request.model, request.prompt_tokens, request.output_tokens, request.tier)
-        first_s, last_s = await self._answer(body)
-        due_s = started_s + request.arrived_s
-        return Answer(request=request, first_s=first_s - due_s, last_s=last_s - due_s)
-
-    @staticmethod
-    def _body(model: str, prompt_tokens: int, output_tokens: int, tier: str) -> dict[str, Any]:
-        return {
-            "model": model,
-            "prompt": [1] * prompt_tokens,
-            "max_tokens": output_tokens,
-            "ignore_eos": True,
-            "stream": True,
-            "service_tier": SERVICE_TIERS[tier],
-        }
-
-    async def _answer(self, body: dict[str, Any]) -> tuple[float, float]:
-        """The times of the first and the last token, by `time.monotonic`."""
-        first_s: float | None = None
-        async with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            if answer.status_code != httpx.codes.OK:
-                raise RuntimeError(f"{answer.status_code}: {(await answer.aread())[:300]!r}")
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    last_s = time.monotonic()
-                    first_s = last_s if first_s is None else first_s
-        if first_s is None:
-            raise RuntimeError("an answer without a token")
-        return first_s, last_s
-
-    async def _watch(self, over: asyncio.Event) -> None:
-        while not over.is_set():
-            await self._look()
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    async def _look(self) -> None:
-        self.watch.look((await self._node.get("/state")).raise_for_status().json()["slots"][0])
+            await looking
+        await look()
 
 
-def register(admin: Api) -> None:
-    """Tell the control plane of the fleet: one instance of each model."""
+def register(admin: Api, tokenizer: Path) -> None:
+    """Tell the control plane of the fleet: one instance of each model, all with the same tokenizer."""
     admin.put(f"/admin/regions/{REGION}", {"position": 0})
     admin.put(f"/admin/gpu-types/{GPU_TYPE}", {"memory_bytes": 80 * 2**30, "cost_per_hour": 2.5})
     for name, (weights, kv) in MODELS.items():
-        about = {"path": f"/replay/{name}", "architecture": "Replay", "weights_bytes": weights}
+        about = {"path": str(tokenizer), "architecture": "Replay", "weights_bytes": weights}
         admin.put(f"/admin/models/{name}", about | {"kv_bytes_per_token": kv, "context_tokens": 8192})
         profile = {"model": name, "gpu_type": GPU_TYPE, "tokens_per_s": 2500.0, "gpus": 1, "load_time_s": 10.0}
         admin.put("/admin/profiles", profile)
         admin.put("/admin/endpoints", {"model": name, "region": REGION, "instances_min": 1, "instances_max": 1})
 
 
-async def live(home: Path, requests: Sequence[Request], speed: float) -> tuple[list[Answer], float, Watch]:
-    """Start a stack, send the requests, stop it."""
+async def live(
+    home: Path, requests: Sequence[Request], speed: float, client: Client, tokenizer: Path
+) -> tuple[list[Answer], Watch]:
+    """Start a stack, have a client send the requests, stop it."""
     node = LocalNode(
         name=NODE,
         region=REGION,
@@ -178,7 +143,7 @@ async def live(home: Path, requests: Sequence[Request], speed: float) -> tuple[l
     await asyncio.to_thread(stack.supervisor.start)
     try:
         with open_api(stack.url, stack.keys["admin"]) as admin:
-            await asyncio.to_thread(register, admin)
+            await asyncio.to_thread(register, admin, tokenizer)
 
             async def is_ready() -> bool:
                 rows = await asyncio.to_thread(live_instances, admin)
@@ -186,9 +151,12 @@ async def live(home: Path, requests: Sequence[Request], speed: float) -> tuple[l
 
             if not await wait_until(is_ready, READY_TIMEOUT_S):
                 raise TimeoutError(f"not every instance was ready after {READY_TIMEOUT_S:g} s")
-            running = _Live(stack, admin)
-            answers, took_s = await running.run(requests)
-            return answers, took_s, running.watch
+            gateway = Gateway(url=stack.url, key=stack.keys["client"])
+            await warm_up(gateway)
+            node_url = admin.get(f"/admin/nodes/{NODE}")["url"]
+            async with watching(node_url, stack.keys["node"]) as watch:
+                answers = await client(gateway, requests)
+            return answers, watch
     finally:
         await asyncio.to_thread(stack.stop)
 
@@ -258,9 +226,10 @@ def slowed_profile(folder: Path, factor: float) -> Path:
     return path
 
 
-def rows(answers: Sequence[Answer], took_s: float, watch: Watch, result: Result, slowed: Result) -> list[Row]:
+def rows(answers: Sequence[Answer], watch: Watch, result: Result, slowed: Result) -> list[Row]:
     """Figures side by side."""
     found: list[Row] = []
+    took_s = max(answer.request.arrived_s + answer.last_s for answer in answers)
     for tier, slow in zip(result.tiers, slowed.tiers, strict=True):
         ours = [answer for answer in answers if answer.request.tier == tier.tier]
         ttft_s = [answer.first_s for answer in ours]
@@ -296,17 +265,23 @@ def main(
         float, typer.Option(min=0.01, help="1: as fast as an H800; less: this machine matters less.")
     ] = 0.5,
     seed: Annotated[int, typer.Option(min=0)] = 1,
+    client: Annotated[
+        Literal["own", "aiperf"], typer.Option(help="Who sends: this program, or AIPerf for each model and tier.")
+    ] = "own",
+    tools: Annotated[Path, typer.Option(file_okay=False, help="Where AIPerf is installed.")] = TOOLS,
     home: Annotated[Path | None, typer.Option(file_okay=False, help="Folder to run in and to keep.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a small scenario live and simulated, and set both side by side.
 
     \b
-    Live times hold what the simulator leaves out: gateway, agent, worker and client on this machine's cores.
+    Live times hold what the simulator leaves out: gateway, agent, worker and client on this machine's cores. The
+    simulator gets the requests that the client sent, at the times at which it did.
 
     \b
-    Example:
+    Examples:
       python -m ops.bench.papers.live_vs_simulated --seconds 220 --rate-per-s 0.25 --speed 0.5 --json
+      python -m ops.bench.papers.live_vs_simulated --client aiperf  (`make bench-independent` installs it)
     """
     with work_folder(home) as folder:
 
@@ -314,18 +289,30 @@ def main(
             return scenario(seconds, rate_per_s, seed, slowed_profile(folder, factor))
 
         same = slower(1 / speed)
-        requests = list(traffic_of(same, seed))
-        answers, took_s, watch = asyncio.run(live(folder, requests, speed))
-        result = simulate(same).result
+        tokenizer = folder / "tokenizer"
+        tokenizer.mkdir(exist_ok=True)
+        write_word_tokenizer(tokenizer)
+        sender: Client = send_ourselves
+        if client == "aiperf":
+            sender = AiperfClient(tools=tools.resolve(), out=folder / "aiperf", tokenizer=tokenizer, seed=seed)
+        try:
+            answers, watch = asyncio.run(live(folder, list(traffic_of(same, seed)), speed, sender, tokenizer))
+        except ToolError as error:
+            notes().print(str(error), style="red", markup=False, soft_wrap=True)
+            raise typer.Exit(2) from error
+        sent = [answer.request for answer in answers]
+        result = simulate(same, traffic=sent).result
         factor = watch.busy_s / (result.busy_share * result.simulated_s)
-        slowed = simulate(slower(factor / speed)).result
+        slowed = simulate(slower(factor / speed), traffic=sent).result
     figures = [
         asdict(row) | {"difference": row.difference, "slowed_difference": row.slowed_difference}
-        for row in rows(answers, took_s, watch, result, slowed)
+        for row in rows(answers, watch, result, slowed)
     ]
     load = os.getloadavg()[0]
     if as_json:
-        print_json({"requests": len(requests), "load_average": load, "slowed_by": factor, "figures": figures})
+        print_json(
+            {"client": client, "requests": len(sent), "load_average": load, "slowed_by": factor, "figures": figures}
+        )
         return
     columns: Columns = {
         "figure": "name",
@@ -335,7 +322,7 @@ def main(
         "slowed": lambda row: f"{row['slowed']:.4g}",
         "its difference": lambda row: f"{row['slowed_difference']:+.1%}",
     }
-    print_table(f"{len(requests)} requests; load average {load:.1f}, slowed by {factor:.3f}", columns, figures)
+    print_table(f"{len(sent)} requests of {client}; load average {load:.1f}, slowed by {factor:.3f}", columns, figures)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ops.bench.papers.live_vs_simulated import PROFILE, Answer, Watch, rows, scenario, slowed_profile
+from ops.bench.papers.live_clients import Answer
+from ops.bench.papers.live_vs_simulated import PROFILE, Watch, rows, scenario, slowed_profile
 from ops.simulator.run import simulate
 from ops.simulator.scenario.formats import traffic_of
 
@@ -42,9 +43,11 @@ def test_what_is_live_as_it_is_simulated_does_not_differ() -> None:
     same = scenario(20.0, 0.5, 1, PROFILE)
     result = simulate(same).result
     requests = list(traffic_of(same, 1))
-    answers = [Answer(request=request, first_s=1.0, last_s=2.0) for request in requests]
+    answers = [
+        Answer(request=request, first_s=1.0, last_s=result.simulated_s - request.arrived_s) for request in requests
+    ]
     watch = Watch(busy_s=result.busy_share * result.simulated_s, switches=result.totals.switches)
-    found = {row.name: row for row in rows(answers, result.simulated_s, watch, result, result)}
+    found = {row.name: row for row in rows(answers, watch, result, result)}
     for name in ("switches", "slot busy, s", "all over after, s"):
         assert found[name].difference == found[name].slowed_difference == 0.0
     assert found["IW-F TTFT p50, s"].live == 1.0
