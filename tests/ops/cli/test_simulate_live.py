@@ -161,6 +161,7 @@ def test_demand_is_cut_at_a_whole_hour() -> None:
 
 def test_a_profile_is_found_by_its_gpu_type_whatever_its_file_is_called() -> None:
     assert profiles_by_type() == {
+        "A10": "a10.toml",
         "8xA100": "a100x8.toml",
         "A100": "a100-gpt-oss.toml",
         "H100": "h100-artifact.toml",

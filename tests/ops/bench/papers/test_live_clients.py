@@ -37,5 +37,5 @@ def test_answers_are_of_what_was_really_sent() -> None:
 
 
 def test_a_request_that_failed_ends_the_comparison() -> None:
-    with pytest.raises(ToolError, match="1 requests failed, one with .*503"):
+    with pytest.raises(ToolError, match=r"1 requests failed, one with .*503"):
         answers_of([(_record(104.0), _asked("a")), (_record(105.0, error={"code": 503}), _asked("a"))])
