@@ -6,6 +6,8 @@ costs a switch of its own; the first model to be due has the next one (earliest 
 
 1. A slice lasts at least as long as the longest load of any model with work, within the limits of a quota. So the next
    model is loaded while it runs, and however late all models are, switches take no more of the time than steps do.
+   Where loads are waited for, on a slot with room for one model, and the batches need a share u of its time, a slice
+   lasts u / (1 - u) such loads: as long as leaves the batches that share.
 2. It then ends if a prompt or a batch request of another model waits. If none does, it goes on for as long as all
    others, each in its turn and with a minimal slice for every one before it, can still begin in time. A batch decodes
    several times faster than its tokens are due: what it makes meanwhile lasts through the slices of others.
@@ -66,7 +68,13 @@ class SliceChoice(Struct, frozen=True, kw_only=True):
 
 
 def choose_slice(
-    work: Sequence[ModelWork], state: SliceState, now_s: float, *, near_s: float, settings: DecodeSettings
+    work: Sequence[ModelWork],
+    state: SliceState,
+    now_s: float,
+    *,
+    near_s: float,
+    settings: DecodeSettings,
+    exposed_share: float = 0.0,
 ) -> tuple[SliceChoice, SliceState]:
     """The model to run now. Called before every step.
 
@@ -75,9 +83,11 @@ def choose_slice(
         state: as it was returned for the step before.
         near_s: how much earlier than at the latest moment a model is to begin.
         settings: limits of a slice.
+        exposed_share: of the slot's time, what the steps of all batches need to make their tokens in time, where loads
+            are waited for; 0 where they are hidden.
     """
     assert work
-    slice_s = min(max([settings.quota_min_s, *[one.load_s for one in work]]), settings.quota_max_s)
+    slice_s = _least_s(max([one.load_s for one in work]), exposed_share, settings)
     work = _by_due(work, now_s, slice_s, near_s)
     stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
     if all(one.model in stuck for one in work):
@@ -100,6 +110,12 @@ def choose_slice(
         ends_s=_ends_s(present, work, began_s, slice_s, near_s),
         stuck=stuck,
     )
+
+
+def _least_s(load_s: float, exposed_share: float, settings: DecodeSettings) -> float:
+    """How long each slice is at least (rule 1), if the longest load takes `load_s`."""
+    loads = max(1.0, exposed_share / (1 - exposed_share)) if exposed_share < 1 else math.inf
+    return min(max(settings.quota_min_s, load_s and loads * load_s), settings.quota_max_s)
 
 
 def prompts_aside(work: Sequence[ModelWork], present: str, now_s: float) -> str | None:

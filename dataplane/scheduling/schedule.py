@@ -203,17 +203,27 @@ def _choose_by_deadlines(
     work = _work(facts, now_s)
     if not work:
         return None, _NOTHING
-    choice, slice_ = choose_slice(work, state.slice, now_s, near_s=settings.near_s, settings=settings.decode)
+    able = [batch for batch in facts.batches if batch.can_run]
+    alpha = sum([batch.step_s / batch.tbt_s for batch in able])
+    exposed = any([batch.switch_s and not batch.prefetched for batch in able])
+    choice, slice_ = choose_slice(
+        work,
+        state.slice,
+        now_s,
+        near_s=settings.near_s,
+        settings=settings.decode,
+        exposed_share=alpha if exposed else 0.0,
+    )
     aside = prompts_aside(work, choice.model, now_s)
     model = aside or choice.model
     groups = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
-    batch = next((one for one in facts.batches if one.model == model and one.can_run and not aside), None)
+    batch = next((one for one in able if one.model == model and not aside), None)
     prefill = choose_group(groups, model, state.groups, now_s, settings.prefill)
     over_s, owed = settled_shares(state, settings, prefill=prefill is not None, decode=batch is not None)
     round_ = RoundState(
         quotas=tuple([Quota(model=each, quota_s=choice.slice_s) for each in (choice.model, *choice.following)]),
         ends_s=slice_.ends_s,
-        alpha=sum([each.step_s / each.tbt_s for each in facts.batches if each.can_run]),
+        alpha=alpha,
     )
     budgets_s: Mapping[str, float] = {}
     if settings.mixed_batches and prefill and batch:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -59,6 +60,17 @@ def test_another_next_model_is_prefetched_too() -> None:
     same, state = turn_of(slot(PrefillQueue(), batches, "a"), state, 0.1)
     other, _ = turn_of(slot(prefills(("c", 0.1, "IW-F")), batches, "a"), state, 0.2)
     assert [(turn.next_model, turn.started_s) for turn in (first, same, other)] == [("b", 0.0), ("b", 0.0), ("c", 0.2)]
+
+
+def test_slices_are_longer_where_loads_are_waited_for() -> None:
+    """Batches that need 0.8 of the time have slices of four loads, unless these are hidden by a prefetch."""
+    batches = [structs.replace(batch(model, 5.0), step_s=0.04) for model in ("a", "b")]
+    hidden = [structs.replace(one, prefetched=True) for one in batches]
+    _, alone = turn_of(slot(PrefillQueue(), batches, "a"), SlotState(), 0.0)
+    _, together = turn_of(slot(PrefillQueue(), hidden, "a"), SlotState(), 0.0)
+    load_s = batches[0].switch_s
+    assert alone.round.quotas[0].quota_s == pytest.approx(min(4 * load_s, BY_DEADLINES.decode.quota_max_s))
+    assert together.round.quotas[0].quota_s == load_s
 
 
 def test_models_without_weights_in_host_memory_have_no_slice() -> None:

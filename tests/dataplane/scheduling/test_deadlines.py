@@ -58,6 +58,20 @@ def test_a_slice_lasts_as_long_as_the_longest_load_within_the_limits_of_a_quota(
     assert state.ends_s == pytest.approx(1000.0 - NEAR_S), "a can wait until then"
 
 
+@pytest.mark.parametrize(
+    ("share", "load_s", "slice_s"),
+    [(0.2, 1.0, 1.0), (0.75, 1.0, 3.0), (0.9, 1.0, 4.0), (1.5, 1.0, 4.0), (1.5, 0, 0.05)],
+)
+def test_where_loads_are_waited_for_a_slice_leaves_batches_their_share(
+    share: float, load_s: float, slice_s: float
+) -> None:
+    models = work("a", load_s=0.0), work("b", 0.0, load_s=load_s)
+    choice, _ = choose_slice(models, RUNNING, 10.0, near_s=NEAR_S, settings=SETTINGS, exposed_share=share)
+    assert choice.slice_s == pytest.approx(slice_s)
+    if share <= 0.75 and load_s:
+        assert slice_s / (slice_s + load_s) >= share
+
+
 def test_it_goes_on_until_the_others_can_just_begin_in_time() -> None:
     """The first has to be loaded; the second waits for a slice of the first."""
     models = work("a"), work("b", 40.0, missing_s=1.0), work("c", 41.0)
