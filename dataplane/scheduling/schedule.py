@@ -205,7 +205,7 @@ def _choose_by_deadlines(
         return None, _NOTHING
     able = [batch for batch in facts.batches if batch.can_run]
     alpha = sum([batch.step_s / batch.tbt_s for batch in able])
-    exposed = any([batch.switch_s and not batch.prefetched for batch in able])
+    exposed = any(batch.switch_s and not batch.prefetched for batch in able)
     choice, slice_ = choose_slice(
         work,
         state.slice,
