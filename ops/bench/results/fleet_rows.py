@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ops.bench.results.row import ResultRow
+from ops.bench.results.row import DATA, ResultRow
 
 
 def _pair(answer: Any) -> dict[str, float]:
@@ -23,21 +23,66 @@ def _variants(scenario: str, variants: tuple[str, str], settings: tuple[str, ...
     )
 
 
-FLEET_ROWS: Mapping[str, ResultRow] = {
-    "siloed": ResultRow(
-        what="Reactive for all tiers against Siloed, six hours of the night, {requests0:.0f} requests at 4.8/s,"
-        " simulated: instance hours; late first tokens",
+def _siloed(rate_per_s: str, what: str, against: str) -> ResultRow:
+    return ResultRow(
+        what=what + "{requests0:.0f} requests at " + f"{rate_per_s}/s, simulated: instance hours; late first tokens",
         arguments=_variants(
             "strategies.toml",
             ("scaling.strategy=reactive", "scaling.strategy=siloed"),
-            ("traffic.rate_per_s=4.8", "traffic.duration_s=21600", "planning.learn_s=0"),
+            (f"traffic.rate_per_s={rate_per_s}", "traffic.duration_s=21600", "planning.learn_s=0"),
         ),
         values=_pair,
         text="{instance_hours0:.1f} for {instance_hours1:.1f} ({instance_hours_change:+.0%}); {late0:.1%} for"
         " {late1:.1%}",
-        against="paper: -34.5 %, on days; by traffic above",
+        against=against,
         drawn="seed 1, one run",
+    )
+
+
+_SILOED = {
+    "siloed": _siloed(
+        "4.8", "Reactive for all tiers against Siloed, six hours of the night, ", "paper: -34.5 %, on days"
     ),
+    "siloed-14": _siloed("14.4", "the same, ", "as above"),
+    "siloed-29": _siloed("28.8", "the same, ", "as above"),
+}
+_ROUTERS = {
+    "cache-aware": "ours",
+    "threshold": "thresholds as in SGLang's router",
+    "least-loaded": "least-loaded",
+    "consistent-hash": "consistent hashing",
+}
+
+
+def _routed(answer: Any) -> dict[str, float]:
+    """By router, the least share of the reuse that is saved and the longest p95 of first tokens, over the draws."""
+    found = {}
+    for router in _ROUTERS:
+        draws = [row for row in answer if row["router"] == router]
+        found[f"{router}_saved"] = min(row["saved"] / row["reuse"] for row in draws)
+        found[f"{router}_p95_s"] = max(row["ttft_p95_s"] for row in draws)
+    return found
+
+
+def _routing(load: str, what: str, worse: bool = False) -> ResultRow:
+    ours, *others = ((name, f"{{{key}_saved:.0%}}, {{{key}_p95_s:.1f}} s") for key, name in _ROUTERS.items())
+    return ResultRow(
+        what=f"{what} {load} times its rate: share of the trace's reuse that is saved, first token p95, worst of the"
+        " draws",
+        arguments=(
+            *("-m", "ops.bench.papers.prefix_routing", f"{DATA}/mooncake/synthetic_trace.jsonl.gz"),
+            *("--draws", "3", "--load", load, "--json"),
+            *(option for router in _ROUTERS for option in ("--router", router)),
+        ),
+        values=_routed,
+        text=f"**{ours[1]}**" if worse else ours[1],
+        against="; ".join(f"{name} {figures}" for name, figures in others),
+        drawn="the trace, and two draws of four fifths of its conversations",
+    )
+
+
+FLEET_ROWS: Mapping[str, ResultRow] = {
+    **_SILOED,
     "pools-in-plans": ResultRow(
         what="a long tail in hourly plans, 24 models in 2 regions, with pools, simulated: GPU hours; first token p95",
         arguments=_variants("simulate-pools.toml", ("planning.pools=true", "planning.pools=false")),
@@ -47,5 +92,8 @@ FLEET_ROWS: Mapping[str, ResultRow] = {
         against="without pools",
         drawn="seed 1, one run",
     ),
+    "prefix-2": _routing("2", "routing by prefix, Mooncake's trace on 8 simulated instances of a 7B model at"),
+    "prefix-4": _routing("4", "the same at"),
+    "prefix-10": _routing("10", "the same, overloaded, at", worse=True),
 }
-"""By name. Their commands take a minute or two each."""
+"""By name. Their commands take one to ten minutes each."""
