@@ -258,6 +258,40 @@ def _quantiles(name: str, values: Sequence[float], simulated: Quantiles | None, 
     ]
 
 
+def compared(
+    folder: Path, traffic: tuple[float, float, int], speed: float, tools: Path | None
+) -> tuple[int, list[Row], float]:
+    """How many requests were sent, the figures of both, and how much slower than its profile the live node was.
+
+    Args:
+        folder: where it runs.
+        traffic: seconds, requests a second, and the seed.
+        speed: of the live node.
+        tools: where AIPerf is installed, which then sends; None: we do.
+
+    Raises:
+        ToolError: AIPerf is not installed, or failed.
+    """
+    seconds, rate_per_s, seed = traffic
+
+    def slower(factor: float) -> Scenario:
+        return scenario(seconds, rate_per_s, seed, slowed_profile(folder, factor))
+
+    same = slower(1 / speed)
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir(exist_ok=True)
+    write_word_tokenizer(tokenizer)
+    client: Client = send_ourselves
+    if tools is not None:
+        client = AiperfClient(tools=tools, out=folder / "aiperf", tokenizer=tokenizer, seed=seed)
+    answers, watch = asyncio.run(live(folder, list(traffic_of(same, seed)), speed, client, tokenizer))
+    sent = [answer.request for answer in answers]
+    result = simulate(same, traffic=sent).result
+    factor = watch.busy_s / (result.busy_share * result.simulated_s)
+    slowed = simulate(slower(factor / speed), traffic=sent).result
+    return len(sent), rows(answers, watch, result, slowed), factor
+
+
 def main(
     seconds: Annotated[float, typer.Option(min=5, help="For how long requests come.")] = 220.0,
     rate_per_s: Annotated[float, typer.Option(min=0.1, help="Requests a second, of all three models together.")] = 0.25,
@@ -283,36 +317,19 @@ def main(
       python -m ops.bench.papers.live_vs_simulated --seconds 220 --rate-per-s 0.25 --speed 0.5 --json
       python -m ops.bench.papers.live_vs_simulated --client aiperf  (`make bench-independent` installs it)
     """
-    with work_folder(home) as folder:
-
-        def slower(factor: float) -> Scenario:
-            return scenario(seconds, rate_per_s, seed, slowed_profile(folder, factor))
-
-        same = slower(1 / speed)
-        tokenizer = folder / "tokenizer"
-        tokenizer.mkdir(exist_ok=True)
-        write_word_tokenizer(tokenizer)
-        sender: Client = send_ourselves
-        if client == "aiperf":
-            sender = AiperfClient(tools=tools.resolve(), out=folder / "aiperf", tokenizer=tokenizer, seed=seed)
-        try:
-            answers, watch = asyncio.run(live(folder, list(traffic_of(same, seed)), speed, sender, tokenizer))
-        except ToolError as error:
-            notes().print(str(error), style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(2) from error
-        sent = [answer.request for answer in answers]
-        result = simulate(same, traffic=sent).result
-        factor = watch.busy_s / (result.busy_share * result.simulated_s)
-        slowed = simulate(slower(factor / speed), traffic=sent).result
+    traffic = seconds, rate_per_s, seed
+    try:
+        with work_folder(home) as folder:
+            sent, found, factor = compared(folder, traffic, speed, tools.resolve() if client == "aiperf" else None)
+    except ToolError as error:
+        notes().print(str(error), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
     figures = [
-        asdict(row) | {"difference": row.difference, "slowed_difference": row.slowed_difference}
-        for row in rows(answers, watch, result, slowed)
+        asdict(row) | {"difference": row.difference, "slowed_difference": row.slowed_difference} for row in found
     ]
     load = os.getloadavg()[0]
     if as_json:
-        print_json(
-            {"client": client, "requests": len(sent), "load_average": load, "slowed_by": factor, "figures": figures}
-        )
+        print_json({"client": client, "requests": sent, "load_average": load, "slowed_by": factor, "figures": figures})
         return
     columns: Columns = {
         "figure": "name",
@@ -322,7 +339,7 @@ def main(
         "slowed": lambda row: f"{row['slowed']:.4g}",
         "its difference": lambda row: f"{row['slowed_difference']:+.1%}",
     }
-    print_table(f"{len(sent)} requests of {client}; load average {load:.1f}, slowed by {factor:.3f}", columns, figures)
+    print_table(f"{sent} requests of {client}; load average {load:.1f}, slowed by {factor:.3f}", columns, figures)
 
 
 if __name__ == "__main__":
