@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.step_batches import StepBatches, work_of
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
-from dataplane.engines.replay.models import ReplayModel, ReplaySequence
+from dataplane.engines.replay.models import ReplayModel, ReplaySequence, adapters_of
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import WeightsMemory
 from dataplane.scheduling.schedule import Turn
@@ -86,7 +86,8 @@ class ReplaySteps:
         resident = self._weights.resident(model.name)
         whole = resident is not None and resident.is_whole(now_s)
         work = work_of(chunks)
-        self.sleep_until(self._weights.ends_s(model.weights, model.latency.step_s(work), now_s))
+        factor = self._settings.adapters_factor(adapters_of(chunk.sequence for chunk in chunks))
+        self.sleep_until(self._weights.ends_s(model.weights, factor * model.latency.step_s(work), now_s))
         if whole:
             model.observe_step(self._clock() - now_s, work)
 
