@@ -132,13 +132,8 @@ def test_an_adapter_alone_gets_memory_for_its_own_rank(
     base, (adapter, whole) = checkpoint("qwen3"), made("qwen3", "high", rank=17)
     engine = make_engine()
     engine.load("a", adapter_spec("one", adapter, base))
-    assert (
-        engine.models["model"].runner.adapters.limits.count,
-        engine.models["model"].runner.adapters.limits.rank,
-    ) == (
-        1,
-        32,
-    )
+    limits = engine.models["model"].runner.adapters.limits
+    assert (limits.count, limits.rank) == (1, 32)
     engine.add(request("r", PROMPT, max_tokens=MAX_TOKENS))
     assert drain(engine).tokens == {"r": greedy_tokens(whole, PROMPT, MAX_TOKENS)}
     engine.unload("a")
@@ -167,8 +162,9 @@ def test_a_wrong_adapter_is_refused_and_harms_nobody(
     next(iter(numbers.values()))[0, 0] = float("nan")
     save_file(numbers, broken / WEIGHTS_FILE)
     beyond = rewritten(adapter, tmp_path / "beyond")
-    save_file({name.replace("layers.0.", "layers.9."): value for name, value in load_file(adapter / WEIGHTS_FILE).items()},
-              beyond / WEIGHTS_FILE)  # fmt: skip
+    numbers = load_file(adapter / WEIGHTS_FILE)
+    moved = {name.replace("layers.0.", "layers.9."): value for name, value in numbers.items()}
+    save_file(moved, beyond / WEIGHTS_FILE)
     normal = rewritten(adapter, tmp_path / "normal")
     wrong = {
         "r is 9, and its base is loaded for ranks up to 8": made("llama", "high", rank=9)[0],

@@ -48,7 +48,7 @@ class ReplaySettings:
     turns: TurnSettings = field(default_factory=TurnSettings)
 
     def adapters_factor(self, adapters: int) -> float:
-        """By how much a step with so many different adapters takes longer; with more than the last one says, as that."""
+        """By how much a step with so many different adapters takes longer; as the last one where there are more."""
         before, factor = 0, 1.0
         for count, there in self.adapter_steps:
             if adapters < count:

@@ -80,8 +80,8 @@ class FleetPart(Part):
     prefixes. `adapters_bytes`: memory of a pool's slot for LoRA adapters, beside its other memory; `adapter_steps`: by
     how much a step of a pool takes longer with so many adapters in it, as [adapters, factor]: as measured on a CPU
     with rank 16. Where dedicated instances are scaled, `instances` are those there at the beginning, and `nodes` take
-    them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools that
-    plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
+    them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools
+    that plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
