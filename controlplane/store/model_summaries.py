@@ -14,7 +14,9 @@ from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Nod
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """A model. `base`: the one to which it is a LoRA adapter. `endpoints`: regions that offer it; `unplaced`: those of them where instances have no place."""
+    """A model. `base`: the one to which it is a LoRA adapter. `endpoints`: regions that offer it; `unplaced`: those of
+    them where instances have no place.
+    """
 
     name: str
     task: str

@@ -258,9 +258,11 @@ class Scenario(Part):
             base = models.get(adapter.base)
             if base is None or base.base is not None:
                 raise ValueError(f"models.{index}.base: {adapter.base!r} is no model that adapters can be of")
-            for key in ("kv_bytes_per_token", "context_tokens", "gpus"):
+            for key in ("kv_bytes_per_token", "context_tokens"):
                 if getattr(adapter, key) != getattr(base, key):
                     raise ValueError(f"models.{index}.{key}: must be {getattr(base, key)}, that of {base.name!r}")
+            if differing_gpus(adapter.gpus, base.gpus):
+                raise ValueError(f"models.{index}.gpus: must be those of {base.name!r}")
             if isinstance(self.traffic, AegaeonPart):
                 raise ValueError(f"models.{index}.base: traffic.kind = 'aegaeon' names the models itself")
             if self.fleet.serving in ("request-level", "static"):
@@ -362,6 +364,13 @@ class Scenario(Part):
     @staticmethod
     def ends(key: str) -> tuple[str, ...]:
         return tuple(end.strip() for end in key.split(">"))
+
+
+def differing_gpus(one: ByGpuType[Count], other: ByGpuType[Count]) -> bool:
+    """Whether two models take different numbers of GPUs on some type on which both may be."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(one[gpu_type] != other[gpu_type] for gpu_type in one.keys() & other.keys())
+    return one != other
 
 
 def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[str] = ()) -> Scenario:

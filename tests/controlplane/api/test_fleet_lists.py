@@ -67,7 +67,12 @@ def test_the_adapters_of_a_model_are_found(ask: Ask, world: World) -> None:
             base = name.removeprefix("of-")
             put_model(session, Model(name=name, path=f"/{name}", task="generate", base=base, **put))
     found = ask("GET", "/admin/model-summaries")["data"]
-    assert {row["name"]: row["base"] for row in found} == {"ebb": None, "of-ebb": "ebb", "of-tide": "tide", "tide": None}
+    assert {row["name"]: row["base"] for row in found} == {
+        "ebb": None,
+        "of-ebb": "ebb",
+        "of-tide": "tide",
+        "tide": None,
+    }
     assert names(ask("GET", "/admin/model-summaries?base=ebb")) == ["of-ebb"]
     assert names(ask("GET", "/admin/model-summaries?base=of-ebb")) == []
 
