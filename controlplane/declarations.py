@@ -100,7 +100,8 @@ class ModelChange(Body):
     engine: EngineChoice = Field(
         "auto",
         description="what its dedicated instances run on; auto: the faster where both were measured, else what the node"
-        " prefers; pooled ones run on torch. Instances that are alive move one after the other",
+        " prefers; pooled ones run on torch, but for adapters and their base where vllm is chosen for all of a slot."
+        " Instances that are alive move one after the other",
     )
     task: Task = Field(
         "generate",
@@ -121,7 +122,7 @@ class ModelChange(Body):
         None,
         examples=["qwen3-8b"],
         description="the registered model to which this one is a LoRA adapter: path, weights_bytes and parameters are"
-        " then the adapter's, the rest is as for the base; it runs on the torch engine",
+        " then the adapter's, the rest is as for the base",
     )
 
 

@@ -1,11 +1,13 @@
 """The engine of each running instance. Scaling calls this under the fleet's lock."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import (
     TORCH,
+    VLLM,
     EngineFacts,
     EngineSettings,
     choose_engine,
@@ -17,7 +19,7 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store.engine_failures import engine_failures, note_engine_failure
 from controlplane.store.fleet import FleetInventory, read_inventory
-from controlplane.store.instances import running_instances, set_engine, touch_generations
+from controlplane.store.instances import live_instances, running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
 from controlplane.store.tables import Instance, Model
 from dataplane.protocol.messages import EngineChoice
@@ -88,7 +90,7 @@ def _facts(
     session: Session, inventory: FleetInventory, instances: Iterable[Instance], *, steady_since_s: float
 ) -> list[EngineFacts]:
     asked = {model.name: _asked(model) for model in inventory.models}
-    adapters = {model.name for model in inventory.models if model.base is not None}
+    families = _vllm_families(session, inventory, asked)
     prefers = {node.name: node.engine for node in inventory.nodes}
     slots = {(slot.node, slot.index): slot for slot in inventory.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {
@@ -107,7 +109,7 @@ def _facts(
             gpus=instance.gpus,
             whole_slot=instance.gpus == slots[instance.node, instance.slot].gpus,
             workers=slots[instance.node, instance.slot].workers,
-            is_adapter=instance.model in adapters,
+            family=(instance.node, instance.slot) in families,
             ready=instance.observed == InstanceState.READY,
             steady=instance.observed == InstanceState.READY and instance.changed_at.timestamp() <= steady_since_s,
             rates=rates.get((instance.model, instance.gpu_type), {}),
@@ -115,3 +117,20 @@ def _facts(
         )
         for instance in instances
     ]
+
+
+def _vllm_families(
+    session: Session, inventory: FleetInventory, asked: Mapping[str, EngineChoice]
+) -> frozenset[tuple[str, int]]:
+    """The slots whose live instances are LoRA adapters of one base and perhaps that base, with vLLM asked for all."""
+    bases = {model.name: model.base for model in inventory.models}
+    here: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for instance in live_instances(session):
+        here[instance.node, instance.slot].add(instance.model)
+    return frozenset(
+        slot
+        for slot, models in here.items()
+        if any(bases[model] is not None for model in models)
+        and len({bases[model] or model for model in models}) == 1
+        and all(asked[model] == VLLM for model in models)
+    )

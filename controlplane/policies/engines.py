@@ -3,7 +3,8 @@
 What an operator chose for the model is done. Where that is left open, the faster engine takes it if both were measured
 on the GPU type, else what its node prefers: nothing is guessed. Pooled instances stay on the torch engine, which is
 made to switch, and so do those that share the GPUs of their slot, since a slot runs one engine; one of several workers
-always has torch's, which alone can serve with others.
+always has torch's, which alone can serve with others. A base and its LoRA adapters are one model to vLLM: where they
+are all that a pooled slot has, and vLLM was chosen for each of them, it runs them.
 
 An instance that moves is away for as long as the model takes to load. So those of an endpoint move one at a time, and
 only while all of them serve: where the first cannot run on its new engine, the others stay where they are, and it goes
@@ -49,9 +50,10 @@ class EngineFacts:
     """A running instance. `engine`: the one it is assigned; "auto": its node decides, as for a new instance.
     `came_from`: the engine it left last, on which it served. `asked`: what the operator chose for its model.
     `node_prefers`: what its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own;
-    `whole_slot`: they are all of its slot; `workers`: of its slot. `is_adapter`: its model is a LoRA adapter. `ready`:
-    it serves; `steady`: it has for a while, and is not about to move. `rates`: tokens/s that engines were measured to
-    make of its model on its GPU type; `failures`: on which its model could not run there.
+    `whole_slot`: they are all of its slot; `workers`: of its slot. `family`: its slot has LoRA adapters of one base and
+    perhaps that base, nobody else, and vLLM was chosen for all of them. `ready`: it serves; `steady`: it has for a
+    while, and is not about to move. `rates`: tokens/s that engines were measured to make of its model on its GPU type;
+    `failures`: on which its model could not run there.
     """
 
     instance_id: str
@@ -64,7 +66,7 @@ class EngineFacts:
     gpus: int
     whole_slot: bool
     workers: int
-    is_adapter: bool = False
+    family: bool = False
     ready: bool
     steady: bool
     rates: Mapping[str, float]
@@ -139,10 +141,8 @@ def _best(facts: EngineFacts) -> EngineDecision:
 
 def _why_torch(facts: EngineFacts) -> str | None:
     """Why vLLM cannot run it, whoever asks for that; None if it can."""
-    if facts.pooled:
+    if facts.pooled and not facts.family:
         return "pooled: only the torch engine switches between many models"
-    if facts.is_adapter:
-        return "a LoRA adapter: only the torch engine adds it to its base"
     if facts.gpus > 1 and not facts.whole_slot:
         return f"it takes {facts.gpus} GPUs of a larger slot: vLLM takes all of one"
     if facts.workers > 1:

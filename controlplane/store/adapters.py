@@ -16,8 +16,8 @@ def check_adapter(session: Session, model: Model, name: str) -> None:
 
     Raises:
         NotFoundError: that is not registered.
-        InvalidValueError: that is an adapter itself or does not generate; the two differ in what they share; the
-            adapter is remote, or shall run on vLLM.
+        InvalidValueError: that is an adapter itself or does not generate; the two differ in what they share; or the
+            adapter is remote.
     """
     base = require(session, Model, name, param="base")
     if base.name == model.name or base.base is not None:
@@ -30,8 +30,6 @@ def check_adapter(session: Session, model: Model, name: str) -> None:
         raise InvalidValueError(
             "path: an adapter is a folder that nodes can read; remote ones are not supported", param="path"
         )
-    if model.engine == "vllm":
-        raise InvalidValueError("engine may not be vllm: LoRA adapters run on the torch engine", param="engine")
     for field in _SHARED:
         mine, its = getattr(model, field), getattr(base, field)
         if mine != its:

@@ -14,13 +14,16 @@ from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Nod
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """A model. `endpoints`: regions that offer it; `unplaced`: those of them where instances have no place."""
+    """A model. `base`: the one to which it is a LoRA adapter. `endpoints`: regions that offer it; `unplaced`: those of
+    them where instances have no place.
+    """
 
     name: str
     task: str
     engine: str
     weights_bytes: int
     context_tokens: int
+    base: str | None
     endpoints: int
     instances: dict[str, int]
     unplaced: int
@@ -41,15 +44,18 @@ def list_summaries(
     words: str,
     region: str | None,
     state: str | None,
+    base: str | None = None,
     alive_s: float,
     after: str | None,
     limit: int,
 ) -> SummaryPage:
     """Models by name that contain `words`; with `region`, those that it offers, and what there is of them there.
     `state`: those with an instance that its node last said to be so; "unplaced": with one that has no place; "none":
-    without any.
+    without any. `base`: the LoRA adapters of that model.
     """
     query = select(Model)
+    if base is not None:
+        query = query.where(Model.base == base)
     if words:
         query = query.where(Model.name.icontains(words, autoescape=True))
     offered = and_(EndpointRow.model == Model.name, *([EndpointRow.region == region] if region else []))
@@ -77,6 +83,7 @@ def list_summaries(
             engine=model.engine,
             weights_bytes=model.weights_bytes,
             context_tokens=model.context_tokens,
+            base=model.base,
             endpoints=offers.get(model.name, (0, 0))[0],
             unplaced=offers.get(model.name, (0, 0))[1],
             instances=dict(instances.get(model.name, {})),

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dataplane.checkpoints.adapters import ADAPTER_RANK_MAX
 from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.sources import FetchRules
 from dataplane.dispatch.worker import WorkerKind
@@ -123,6 +124,11 @@ class AgentSettings(BaseSettings):
     """models that share one vLLM worker; more than 1 time-slice it, without CUDA graphs"""
     vllm_async_scheduling: bool = True
     """let vLLM prepare a step while the one before runs, on a GPU and where `vllm_models_max` is 1"""
+    vllm_adapters_max: int = Field(0, ge=0, le=256)
+    """LoRA adapters for which vLLM reserves memory beside a model that it loads, one at least if it loads it for an
+    adapter; needs `vllm_models_max` of 1"""
+    vllm_adapter_rank_max: int = Field(16, ge=1, le=ADAPTER_RANK_MAX)
+    """highest rank of these adapters"""
     order: Literal["fcfs", "edf", "pf", "dpa"] = Field(
         "edf",
         description="order of waiting prefills; fcfs: arrival, edf: earliest deadline, pf: tier and then"
@@ -229,6 +235,8 @@ class AgentSettings(BaseSettings):
                 raise ValueError(f"engine: {error}") from error
             if refusal := vllm_refusal(self.kv_pressure):
                 raise ValueError(refusal)
+        if self.vllm_adapters_max and self.vllm_models_max > 1:
+            raise ValueError(f"vllm_adapters_max: must be 0 where vllm_models_max is {self.vllm_models_max}, not 1")
         return self
 
     @model_validator(mode="after")

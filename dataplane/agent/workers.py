@@ -311,13 +311,13 @@ class WorkerSupervisor:
 
 def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
     """The engine that an instance runs on, `default` being the node's. A pooled instance, which has no GPUs of its own,
-    runs on the torch engine, which switches models fast; so does a LoRA adapter, which no other engine adds to a base,
-    and a model that does not generate, unless vLLM is named.
+    runs on the torch engine, which switches models fast, and so does a model that does not generate, unless vLLM is
+    named.
     """
     if default == "replay":
         return "replay"
     model = instance.model
-    if not instance.gpus or model.base is not None or (model.task != "generate" and model.engine == "auto"):
+    if model.engine == "auto" and (not instance.gpus or model.task != "generate"):
         return "torch"
     return default if model.engine == "auto" else model.engine
 
@@ -363,6 +363,8 @@ def configure(
         replay_mean_tokens=settings.replay_mean_tokens,
         vllm_models_max=settings.vllm_models_max,
         vllm_async_scheduling=settings.vllm_async_scheduling,
+        vllm_adapters_max=settings.vllm_adapters_max,
+        vllm_adapter_rank_max=settings.vllm_adapter_rank_max,
         ranks=ranks,
         adapters_bytes=settings.adapters_bytes,
     )

@@ -106,6 +106,8 @@ def make_vllm_engine(configure: Configure) -> Engine:
         prefix_cache=configure.prefix_cache,
         spare_to_kv=configure.vllm_models_max == 1,
         async_scheduling=configure.vllm_async_scheduling,
+        adapters_max=configure.vllm_adapters_max,
+        adapter_rank_max=configure.vllm_adapter_rank_max,
         ranks=configure.ranks,
         turns=replace(configure.turns, mixed_batches=False),  # a step of its own does both, whatever the turn says
     )

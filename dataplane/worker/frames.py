@@ -28,7 +28,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     The workers of a node share the models of `cache_folder`; a load that finds no free space there for
     `host_wait_max_s` fails. `prefill_tokens_max` None: the engine's own. A worker of several `ranks` runs each model in
     as many processes; the sizes, except for that of the cache, are those of one of them. Adapters take up to
-    `adapters_bytes` beside the weights.
+    `adapters_bytes` beside the weights; vLLM reserves memory for `vllm_adapters_max` of them.
     """
 
     engine: EngineKind
@@ -54,6 +54,8 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     replay_mean_tokens: int | None
     vllm_models_max: int
     vllm_async_scheduling: bool
+    vllm_adapters_max: int
+    vllm_adapter_rank_max: int
     ranks: int
     adapters_bytes: int
 

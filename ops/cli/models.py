@@ -236,12 +236,15 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     """Show a model, its profiles and endpoints, and which engine its instances run on and why."""
     with connected(context) as api:
         model = api.get(f"/admin/models/{name}")
+        summaries = api.pages("/admin/model-summaries", base=name)["data"]
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
         corrections = api.pages("/admin/profile-corrections", model=name)["data"]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
         instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
+    adapters = [row["name"] for row in summaries if row.get("base") == name]
     if as_json:
         answers = {"profiles": profiles, "corrections": corrections, "endpoints": endpoints, "instances": instances}
+        answers["adapters"] = adapters
         print_json({"model": model, **answers})
         return
     suggested = "as its chat template suggests"
@@ -251,6 +254,7 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
             ("sizes", _sizes_text(model)),
             ("path", model["path"]),
             *([("LoRA adapter of", model["base"])] if model.get("base") else []),
+            *([("LoRA adapters", ", ".join(adapters))] if adapters else []),
             ("engine", model["engine"]),
             ("tool parser", model.get("tool_parser") or suggested),
             ("reasoning parser", model.get("reasoning_parser") or suggested),

@@ -104,6 +104,9 @@ def build_world(
     prices = {gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()}
     endpoints = [Endpoint(model=model, region=region) for model in models for region in scenario.regions]
     world = World(_world_settings(scenario), Events(), traffic, endpoints, router)
+    for model in scenario.models:
+        if model.base is not None:
+            world.answers[model.name] = world.answers[model.base]  # its node, too, expects the same of both
     if scenario.scaling is not None:
         return world, operate(scenario, scenario.scaling, means, profiles, world, seed), prices
     [own] = means.values()

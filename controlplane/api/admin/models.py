@@ -97,6 +97,7 @@ class ModelSummary(BaseModel):
     engine: str = Field(examples=["auto"])
     weights_bytes: int = Field(examples=[16_381_470_720])
     context_tokens: int = Field(examples=[40_960])
+    base: str | None = Field(examples=[None], description="the model to which it is a LoRA adapter")
     endpoints: int = Field(description="regions that offer it")
     instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
     unplaced: int = Field(description="endpoints with instances that have no place")
@@ -109,6 +110,7 @@ def list_model_summaries(
     _: Viewer,
     words: Annotated[str, Query(max_length=200, pattern=r"^[^\x00]*$", description="a part of the name")] = "",
     region: FilterWord = None,
+    base: FilterWord = None,
     shown: Annotated[
         Literal["unplaced", "failed", "loading", "ready", "none"] | None,
         Query(
@@ -118,12 +120,15 @@ def list_model_summaries(
     limit: Limit = 20,
     after: After = None,
 ) -> PageOf[ModelSummary]:
-    """Models by name, over their regions; with `region`, those that it offers, and their instances there."""
+    """Models by name, over their regions; with `region`, those that it offers, and their instances there; with `base`,
+    the LoRA adapters of that model.
+    """
     page = list_summaries(
         session,
         words=words,
         region=region,
         state=shown,
+        base=base,
         alive_s=state.settings.heartbeat_stale_s,
         after=after,
         limit=limit,

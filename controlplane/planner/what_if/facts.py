@@ -26,7 +26,6 @@ from controlplane.store.plans import entries_of, inputs_of, plan_in_force
 from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, Instance, Node, Profile
-from controlplane.store.weights import sizes_of
 
 _HOUR_S = 3600
 _LEARN_S_MAX = 7 * 86_400
@@ -85,7 +84,6 @@ def _fleet(
 ) -> Row:
     nodes = _with_capacity(_nodes(inventory), changes)
     prices = {row.name: row.cost_per_hour for row in inventory.gpu_types}
-    sizes = sizes_of(inventory.models)  # an adapter is simulated as a whole model
     plan = plan_in_force(session)
     pools = None if plan is None else (inputs_of(session, plan.id) or {}).get("pools")
     return {
@@ -98,8 +96,8 @@ def _fleet(
         ],
         "nodes": nodes,
         "instances": _instances(session, inventory.instances, {node["name"] for node in nodes}, changes),
-        "models": [_of(row, "name", "kv_bytes_per_token", "context_tokens")
-                   | {"weights_bytes": sizes[row.name].weights_bytes} for row in inventory.models],
+        "models": [_of(row, "name", "weights_bytes", "kv_bytes_per_token", "context_tokens", "base")
+                   for row in inventory.models],
         "profiles": [_profile(row, factors) for row in inventory.profiles],
         "endpoints": [_of(row, "model", "region", "instances_min", "instances_max") for row in inventory.endpoints],
         "prices": prices | {each.gpu_type: each.cost_per_hour for each in changes.prices},

@@ -3,6 +3,7 @@ alone.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from itertools import count
@@ -60,6 +61,11 @@ class ReplayModel(ServedModel[SequenceKv]):
             model=self.name,
             adapter=adapter,
         )
+
+
+def adapters_of(sequences: Iterable[ReplaySequence]) -> int:
+    """How many different adapters sequences have."""
+    return len({sequence.adapter for sequence in sequences} - {""})
 
 
 ReplayModelT = TypeVar("ReplayModelT", bound=ReplayModel)

@@ -19,7 +19,9 @@ class ReplaySettings:
     leaves after its first token, to be decoded by another slot. `kv_pressure`: how KV pressure is handled; `remap`:
     which of the `layers` equal layers of each model, which contain all its weights, are offloaded then.
 
-    LoRA adapters take memory of their own, `adapters_bytes` at most; their products take no time.
+    LoRA adapters take memory of their own, `adapters_bytes` at most. `adapter_steps`: by how much steps take longer
+    with so many adapters in them, as (adapters, factor) in rising order, on straight lines between; without any,
+    adapters take no time.
 
     `speed` divides every time. Token ids are below `vocabulary_size`. `mean_tokens`: answers end by themselves after
     about so many tokens (geometrically distributed); None lets each run to its `max_tokens`. `prefix_cache`: prompts
@@ -38,8 +40,18 @@ class ReplaySettings:
     remap: RemapSettings = field(default_factory=RemapSettings)
     layers: int = 32
     adapters_bytes: int = 2**28
+    adapter_steps: tuple[tuple[int, float], ...] = ()
     speed: float = 1.0
     vocabulary_size: int = len(WORDS)
     mean_tokens: int | None = None
     prefix_cache: bool = False
     turns: TurnSettings = field(default_factory=TurnSettings)
+
+    def adapters_factor(self, adapters: int) -> float:
+        """By how much a step with so many different adapters takes longer; as the last one where there are more."""
+        before, factor = 0, 1.0
+        for count, there in self.adapter_steps:
+            if adapters < count:
+                return factor + (there - factor) * (adapters - before) / (count - before)
+            before, factor = count, there
+        return factor if adapters else 1.0

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.step_batches import StepBatches, work_of
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
-from dataplane.engines.replay.models import ReplayModel, ReplaySequence
+from dataplane.engines.replay.models import ReplayModel, ReplaySequence, adapters_of
 from dataplane.engines.replay.settings import ReplaySettings
 from dataplane.engines.replay.weights import WeightsMemory
 from dataplane.scheduling.schedule import Turn
@@ -82,13 +82,16 @@ class ReplaySteps:
         self.sleep_until(now_s + IDLE_S if next_move_s is None else next_move_s)
 
     def _compute(self, model: ReplayModel, chunks: list[Chunk[SequenceKv]], now_s: float) -> None:
-        """Let the time of a step pass, and update the estimate by it if the step waited for no layers."""
+        """Let the time of a step pass, and update the estimate, which is of steps without adapters, by it if the step
+        waited for no layers.
+        """
         resident = self._weights.resident(model.name)
         whole = resident is not None and resident.is_whole(now_s)
         work = work_of(chunks)
-        self.sleep_until(self._weights.ends_s(model.weights, model.latency.step_s(work), now_s))
+        factor = self._settings.adapters_factor(adapters_of(chunk.sequence for chunk in chunks))
+        self.sleep_until(self._weights.ends_s(model.weights, factor * model.latency.step_s(work), now_s))
         if whole:
-            model.observe_step(self._clock() - now_s, work)
+            model.observe_step((self._clock() - now_s) / factor, work)
 
     def _prefetch(self, turn: Turn, now_s: float) -> None:
         """Load the next model's weights while this one runs, once a turn."""

@@ -27,6 +27,7 @@ from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
+from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, check_adapter_of
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.pooling import answer_of, pooling_params, read_rules
 from dataplane.engines.vllm.runner import Runner, Step, check_split, read_ahead, stored_bytes
@@ -56,6 +57,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._cache = None if settings.cache_folder is None else ModelCache(settings.cache_folder, settings.cache_bytes)
         self._preemptions_before = 0
         self._read_ahead: set[str] = set()
+        self._asked_ranks: dict[str, int] = {}
+        """The rank of the adapter that was prepared last, by its base."""
         self._blocked_s = 0.0
         super().__init__(settings, clock, VllmKvMemory(), reclaim=lambda _: False)
 
@@ -69,20 +72,22 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """Check that the checkpoint exists and fits, and read it once, so that it is in the page cache for `load`.
 
         Raises:
-            ModelLoadError: it cannot be read or is an adapter, its weights exceed the slot's memory, or vLLM cannot
-                make its answers.
+            ModelLoadError: it cannot be read, its weights exceed the slot's memory, or vLLM cannot make its answers; of
+                an adapter: it is not of its base.
         """
+        checkpoint = model.checkpoint
         if model.base is not None:
-            raise ModelLoadError(f"{model.name} is a LoRA adapter; those run on the torch engine")
-        read_rules(Path(model.path), model.task)
-        check_split(model.name, Path(model.path), self._settings.ranks)
-        size_bytes = stored_bytes(Path(model.path), self._settings.dtype)
+            self._asked_ranks[checkpoint.name] = check_adapter_of(model).rank
+        folder = Path(checkpoint.path)
+        read_rules(folder, model.task)
+        check_split(checkpoint.name, folder, self._settings.ranks)
+        size_bytes = stored_bytes(folder, self._settings.dtype)
         limit = self._settings.weights_bytes * self._settings.ranks
         if size_bytes > limit:
-            raise ModelLoadError(f"weights_bytes of {model.name} is {size_bytes}; this slot has {limit}")
-        if model.path not in self._read_ahead:
-            read_ahead(Path(model.path))
-            self._read_ahead.add(model.path)
+            raise ModelLoadError(f"weights_bytes of {checkpoint.name} is {size_bytes}; this slot has {limit}")
+        if checkpoint.path not in self._read_ahead:
+            read_ahead(folder)
+            self._read_ahead.add(checkpoint.path)
 
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
         """See `Engine.load`.
@@ -105,8 +110,16 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         size_bytes = -(-stored_bytes(folder, settings.dtype) // settings.ranks)
         self._sleep_until_fits(size_bytes, keep=None)
         rules = read_rules(folder, spec.task)
-        kv_bytes = settings.pool_bytes(size_bytes)
-        runner = Runner(spec.name, folder, settings, self._cache, spec.task, kv_bytes=kv_bytes)
+        limits = self._adapter_limits(spec)
+        with_adapters = size_bytes + limits.reserved_bytes(folder, settings.item_bytes)
+        if with_adapters > settings.weights_bytes:
+            for_adapters = f"with memory for {limits.count} adapters of rank {limits.rank} (vllm_adapters_max)"
+            raise ModelLoadError(
+                f"{spec.name}: its weights take {with_adapters} bytes {for_adapters}; this slot has"
+                f" weights_bytes={settings.weights_bytes}"
+            )
+        kv_bytes = settings.pool_bytes(with_adapters)
+        runner = Runner(spec.name, folder, settings, self._cache, spec.task, kv_bytes=kv_bytes, adapters=limits)
         try:
             if settings.models_max > 1:
                 runner.keep_host_copy()
@@ -138,11 +151,23 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._preemptions_before += model.runner.preemptions_total
         model.runner.close()
 
+    def _adapter_limits(self, spec: ModelSpec) -> AdapterLimits:
+        """Of a model that is built now, for itself or for an adapter. Their memory cannot sleep."""
+        settings, asked = self._settings, self._asked_ranks.pop(spec.name, 0)
+        if spec.task != "generate" or settings.models_max > 1:
+            return NO_ADAPTERS
+        return AdapterLimits.of(
+            adapters_max=settings.adapters_max,
+            rank_max=settings.adapter_rank_max,
+            asked_rank=asked,
+            device=settings.device,
+        )
+
     def _load_adapter(self, model: VllmModel, spec: ModelSpec) -> None:
-        raise AssertionError("prepare refuses adapters")
+        model.runner.adapters.add(spec)
 
     def _unload_adapter(self, model: VllmModel, name: str) -> None:
-        raise AssertionError("prepare refuses adapters")
+        model.runner.adapters.remove(name)
 
     def _settle(self) -> None:
         """No transfer is under way between steps."""
@@ -248,7 +273,12 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             params = sampling_params(request, model.eos_ids, left=left, matcher=sequence.matcher)
         priority = TIER_RANKS[request.tier]
         sequence.kv.vllm_id = model.runner.add(
-            name, list(sequence.tokens), params, salt=request.cache_salt, priority=priority
+            name,
+            list(sequence.tokens),
+            params,
+            salt=request.cache_salt,
+            priority=priority,
+            adapter=sequence.adapter,
         )
 
     def _wait(self, now_s: float) -> None:

@@ -13,7 +13,8 @@ from vllm.logprobs import Logprob
 
 from dataplane.checkpoints.safetensors_file import FLOATS, list_tensors, read_json
 from dataplane.engines.vllm import interfaces, sleep
-from dataplane.engines.vllm.settings import VllmEngineSettings
+from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, Adapters
+from dataplane.engines.vllm.settings import ITEM_BYTES, VllmEngineSettings
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.memory.model_cache import CachedModel, ModelCache
 from dataplane.protocol.errors import ModelLoadError
@@ -64,8 +65,9 @@ class Runner:
         task: Task = "generate",
         *,
         kv_bytes: int,
+        adapters: AdapterLimits = NO_ADAPTERS,
     ) -> None:
-        """Build it, which takes seconds. `kv_bytes`: memory for its KV.
+        """Build it, which takes seconds. `kv_bytes`: memory for its KV. `adapters`: that it can serve.
 
         Raises:
             ModelLoadError: vLLM cannot run the checkpoint, or its KV memory holds no token.
@@ -80,8 +82,9 @@ class Runner:
         self._computed: dict[str, int] = {}
         """With steps in flight: tokens that have KV after the step whose tokens were returned last, by request."""
         self._preemptions_ended = 0
-        self.engine = _build(name, folder, settings, task, kv_bytes)
+        self.engine = _build(name, engine_arguments(name, folder, settings, task, kv_bytes, adapters), settings)
         interfaces.check_interfaces(self.engine)
+        self.adapters = Adapters(self.engine, adapters)
         self._overlaps = interfaces.overlaps(self.engine)
         self.scratch = interfaces.scratch()
         self.context_tokens: int = self.engine.vllm_config.model_config.max_model_len
@@ -103,15 +106,23 @@ class Runner:
         return self._preemptions_ended + sum(self._preempted.values())
 
     def add(
-        self, name: str, tokens: list[int], params: SamplingParams | PoolingParams, *, salt: str, priority: int
+        self,
+        name: str,
+        tokens: list[int],
+        params: SamplingParams | PoolingParams,
+        *,
+        salt: str,
+        priority: int,
+        adapter: str = "",
     ) -> str:
         """Queue a request, also while asleep; returns vLLM's id of it. `step` refers to it by `name`. Only requests
-        with the same salt share cached prefixes.
+        with the same salt and the same adapter, of which the base has none, share cached prefixes.
         """
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if salt:
             prompt["cache_salt"] = salt
-        vllm_id = self.engine.add_request(name, prompt, params, priority=priority)
+        lora = self.adapters.request(adapter)
+        vllm_id = self.engine.add_request(name, prompt, params, lora_request=lora, priority=priority)
         self._preempted[vllm_id] = 0
         return str(vllm_id)
 
@@ -219,7 +230,7 @@ def stored_bytes(folder: Path, dtype: str) -> int:
     Raises:
         ModelLoadError: there are no safetensors, or a header does not describe its file.
     """
-    item_bytes = 4 if dtype == "float32" else 2
+    item_bytes = ITEM_BYTES[dtype]
     return sum(
         torch.Size(stored.shape).numel() * item_bytes if stored.dtype in FLOATS else stored.size_bytes
         for stored in list_tensors(folder).values()
@@ -239,14 +250,13 @@ def read_ahead(folder: Path) -> None:
                 pass
 
 
-def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv_bytes: int) -> Any:
+def _build(name: str, arguments: EngineArgs, settings: VllmEngineSettings) -> Any:
     check_version()
     if settings.device == "cpu":
         torch.cpu._init_amx()  # noqa: SLF001 - or the first matrix product in bfloat16 is an illegal instruction
         if settings.models_max > 1:
             interfaces.keep_weights_in_torch()
     interfaces.make_expert_group()
-    arguments = engine_arguments(name, folder, settings, task, kv_bytes)
     try:
         return LLMEngine.from_engine_args(arguments)
     except torch.AcceleratorError:
@@ -257,8 +267,15 @@ def _build(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv
     raise ModelLoadError(f"{name}: vLLM cannot run it: {reason}")
 
 
-def engine_arguments(name: str, folder: Path, settings: VllmEngineSettings, task: Task, kv_bytes: int) -> EngineArgs:
-    """How vLLM is asked to run a model. `kv_bytes`: of each GPU.
+def engine_arguments(
+    name: str,
+    folder: Path,
+    settings: VllmEngineSettings,
+    task: Task,
+    kv_bytes: int,
+    adapters: AdapterLimits = NO_ADAPTERS,
+) -> EngineArgs:
+    """How vLLM is asked to run a model. `kv_bytes`: of each GPU. `adapters`: that it can serve.
 
     Raises:
         ModelLoadError: it cannot be split over the slot's GPUs.
@@ -289,6 +306,10 @@ def engine_arguments(name: str, folder: Path, settings: VllmEngineSettings, task
         disable_log_stats=True,
         tensor_parallel_size=settings.ranks,
         distributed_executor_backend="mp" if settings.ranks > 1 else None,
+        enable_lora=adapters.places > 0,
+        max_loras=max(1, adapters.places),
+        max_cpu_loras=max(1, adapters.places),  # vLLM evicts none: what it has no memory for is refused
+        max_lora_rank=adapters.rank or 1,
     )
 
 

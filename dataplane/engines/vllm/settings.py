@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dataplane.checkpoints.adapters import ADAPTER_RANK_MAX
 from dataplane.scheduling.schedule import TurnSettings
 
 STEP_SHARE = 0.1
 """Share of a GPU's memory that KV leaves to activations, sampling and CUDA graphs, as vLLM does by itself."""
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number in a slot's data type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,9 @@ class VllmEngineSettings:
     `ranks`: GPUs that run the slot's one model together, by vLLM's tensor parallelism; `weights_bytes` and `kv_bytes`
     are of each. `spare_to_kv`: the slot's one model gives what it leaves of `weights_bytes` to KV, on a GPU without the
     `STEP_SHARE` of the memory that steps need. `async_scheduling`: on a GPU, the next step is submitted while one runs,
-    unless models take turns: the step submitted early would run in another's.
+    unless models take turns: the step submitted early would run in another's. `adapters_max`: LoRA adapters for which
+    each model reserves memory, of ranks up to `adapter_rank_max`; one that is loaded for an adapter reserves that of
+    one at least.
     """
 
     device: str = "cpu"
@@ -42,6 +48,8 @@ class VllmEngineSettings:
     spare_to_kv: bool = False
     async_scheduling: bool = True
     ranks: int = 1
+    adapters_max: int = 0
+    adapter_rank_max: int = 16
     prefetch: Literal[False] = False
     prefill_only: Literal[False] = False
 
@@ -63,6 +71,12 @@ class VllmEngineSettings:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.adapters_max < 0:
+            raise ValueError(f"adapters_max must be at least 0, got {self.adapters_max}")
+        if self.adapters_max and self.models_max > 1:
+            raise ValueError(f"adapters_max needs models_max of 1, got {self.models_max}: their memory does not sleep")
+        if not 1 <= self.adapter_rank_max <= ADAPTER_RANK_MAX:
+            raise ValueError(f"adapter_rank_max must be 1 to {ADAPTER_RANK_MAX}, got {self.adapter_rank_max}")
         if self.awake_max > self.models_max:
             raise ValueError(f"awake_max must be at most models_max={self.models_max}, got {self.awake_max}")
         if self.spare_to_kv and self.models_max > 1:
@@ -73,12 +87,17 @@ class VllmEngineSettings:
             raise ValueError(f"ranks must be 1 on a CPU, got {self.ranks}: vLLM splits a model over GPUs only here")
 
     def pool_bytes(self, stored_bytes: int) -> int:
-        """KV memory of one model whose weights have that size."""
+        """KV memory of one model whose weights, with memory for its adapters, have that size."""
         if not self.spare_to_kv:
             return self.kv_bytes // self.awake_max
         memory_bytes = self.weights_bytes + self.kv_bytes
         kept_bytes = 0 if self.device == "cpu" else int(STEP_SHARE * memory_bytes)
         return max(self.kv_bytes, memory_bytes - kept_bytes - stored_bytes)
+
+    @property
+    def item_bytes(self) -> int:
+        """The bytes of a number in `dtype`."""
+        return ITEM_BYTES[self.dtype]
 
     @property
     def overlapped(self) -> bool:

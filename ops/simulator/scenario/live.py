@@ -135,6 +135,7 @@ def live_scenario(
             "cost_per_hour": {gpu_type: fleet.prices[gpu_type] for gpu_type in kept.gpu_types},
             "nodes": _nodes(fleet, kept, profiles),
             "instances": instances,
+            **_adapters(kept),
         },
         "scaling": {
             "strategy": "lt-i",
@@ -169,10 +170,13 @@ def write_demand(path: Path, demand: LiveDemand) -> None:
 
 
 def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
-    """Models with demand, on GPU types where they have a profile and a node is alive."""
+    """Models with demand, and the bases of adapters with demand, on GPU types where they have a profile and a node is
+    alive. Adapters whose bases have none are left out.
+    """
     alive = {node["gpu_type"] for node in _alive(fleet)}
     asked = {row[2] for row in demand.rows}
     names = {row["name"] for row in fleet.models} & asked
+    names |= {row["base"] for row in fleet.models if row["name"] in names and row.get("base")}
     rates = {
         (row["model"], row["gpu_type"]): row
         for row in fleet.profiles
@@ -185,7 +189,11 @@ def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
     if not gpu_types:
         raise LiveError(f"no node of {' or '.join(sorted(profiled))} is alive")
     rates = {key: row for key, row in rates.items() if key[1] in gpu_types}
-    models = [row for row in fleet.models if row["name"] in {model for model, _ in rates}]
+    known = {model for model, _ in rates}
+    models = [row for row in fleet.models if row["name"] in known and (row.get("base") or row["name"]) in known]
+    rates = {key: row for key, row in rates.items() if key[0] in {model["name"] for model in models}}
+    if not rates:
+        raise LiveError(f"no base of an adapter with demand has a profile on {' or '.join(gpu_types)}")
     wanted = fleet.pooling is not None and (fleet.pooling["enabled"] or fleet.pooling.get("reserve") is not None)
     reported = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
     return _Kept(
@@ -216,11 +224,19 @@ def _pooling(kept: _Kept) -> dict[str, Any]:
 
 def _model(model: Row, kept: _Kept) -> dict[str, Any]:
     named = {key: model[key] for key in ("name", "weights_bytes", "kv_bytes_per_token", "context_tokens")}
+    if model.get("base"):
+        named["base"] = model["base"]
     mine = {gpu_type: row for (name, gpu_type), row in kept.rates.items() if name == model["name"]}
     for key in ("tokens_per_s", "gpus"):
         values = {gpu_type: row[key] for gpu_type, row in sorted(mine.items())}
         named[key] = values if kept.several else values[kept.gpu_types[0]]
     return named
+
+
+def _adapters(kept: _Kept) -> dict[str, int]:
+    """Memory for all LoRA adapters on each slot."""
+    size_bytes = sum(model["weights_bytes"] for model in kept.models if model.get("base"))
+    return {"adapters_bytes": size_bytes} if size_bytes else {}
 
 
 def _alive(fleet: LiveFleet) -> Iterable[Row]:

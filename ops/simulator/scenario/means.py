@@ -69,7 +69,7 @@ def means_of(
     return {
         gpu_type: Means(
             profile=replace(profile, cost_per_hour=fleet.cost_per_hour.get(gpu_type, profile.cost_per_hour)),
-            costs={name: model_costs(name, model, profile) for name, model in models.items()},
+            costs={name: model_costs(name, scenario.checkpoint_of(model), profile) for name, model in models.items()},
             instance=_instance_settings(scenario, part.kv_bytes),
             weights_bytes=part.weights_bytes,
         )

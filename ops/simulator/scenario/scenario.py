@@ -38,9 +38,11 @@ class ModelPart(Part):
     """A model. Its step times are those of the profile's model nearest in size on as many GPUs. Where it is scaled,
     `tokens_per_s` is what the planner takes one instance to serve within its objectives, in input tokens (theta), on
     `gpus` of a slot: a number, or a table by GPU type. On a type that such a table does not name it is not placed.
+    `base`: the model to which it is a LoRA adapter; its `weights_bytes` are then its own, and all else is its base's.
     """
 
     name: str
+    base: str | None = None
     weights_bytes: Count
     kv_bytes_per_token: Count
     context_tokens: Count = 32_768
@@ -75,9 +77,11 @@ class FleetPart(Part):
     `gpus` in each region that do both, or prefill and decode slots; `static` has `gpus` in each region, each with
     `models_per_gpu` for good. `kv_bytes` and `weights_bytes` are per GPU: pools need the latter, and request-level
     serving has memory for the largest model without it. `prefix_host_bytes`: host memory of a dedicated instance for
-    prefixes. Where dedicated instances are scaled, `instances` are those there at the beginning, and `nodes` take them;
-    each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools that
-    plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
+    prefixes. `adapters_bytes`: memory of a pool's slot for LoRA adapters, beside its other memory; `adapter_steps`: by
+    how much a step of a pool takes longer with so many adapters in it, as [adapters, factor]: as measured on a CPU
+    with rank 16. Where dedicated instances are scaled, `instances` are those there at the beginning, and `nodes` take
+    them; each of those may have a profile, `kv_bytes` and `weights_bytes` of its own, the latter of the slots of pools
+    that plans make. `cost_per_hour`: of one GPU by GPU type, in place of its profile's.
     """
 
     serving: Literal["dedicated", "pooled", "request-level", "static"]
@@ -85,6 +89,8 @@ class FleetPart(Part):
     kv_bytes: Count
     weights_bytes: Count | None = None
     prefix_host_bytes: Annotated[int, Field(ge=0)] = 0
+    adapters_bytes: Annotated[int, Field(ge=0)] = 2**30
+    adapter_steps: list[tuple[Count, Positive]] = Field(default=[(1, 1.0), (4, 1.11), (16, 1.33)])
     cost_per_hour: dict[str, Share] = Field(default_factory=dict)
     instances: list[InstancePart] = Field(default_factory=list)
     nodes: list[NodesPart] = Field(default_factory=list)
@@ -123,6 +129,14 @@ class FleetPart(Part):
         for key, count in zip(("prefill_slots", "decode_slots", "both_slots"), slots, strict=True):
             if count % self.pool_nodes:
                 raise ValueError(f"{key}: must be a multiple of pool_nodes, {self.pool_nodes}")
+        return self
+
+    @model_validator(mode="after")
+    def _rising(self) -> "FleetPart":
+        """Check the factors of adapters."""
+        counts = [count for count, _ in self.adapter_steps]
+        if counts != sorted(set(counts)):
+            raise ValueError("adapter_steps: must be in rising order of adapters")
         return self
 
     @model_validator(mode="after")
@@ -235,6 +249,32 @@ class Scenario(Part):
         return self
 
     @model_validator(mode="after")
+    def _based(self) -> "Scenario":
+        """Check the adapters."""
+        models = {model.name: model for model in self.models}
+        for index, adapter in enumerate(self.models):
+            if adapter.base is None:
+                continue
+            base = models.get(adapter.base)
+            if base is None or base.base is not None:
+                raise ValueError(f"models.{index}.base: {adapter.base!r} is no model that adapters can be of")
+            for key in ("kv_bytes_per_token", "context_tokens"):
+                if getattr(adapter, key) != getattr(base, key):
+                    raise ValueError(f"models.{index}.{key}: must be {getattr(base, key)}, that of {base.name!r}")
+            if differing_gpus(adapter.gpus, base.gpus):
+                raise ValueError(f"models.{index}.gpus: must be those of {base.name!r}")
+            if isinstance(self.traffic, AegaeonPart):
+                raise ValueError(f"models.{index}.base: traffic.kind = 'aegaeon' names the models itself")
+            if self.fleet.serving in ("request-level", "static"):
+                raise ValueError(f"models.{index}.base: serving = {self.fleet.serving!r} knows whole models only")
+            if self.fleet.regroup is not None:
+                raise ValueError(f"models.{index}.base: fleet.regroup counts whole models only")
+        adapters_bytes = sum(model.weights_bytes for model in self.models if model.base is not None)
+        if adapters_bytes > self.fleet.adapters_bytes:
+            raise ValueError(f"fleet.adapters_bytes: must be at least {adapters_bytes}, those of all adapters")
+        return self
+
+    @model_validator(mode="after")
     def _scaled(self) -> "Scenario":
         """Check the tables of fleets that are scaled."""
         regions, models = set(self.regions), {model.name for model in self.models}
@@ -306,6 +346,10 @@ class Scenario(Part):
             raise ScenarioError(f"strategy {strategy!r} is none of {', '.join(get_args(Strategy))}")
         return self.model_copy(update={"scaling": self.scaling.model_copy(update={"strategy": strategy})})
 
+    def checkpoint_of(self, model: ModelPart) -> ModelPart:
+        """The model whose weights a model needs: the base of an adapter, or itself."""
+        return next(one for one in self.models if one.name == (model.base or model.name))
+
     @property
     def origins(self) -> set[str]:
         return {origin for _, part in self._traffics() for origin in part.origins or self.regions}
@@ -320,6 +364,13 @@ class Scenario(Part):
     @staticmethod
     def ends(key: str) -> tuple[str, ...]:
         return tuple(end.strip() for end in key.split(">"))
+
+
+def differing_gpus(one: ByGpuType[Count], other: ByGpuType[Count]) -> bool:
+    """Whether two models take different numbers of GPUs on some type on which both may be."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return any(one[gpu_type] != other[gpu_type] for gpu_type in one.keys() & other.keys())
+    return one != other
 
 
 def load_scenario(path: Path, *, trace: str | None = None, settings: Sequence[str] = ()) -> Scenario:

@@ -26,7 +26,7 @@ from dataplane.engines.core.slot_engine import Made
 from dataplane.engines.interface import EngineStats, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.replay.kv import SequenceKv
-from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, replayed
+from dataplane.engines.replay.models import Answers, ReplayModel, ReplaySequence, adapters_of, replayed
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, choose_turn, settled_shares
@@ -114,9 +114,10 @@ class FastForwardEngine(ReplayEngine):
         """Whether time slices follow deadlines; then any new request may end one."""
         return self._by_deadlines
 
-    @property
-    def present_model(self) -> str | None:
-        return self._last_model
+    def is_present(self, instance_id: str) -> bool:
+        """Whether an instance is of the model that ran last, or of an adapter of it."""
+        model = self._model_of.get(instance_id)
+        return model is not None and model.name == self._last_model
 
     @property
     def _alone(self) -> bool:
@@ -124,7 +125,7 @@ class FastForwardEngine(ReplayEngine):
         return len(batches) < 2 or sum([batch.can_run for batch in batches]) < 2
 
     def batched_made(self, model: str) -> dict[int, int]:
-        """How many tokens each batched request of a model has made, by the number of the request."""
+        """How many tokens each batched request of a model and its adapters has made, by the number of the request."""
         batched = self._batched_models.get(model)
         return {} if batched is None else batched.batched_made
 
@@ -213,7 +214,10 @@ class FastForwardEngine(ReplayEngine):
         batch = batched + len(singles)
         context_tokens = model.batched_tokens + (sum([one.cached for one in singles]) if singles else 0)
         first_s, growth_s = model.latency.decode_pace_s(context_tokens, batch)
-        fast_forward = FastForward(now_s, first_s, growth_s, self._steps_max(model, singles, batch))
+        adapters = adapters_of((*model.batched.values(), *singles)) if self._adapters else 0
+        factor = self._settings.adapters_factor(adapters)
+        steps_max = self._steps_max(model, singles, batch)
+        fast_forward = FastForward(now_s, factor * first_s, factor * growth_s, steps_max)
         ends_s = self._ends_s()
         if ends_s < math.inf:
             fast_forward.cut(ends_s)

@@ -48,6 +48,8 @@ class PoolServer:
         self._name = name
         self._region = region
         self._models: dict[str, ModelSpec] = {}
+        self._checkpoints: dict[str, str] = {}
+        """By model, the one whose weights it needs: of an adapter its base."""
         self._settings = settings
         self._answers = answers
         self._ended = ended
@@ -108,7 +110,7 @@ class PoolServer:
 
     def load(self, model: ModelSpec) -> None:
         assert model.name not in self._models
-        self._models[model.name] = model
+        self._models[model.name], self._checkpoints[model.name] = model, model.checkpoint.name
         self._of_model[model.name], self._prompt_tokens[model.name] = {}, 0
         for process in self._processes:
             if process.open:
@@ -165,7 +167,7 @@ class PoolServer:
         mine, answers = self._of_model[model], self._answers[model]
         made = {number: served.made for number, served in mine.items()}
         for process in self._processes:
-            made |= process.engine.batched_made(model)
+            made |= process.engine.batched_made(self._checkpoints[model])
         rests = [answers.rest(made[number], one.request.output_tokens - made[number]) for number, one in mine.items()]
         return self._prompt_tokens[model] + sum(rests)
 
@@ -200,7 +202,8 @@ class PoolServer:
         self._prompt_tokens[request.model] += request.prompt_tokens
         self._of_model[request.model][request.number] = served
         self.submitted[request.model] += 1
-        self._in_flight[sent.request_id] = served, self._dispatcher.submit(sent, request.model)
+        dispatched = self._dispatcher.submit(sent, self._checkpoints[request.model])
+        self._in_flight[sent.request_id] = served, dispatched
 
     def reports(self, model: str | None = None) -> Iterable[InstanceFacts]:
         """Reports of each model on the pool; they share its memory and its prefill slots."""

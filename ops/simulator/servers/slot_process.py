@@ -118,7 +118,7 @@ class SlotProcess:
 
     def _concerned(self, request: EngineRequest) -> bool:
         """Whether a request may change the running batch or time slice: join it, be prefilled, or end a lone slice."""
-        own = request.instance_id == self.engine.present_model
+        own = self.engine.is_present(request.instance_id)
         return own or request.kv is None or self.engine.lone_model is not None or self.engine.by_deadlines
 
     def _live(self) -> None:

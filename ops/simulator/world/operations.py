@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 from controlplane.policies.assignment.facts import SlotAdd, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu
-from controlplane.policies.fit import ModelSize
+from controlplane.policies.fit import AdapterSize, ModelSize
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.scaling.facts import ScaleStep
@@ -15,7 +15,7 @@ from ops.simulator.kernel.scenario_values import by_gpu_type
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.means import Means
 from ops.simulator.scenario.planning import ProvisioningPart, ScalingPart
-from ops.simulator.scenario.scenario import Scenario, ScenarioError
+from ops.simulator.scenario.scenario import ModelPart, Scenario, ScenarioError
 from ops.simulator.servers.pool_slot import PoolSlot
 from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.traffic.demand import Demand
@@ -135,7 +135,7 @@ def _pools(scenario: Scenario, means: Mapping[str, Means], world: World) -> Flee
             ended=world.ended,
         )
 
-    return FleetPools(make, {one.name: spec_of(one.name, one) for one in scenario.models}, world)
+    return FleetPools(make, {one.name: spec_of(one.name, one, scenario) for one in scenario.models}, world)
 
 
 def _latencies(
@@ -164,7 +164,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         regions=tuple(scenario.regions),
         profiles=profiles,
         latencies=_latencies(scenario, profiles, means),
-        sizes={model.name: ModelSize(weights_bytes=model.weights_bytes) for model in scenario.models},
+        sizes={model.name: _size_of(model, scenario) for model in scenario.models},
         gpu_cost_per_hour={gpu_type: one.profile.cost_per_hour for gpu_type, one in means.items()},
         limits={
             Endpoint(model=one.name, region=region): limits for one in scenario.models for region in scenario.regions
@@ -178,6 +178,11 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         correction=CorrectionSettings() if planning.correct_profiles else None,
         reserve=planning.sharing(),
     )
+
+
+def _size_of(model: ModelPart, scenario: Scenario) -> ModelSize:
+    adapter = None if model.base is None else AdapterSize(base=model.base, weights_bytes=model.weights_bytes)
+    return ModelSize(weights_bytes=scenario.checkpoint_of(model).weights_bytes, adapter=adapter)
 
 
 def _profiles(scenario: Scenario, gpu_types: Iterable[str]) -> dict[ModelGpu, Profile]:

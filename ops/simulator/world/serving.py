@@ -7,7 +7,7 @@ from controlplane.policies.assignment.layouts import LayoutSettings
 from controlplane.policies.facts import RegionGpu
 from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.replay.engine import ReplaySettings
-from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.messages import BaseModel, ModelSpec
 from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
 from ops.simulator.kernel.requests import Served
@@ -50,7 +50,7 @@ def fixed_servers(
             yield _request_level(scenario, region, costs, instance, profile.gpu_type, world)
         else:
             replay = replay_settings(scenario, means)
-            specs = [spec_of(name, model) for name, model in models.items()]
+            specs = [spec_of(name, model, scenario) for name, model in models.items()]
             if fleet.serving == "static":
                 yield from multiplexed_gpus(
                     region,
@@ -102,16 +102,19 @@ def _pools(
 
 
 def hosted_models(models: Sequence[ModelSpec], nodes: int, host_bytes: int | None) -> list[list[ModelSpec]]:
-    """The models of each node: each is on one, the one with the fewest bytes of weights before it. `host_bytes`: host
-    memory of a node; None: no limit.
+    """The models of each node: each is on one, the one with the fewest bytes of weights before it, and an adapter where
+    its base is. `host_bytes`: host memory of a node; None: no limit.
 
     Raises:
         ScenarioError: the weights of a node's models do not fit there.
     """
     hosted: list[list[ModelSpec]] = [[] for _ in range(nodes)]
     used_bytes = [0] * nodes
-    for model in models:
-        node = min(range(nodes), key=used_bytes.__getitem__)
+    node_of: dict[str, int] = {}
+    for model in sorted(models, key=lambda model: model.base is not None):
+        if model.base is None:
+            node_of[model.name] = min(range(nodes), key=used_bytes.__getitem__)
+        node = node_of[model.checkpoint.name]
         hosted[node].append(model)
         used_bytes[node] += model.weights_bytes
     if host_bytes is not None and max(used_bytes) > host_bytes:
@@ -136,7 +139,7 @@ def _grouped(
             f"{region}/pool of {size}",
             region,
             ["both"] * (len(layouts) * (node_gpus // size)),
-            [spec_of(name, models[name]) for name in names],
+            [spec_of(name, models[name], scenario) for name in names],
             replay_settings(scenario, means, size),
             gpus=size,
             opened=opened_slots(layouts, size),
@@ -176,6 +179,8 @@ def replay_settings(scenario: Scenario, means: Means, gpus: int = 1) -> ReplaySe
         prefetch=policy.prefetch,
         kv_pressure=policy.kv_pressure,
         turns=means.instance.turns,
+        adapters_bytes=scenario.fleet.adapters_bytes,
+        adapter_steps=tuple(scenario.fleet.adapter_steps),
     )
 
 
@@ -218,12 +223,14 @@ def _request_level(
     return SplitCluster(cluster("prefill", fleet.prefill_slots, prefilled, prefill_only=True), decode)
 
 
-def spec_of(name: str, model: ModelPart) -> ModelSpec:
+def spec_of(name: str, model: ModelPart, scenario: Scenario) -> ModelSpec:
     """A model as a node gets it."""
+    base = None if model.base is None else scenario.checkpoint_of(model)
     return ModelSpec(
         name=name,
         path="-",
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
         context_tokens=model.context_tokens,
+        base=None if base is None else BaseModel(name=base.name, path="-", weights_bytes=base.weights_bytes),
     )

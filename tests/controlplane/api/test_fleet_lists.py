@@ -8,9 +8,10 @@ from fastapi.testclient import TestClient
 
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
+from controlplane.store.fleet import put_model
 from controlplane.store.instances import add_instance
 from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
-from controlplane.store.tables import Desired
+from controlplane.store.tables import Desired, Model
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from dataplane.protocol.pool_reports import KvReport, PoolReport, RunReport, SwitchReport
 from tests.controlplane.api.conftest import Ask
@@ -56,6 +57,24 @@ def test_models_are_found_and_counted_over_their_regions(ask: Ask, world: World)
     assert first["has_more"]
     assert len(ask("GET", f"/admin/model-summaries?limit=3&after={first['next']}")["data"]) == 1
     ask("GET", "/admin/model-summaries?state=colour", status=400)
+
+
+def test_the_adapters_of_a_model_are_found(ask: Ask, world: World) -> None:
+    world.add_model("ebb")
+    put = {"architecture": "Llama", "weights_bytes": 7, "kv_bytes_per_token": 512, "context_tokens": 4096}
+    with world.database.transaction() as session:
+        for name in ("of-ebb", "of-tide"):
+            base = name.removeprefix("of-")
+            put_model(session, Model(name=name, path=f"/{name}", task="generate", base=base, **put))
+    found = ask("GET", "/admin/model-summaries")["data"]
+    assert {row["name"]: row["base"] for row in found} == {
+        "ebb": None,
+        "of-ebb": "ebb",
+        "of-tide": "tide",
+        "tide": None,
+    }
+    assert names(ask("GET", "/admin/model-summaries?base=ebb")) == ["of-ebb"]
+    assert names(ask("GET", "/admin/model-summaries?base=of-ebb")) == []
 
 
 def test_endpoints_instances_and_profiles_of_one_model(ask: Ask, world: World) -> None:

@@ -5,13 +5,14 @@ import time
 import pytest
 from sqlalchemy import select
 
+from controlplane.planner.engines import settle_engines
 from controlplane.planner.scale import scale
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.instances import desired_of
+from controlplane.store.instances import add_instance, desired_of
 from controlplane.store.joining import join_node
-from controlplane.store.tables import Instance, Model, Profile
+from controlplane.store.tables import Desired, Instance, Model, Profile
 from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.messages import EngineChoice, EngineKind
 from tests.controlplane.world import World
@@ -89,3 +90,48 @@ def test_a_model_that_embeds_is_given_torch_where_its_node_prefers_vllm(world: W
     join(world, "vllm")
     settle(world, settings)
     assert {engine for engine, _ in desired(world)[1]} == {"torch"}
+
+
+def test_a_slot_of_one_family_runs_on_vllm_where_that_is_chosen_for_all_of_it(world: World, settings: Settings) -> None:
+    """A base and two adapters share a slot; a stranger joins it, and leaves."""
+    for name in ("base", "stranger"):
+        world.add_model(name)
+    with world.database.transaction() as session:
+        for name in ("one", "two"):
+            put = {"architecture": "Llama", "weights_bytes": 1, "kv_bytes_per_token": 512, "context_tokens": 4096}
+            fleet.put_model(session, Model(name=name, path=f"/{name}", task="generate", base="base", **put))
+            fleet.put_endpoint(session, model=name, region="us-east", minimum=0, maximum=1)
+    join(world, "torch")
+
+    def pooled(name: str) -> str:
+        with world.database.transaction() as session:
+            made = add_instance(session, model=name, region="us-east", gpu_type="H800", node="n1", slot=0, gpus=0)
+            made.observed = InstanceState.READY
+            return made.id
+
+    def engines(later_s: float) -> dict[str, str]:
+        now_s = time.time() + later_s
+        with world.database.transaction() as session:
+            inventory = fleet.read_inventory(session, silent_s=60.0)
+            settle_engines(session, inventory, settings, actor="test", now_s=now_s)
+            return {row.model: row.engine for row in session.scalars(select(Instance)) if row.desired == "running"}
+
+    def choose_vllm(*names: str) -> None:
+        with world.database.transaction() as session:
+            for name in names:
+                session.get_one(Model, name).engine = "vllm"
+
+    for name in ("base", "one", "two"):
+        pooled(name)
+    choose_vllm("base", "one")
+    assert set(engines(61).values()) == {"torch"}, "not chosen for all"
+    choose_vllm("two", "stranger")
+    assert set(engines(122).values()) == {"vllm"}
+    stranger = pooled("stranger")
+    assert set(engines(183).values()) == {"torch"}
+    with world.database.transaction() as session:
+        session.get_one(Instance, stranger).desired = Desired.DRAINING
+    assert set(engines(244).values()) == {"torch"}, "it still has requests"
+    with world.database.transaction() as session:
+        session.get_one(Instance, stranger).desired = Desired.STOPPED
+    assert engines(305) == dict.fromkeys(("base", "one", "two"), "vllm")

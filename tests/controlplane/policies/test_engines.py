@@ -182,8 +182,9 @@ def test_it_settles_with_at_most_one_of_an_endpoint_away(drawn: list[EngineFacts
     assert all(facts.engine == decide(facts).engine for facts in fleet.values())
 
 
-def test_an_adapter_runs_on_torch_however_much_faster_vllm_is() -> None:
-    measured = {"torch": 1.0, "vllm": 9.0}
-    assert decide(instance(rates=measured, node_prefers="vllm")).engine == "vllm"
-    decision = decide(instance(rates=measured, node_prefers="vllm", is_adapter=True))
-    assert (decision.engine, decision.reason) == ("torch", "a LoRA adapter: only the torch engine adds it to its base")
+@pytest.mark.parametrize(("workers", "engine"), [(1, "vllm"), (2, "torch")])
+def test_a_pooled_family_runs_on_vllm_where_one_worker_has_its_slot(workers: int, engine: str) -> None:
+    pooled = instance(pooled=True, asked="vllm", gpus=0, whole_slot=False, workers=workers)
+    assert decide(pooled).engine == "torch"
+    assert decide(replace(pooled, family=True)).engine == engine
+    assert decide(replace(pooled, family=True, node_prefers="replay")).engine == "auto"

@@ -63,7 +63,6 @@ def test_its_size_is_that_of_its_base_and_its_own(world: World) -> None:
         ({"context_tokens": 1}, "context_tokens", "context_tokens must be that of the base 'tide', 4096, not 1"),
         ({"kv_bytes_per_token": 1}, "kv_bytes_per_token", "must be that of the base 'tide', 512, not 1"),
         ({"architecture": "Qwen"}, "architecture", "must be that of the base 'tide', Llama, not Qwen"),
-        ({"engine": "vllm"}, "engine", "adapters run on the torch engine"),
         ({"task": "embed"}, "task", "must be that of the base 'tide', generate, not embed"),
         ({"path": "hf://org/adapter"}, "path", "remote ones are not supported"),
         ({"base": "first"}, "base", "'first' is a LoRA adapter itself"),

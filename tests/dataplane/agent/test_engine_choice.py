@@ -30,25 +30,32 @@ def asking(engine: EngineChoice, instance_id: str = "i1", **changes: Any) -> Des
     ("node", "model", "dedicated", "pooled"),
     [
         ("torch", "auto", "torch", "torch"),
-        ("torch", "vllm", "vllm", "torch"),
+        ("torch", "vllm", "vllm", "vllm"),
         ("vllm", "auto", "vllm", "torch"),
         ("vllm", "torch", "torch", "torch"),
         ("replay", "vllm", "replay", "replay"),
     ],
 )
-def test_the_model_decides_then_the_node_and_pools_run_on_torch(
+def test_the_model_decides_then_the_node_and_pools_run_on_torch_unless_vllm_is_named(
     node: EngineKind, model: EngineChoice, dedicated: EngineKind, pooled: EngineKind
 ) -> None:
     assert engine_of(asking(model), node) == dedicated
     assert engine_of(msgspec.structs.replace(asking(model), gpus=0), node) == pooled
 
 
-def test_an_adapter_runs_on_torch_whatever_its_node_prefers() -> None:
+def test_an_adapter_with_gpus_of_its_own_runs_where_its_base_would() -> None:
     base = BaseModel(name="base", path="/base", weights_bytes=1)
     adapter = msgspec.structs.replace(asking("auto").model, base=base)
     wanted = msgspec.structs.replace(asking("auto"), model=adapter)
-    assert (engine_of(asking("auto"), "vllm"), engine_of(wanted, "vllm")) == ("vllm", "torch")
-    assert engine_of(wanted, "replay") == "replay"
+    assert [engine_of(wanted, default) for default in ("torch", "vllm", "replay")] == ["torch", "vllm", "replay"]
+
+
+def test_memory_for_adapters_is_asked_of_vllm_and_does_not_go_with_models_that_sleep(tmp_path: Path) -> None:
+    given = settings(engine="torch", profile=None, vllm_adapters_max=4, vllm_adapter_rank_max=32)
+    asked = configure(given, 0, None, HostFiles(settings(cache_dir=tmp_path), "boot"), "vllm")
+    assert (asked.vllm_adapters_max, asked.vllm_adapter_rank_max) == (4, 32)
+    with pytest.raises(ValidationError, match="vllm_adapters_max: must be 0 where vllm_models_max is 2"):
+        settings(engine="torch", profile=None, vllm_adapters_max=4, vllm_models_max=2)
 
 
 def errors_of(*instances: DesiredInstance, **changes: Any) -> dict[str, str | None]:

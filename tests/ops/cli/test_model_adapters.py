@@ -22,6 +22,9 @@ def test_an_adapter_takes_over_what_its_base_has(fleet: Run, tmp_path: Path) -> 
     assert [profile["tokens_per_s"] for profile in made["profiles"]] == [1200]
     assert [endpoint["region"] for endpoint in made["endpoints"]] == ["us-east"]
     assert "LoRA adapter of" in fleet("model", "show", "help").out
+    assert fleet("model", "show", "m", "--json").json["adapters"] == ["help"]
+    assert "LoRA adapters" in fleet("model", "show", "m").out
+    assert "LoRA adapters" not in fleet("model", "show", "help").out
     timed = fleet("model", "profile", "help", "--tokens-per-s", "H800=900", "--latency", "auto", "--json").json[0]
     whole = fleet("model", "profile", "m", "--tokens-per-s", "H800=900", "--latency", "auto", "--json").json[0]
     assert timed["latency"] == whole["latency"], "its steps are its base's"

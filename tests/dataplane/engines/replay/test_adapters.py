@@ -45,6 +45,20 @@ def test_prefixes_are_not_shared_with_the_base() -> None:
     assert engine.stats().prefix_query_tokens == {"a": 80, "x": 80}
 
 
+def test_steps_take_longer_by_the_number_of_adapters_in_them() -> None:
+    table = replace(SETTINGS, adapter_steps=((2, 1.5), (4, 2.0)))
+    assert [table.adapters_factor(count) for count in range(6)] == [1.0, 1.25, 1.5, 1.75, 2.0, 2.0]
+    assert SETTINGS.adapters_factor(3) == 1.0
+    took = {}
+    for settings in (SETTINGS, table):
+        engine, time = engine_with(settings, base=spec(), x=adapter("x"), y=adapter("y"))
+        for instance_id in ("x", "y"):
+            engine.add(request(instance_id, instance_id))
+        drain(engine)
+        took[settings is table] = time.now_s - 101  # the clock began at 100, and a switch takes a second
+    assert took[True] == pytest.approx(1.5 * took[False]), "both are prefilled and decode together"
+
+
 def test_adapters_have_memory_of_their_own() -> None:
     engine, _ = engine_with(replace(SETTINGS, adapters_bytes=10), x=adapter("x", weights_bytes=6))
     with pytest.raises(ModelLoadError, match="weights_bytes of y is 6; 4 are left of adapters_bytes=10"):

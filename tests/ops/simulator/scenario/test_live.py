@@ -124,3 +124,20 @@ def test_without_host_memory_or_a_plan_that_pools_there_are_none(pooling: dict[s
     assert made.document["planning"] == {"learn_s": 0}
     assert "weights_bytes" not in made.document["fleet"]
     assert "1 pooled instances are left out" in made.text()
+
+
+def test_adapters_come_with_their_bases() -> None:
+    sizes = {"kv_bytes_per_token": 1, "context_tokens": 9}
+    models = [
+        {"name": "base", "weights_bytes": 10**10, "base": None, **sizes},
+        {"name": "m", "weights_bytes": 10**8, "base": "base", **sizes},
+        {"name": "n", "weights_bytes": 10**8, "base": "unprofiled", **sizes},
+        {"name": "unprofiled", "weights_bytes": 10**10, "base": None, **sizes},
+    ]
+    profiles = [profile(name, "A", 5.0) for name in ("base", "m", "n")]
+    made = scenario(node("A", 2), models=models, profiles=profiles)
+    assert [(one["name"], one.get("base")) for one in made.document["models"]] == [("base", None), ("m", "base")]
+    assert made.document["fleet"]["adapters_bytes"] == 10**8
+    assert "left out: n, unprofiled" in made.text()
+    with pytest.raises(LiveError, match="no base of an adapter with demand has a profile on A"):
+        scenario(node("A", 2), models=models, profiles=[profile("n", "A", 5.0)])

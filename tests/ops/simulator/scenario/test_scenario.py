@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ops.cli.main import app
 from ops.client.api import CommandError
 from ops.simulator.kernel.requests import Request
-from ops.simulator.scenario.scenario import ScenarioError, load_scenario
+from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
 from ops.simulator.traffic.traffic import generate
 from ops.simulator.traffic.traffic_parts import GeneratedPart
 from ops.simulator.world.measures import Histogram
@@ -92,6 +92,36 @@ def test_a_request_level_gpu_has_room_for_the_largest_model() -> None:
 def test_slots_of_pools_are_shared_out_to_nodes_evenly(serving: str, fleet: dict[str, int], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         scenario_of(serving, **fleet)
+
+
+def with_adapter(serving: str, fleet: dict[str, Any], **changes: Any) -> Scenario:
+    """Three models, of which b is an adapter of a."""
+    document = scenario_of("both").model_dump(exclude_unset=True)
+    a, b, c = document["models"]
+    document["models"] = [a, b | {"base": "a", "weights_bytes": 10**8} | changes, c]
+    if fleet:
+        document["fleet"] = scenario_of(serving).fleet.model_dump(exclude_unset=True) | fleet
+    return Scenario.model_validate(document)
+
+
+@pytest.mark.parametrize(
+    ("serving", "fleet", "changes", "said"),
+    [
+        ("both", {}, {"base": "z"}, "models.1.base: 'z' is no model that adapters can be of"),
+        ("both", {}, {"base": "b"}, "models.1.base: 'b' is no model that adapters can be of"),
+        ("both", {}, {"context_tokens": 7}, "models.1.context_tokens: must be 32768, that of 'a'"),
+        ("both", {}, {"kv_bytes_per_token": 7}, "models.1.kv_bytes_per_token: must be 200000, that of 'a'"),
+        ("both", {"adapters_bytes": 7}, {}, "fleet.adapters_bytes: must be at least 100000000, those of all adapters"),
+        ("both", {"adapter_steps": [[4, 1.1], [1, 1.0]]}, {}, "adapter_steps: must be in rising order"),
+        ("static", {"gpus": 1}, {}, "models.1.base: serving = 'static' knows whole models only"),
+        ("request-level", {"gpus": 1}, {}, "models.1.base: serving = 'request-level' knows whole models only"),
+    ],
+)
+def test_an_adapter_is_as_its_base(serving: str, fleet: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+    assert with_adapter("both", {}).models[1].base == "a"
+    with pytest.raises(ValidationError) as caught:
+        with_adapter(serving, fleet, **changes)
+    assert said in str(caught.value)
 
 
 def generated(seed: int, **changes: Any) -> list[Request]:

@@ -1,15 +1,18 @@
 """The pool's slots in fast-forwards against the live engine step by step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 from typing import get_args
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.engine import ReplaySettings
+from dataplane.protocol.messages import BaseModel, ModelSpec
 from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.schedule import TurnSettings
@@ -93,7 +96,38 @@ def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(
     compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
 
 
-def compare(requests: Sequence[Request], settings: ReplaySettings, *, prefilled: bool) -> tuple[SlotProcess, set[bool]]:
+@pytest.mark.parametrize(("rate_per_s", "kv_tokens"), [(2.0, 10**6), (4.0, 10**6), (1.0, 3000)])
+@pytest.mark.parametrize("time_slices", get_args(TimeSlices))
+def test_adapters_share_the_batches_and_the_weights_of_their_base(
+    rate_per_s: float, kv_tokens: int, time_slices: TimeSlices
+) -> None:
+    """Two adapters of m0 and one of m3, which itself is asked for nothing."""
+    bases = {"m1": "m0", "m2": "m0", "m4": "m3"}
+    models = [
+        structs.replace(model, weights_bytes=GIB // 50, base=_base_of(bases[model.name]))
+        if model.name in bases
+        else model
+        for model in MODELS
+    ]
+    requests = [one for one in traffic(40, rate_per_s, seed=4) if one.model != "m3"]
+    numbered = [structs.replace(one, number=number) for number, one in enumerate(requests)]
+    settings = settings_of(kv_tokens, 64, "swap", time_slices=time_slices)
+    slower = replace(settings, adapter_steps=((1, 1.0), (2, 1.5), (4, 1.75)))
+    ends_s = []
+    for given in (settings, slower):
+        slot, _ = compare(numbered, given, prefilled=False, models=models)
+        assert set(slot.engine.models) == {"m0", "m3"}
+        ends_s.append(slot.busy_s)
+    assert ends_s[0] < ends_s[1]
+
+
+def _base_of(name: str) -> BaseModel:
+    return BaseModel(name=name, path="-", weights_bytes=4 * GIB)
+
+
+def compare(
+    requests: Sequence[Request], settings: ReplaySettings, *, prefilled: bool, models: Sequence[ModelSpec] = MODELS
+) -> tuple[SlotProcess, set[bool]]:
     """Serve requests on a slot, and check each token against the live engine step by step; whether tokens were late."""
     events = Events()
     made: dict[int, Served] = {}
@@ -110,7 +144,7 @@ def compare(requests: Sequence[Request], settings: ReplaySettings, *, prefilled:
     slot = SlotProcess(
         0, "both", settings, events, on_step, lambda request_id: made[int(request_id)], answers=answers, renews=True
     )
-    slot.load(MODELS)
+    slot.load(models)
 
     def come(request: Request) -> None:
         made[request.number] = Served(request=request, target=TARGET, made=int(prefilled))
@@ -120,7 +154,7 @@ def compare(requests: Sequence[Request], settings: ReplaySettings, *, prefilled:
         events.at(request.arrived_s, Kind.ARRIVAL, lambda request=request: come(request))
     while events.run(100):
         pass
-    live = replay(requests, settings, MODELS, prefilled=prefilled)
+    live = replay(requests, settings, models, prefilled=prefilled)
     assert not any(served.left for served in made.values())
     for number, times_s in live.items():
         served = made[number]

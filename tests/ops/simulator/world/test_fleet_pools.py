@@ -238,3 +238,19 @@ def test_a_model_too_large_for_a_pool_s_slot_is_not_pooled() -> None:
     shares = {one.model: max(one.pooled) for one in result.series.endpoints}
     assert shares["a"] == 0.0
     assert min(shares["b"], shares["c"]) == 1.0
+
+
+def test_a_base_and_its_adapter_share_the_engine_of_a_pools_slot() -> None:
+    """b is an adapter of a: as a whole model it makes the slot switch for it, as an adapter never."""
+    whole = pooled(traffic={"duration_s": 200.0})
+    a, b, _ = whole.models
+    adapted = whole.model_copy(update={"models": [a, b.model_copy(update={"base": "a", "weights_bytes": 10**8})]})
+    switches = {}
+    for name, scenario in (("whole", whole.model_copy(update={"models": [a, b]})), ("adapted", adapted)):
+        operated = Operated(scenario)
+        operated.plan(1.0, {"a": 0, "b": 0}, "ab")
+        assert operated.at(100.0) >= {"+a@east-1", "+b@east-1"}
+        assert list(operated.world.run())
+        assert not operated.world.failures
+        switches[name] = sum(server.switches for server in operated.world.present.servers)
+    assert switches["adapted"] == 1 < switches["whole"]

@@ -1,7 +1,9 @@
 """The pools of a scenario's nodes: their models, host memory and requests."""
 
 import pytest
+from msgspec import structs
 
+from dataplane.protocol.messages import BaseModel
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import ScenarioError
 from ops.simulator.world.serving import hosted_models
@@ -15,6 +17,16 @@ MODELS = [spec_of(name, weights_bytes=size * GB) for name, size in (("a", 30), (
 def test_each_model_is_on_the_node_with_the_fewest_bytes_before_it() -> None:
     assert [[model.name for model in mine] for mine in hosted_models(MODELS, 2, 30 * GB)] == [["a"], ["b", "c", "d"]]
     assert hosted_models(MODELS, 1, None) == [MODELS]
+
+
+def test_an_adapter_is_where_its_base_is_and_takes_its_own_bytes() -> None:
+    a, b, *_ = MODELS
+    base = BaseModel(name="b", path="-", weights_bytes=b.weights_bytes)
+    adapters = [structs.replace(spec_of(f"b{n}", weights_bytes=GB), base=base) for n in range(3)]
+    hosted = hosted_models([adapters[0], a, b, *adapters[1:]], 2, 30 * GB)
+    assert [[model.name for model in mine] for mine in hosted] == [["a"], ["b", "b0", "b1", "b2"]]
+    with pytest.raises(ScenarioError, match=r"fleet\.host_bytes: must be at least 13000000000 .* of 4 models"):
+        hosted_models([b, *adapters], 1, 12 * GB)
 
 
 def test_weights_that_host_memory_has_no_room_for_are_an_error() -> None:
