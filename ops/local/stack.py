@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -73,7 +73,7 @@ class Wiring:
 
 class LocalStack:
     """The children, their addresses and their keys. `urls` are those of all gateways, `url` is the first. `postgres`: a
-    server to run whose database is made already, at TIDEPOOL_DATABASE_URL.
+    server to run whose database is made already, at TIDEPOOL_DATABASE_URL, and what else has to run for it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LocalStack:
         environment: Mapping[str, str] | None = None,
         report: Callable[[str], None] | None = None,
         wiring: Wiring | None = None,
-        postgres: Child | None = None,
+        postgres: Sequence[Child] = (),
     ) -> None:
         self._wiring = wiring or Wiring()
         self._postgres = postgres
@@ -149,7 +149,7 @@ class LocalStack:
         given = self._environment.get("TIDEPOOL_DATABASE_URL", "")
         self.database_url = psycopg_url(given) if given else ""
         self.redis_url = self._environment.get("TIDEPOOL_REDIS_URL", "")
-        servers = [] if self._postgres is None else [self._postgres]
+        servers = list(self._postgres)
         if not self.database_url:
             postgres = EmbeddedPostgres(self.home, free_port())
             postgres.prepare()

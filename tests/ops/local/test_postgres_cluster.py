@@ -23,7 +23,7 @@ class Trio:
         self.cluster = PostgresCluster(home, REGIONS, fsync=False)
         self.first: list[str] = []
         self.cluster.prepare(self.first.append)
-        self.running = {region: Supervisor([self.cluster.child(region)]) for region in REGIONS}
+        self.running = {region: Supervisor(self.cluster.children(region)) for region in REGIONS}
         for supervisor in self.running.values():
             supervisor.start()
 
@@ -50,7 +50,7 @@ class Trio:
         self.running.pop(region).kill()
 
     def revive(self, region: str) -> None:
-        self.running[region] = Supervisor([self.cluster.child(region)])
+        self.running[region] = Supervisor(self.cluster.children(region))
         self.running[region].start()
 
     def stop(self) -> None:
