@@ -1,7 +1,8 @@
 """The term: a number that rises whenever another server becomes the primary, by promotion or from a backup.
 
 Nothing has to tell: a promotion begins a new timeline, and a restored dump lies on a server of another identifier.
-Whoever first finds that the server is not the one of the stored term raises it.
+Whoever first finds that the server is not the one of the stored term raises it: by as many as its timeline is newer, so
+that a cluster that was taken back to a moment goes above the terms of every promotion since.
 """
 
 import os
@@ -49,7 +50,10 @@ _RAISE = text(
     """
     INSERT INTO terms (id, system_identifier, timeline, term) VALUES (1, :system_identifier, :timeline, 1)
     ON CONFLICT (id) DO UPDATE
-    SET system_identifier = excluded.system_identifier, timeline = excluded.timeline, term = terms.term + 1
+    SET system_identifier = excluded.system_identifier, timeline = excluded.timeline, term = terms.term + CASE
+        WHEN terms.system_identifier = excluded.system_identifier THEN greatest(1, excluded.timeline - terms.timeline)
+        ELSE 1
+    END
     WHERE (terms.system_identifier, terms.timeline) <> (excluded.system_identifier, excluded.timeline)
     RETURNING term
     """

@@ -32,6 +32,16 @@ def test_another_timeline_or_another_server_begins_one(database: Database) -> No
     assert [found(database), found(database)] == [3, 3]
 
 
+def test_promotions_that_a_restored_moment_does_not_know_are_counted(database: Database) -> None:
+    assert found(database) == 1
+    for _ in range(3):
+        come_from(database, "timeline")
+    assert [found(database), found(database)] == [4, 4]
+    with database.transaction() as session:
+        session.execute(text("UPDATE terms SET timeline = timeline + 5"))
+    assert found(database) == 5, "an older timeline is another server, too"
+
+
 def test_racers_raise_it_once(database: Database) -> None:
     found(database)
     come_from(database, "timeline")
