@@ -32,8 +32,8 @@ class EtcdCluster:
         return list(self._clients.values())
 
     def child(self, region: str) -> Child:
-        """The supervisor's record of a region's member. It counts as ready before it has a majority, since it may be the
-        first one to be started.
+        """The supervisor's record of a region's member. It counts as ready before it has a majority, since it
+        may be the first one to be started.
         """
         home = self._homes[region]
         client, peer = f"http://{self._clients[region]}", f"http://{self._peers[region]}"

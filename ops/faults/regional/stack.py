@@ -136,22 +136,29 @@ class BorderedStack:
     def _region_of(self, port: int) -> str | None:
         """The region of the process that calls from a port."""
         if port not in self._callers:
+            sockets = _sockets_at(port)
             self._callers[port] = next(
                 (
                     region
                     for region, stack in self.regional.stacks.items()
-                    if any(_calls_from(pid, port) for pid in stack.supervisor.pids().values())
+                    if any(_holds(pid, sockets) for pid in stack.supervisor.pids().values())
                 ),
                 None,
             )
         return self._callers[port]
 
 
-def _calls_from(pid: int, port: int) -> bool:
-    """Whether a process has a TCP socket at that local port, by /proc."""
+def _sockets_at(port: int) -> frozenset[str]:
+    """The sockets at a local TCP port, as /proc names them. The kernel's table is read once for all processes: it is
+    long under load, and clients wait meanwhile.
+    """
+    rows = (line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:])
+    return frozenset(f"socket:[{row[9]}]" for row in rows if int(row[1].rpartition(":")[2], 16) == port)
+
+
+def _holds(pid: int, sockets: frozenset[str]) -> bool:
+    """Whether a process has one of these sockets open."""
     with suppress(OSError):
-        rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-        sockets = {f"socket:[{row[9]}]" for row in rows if int(row[1].rpartition(":")[2], 16) == port}
         folder = Path(f"/proc/{pid}/fd")
         for name in os.listdir(folder):
             with suppress(OSError):

@@ -37,12 +37,13 @@ SECTION = (Path(__file__).parents[3] / "ops/docs/backup.md").read_text().partiti
 CONFIGURATION, BACK_UP, COME_BACK = re.findall(r"```(?:ini|sh)\n(.*?)```", SECTION, re.DOTALL)[:3]
 COMMAND_TIMEOUT_S = 120.0
 TABLES = "SELECT tablename FROM pg_tables WHERE schemaname = 'public' ORDER BY tablename"
+NOW = "SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')"
 NODE = "n1"
 
 
 class Server:
-    """A server whose postgresql.conf is told what the page says, started by pg_ctl as on a machine of its own. The page's
-    folders lie in `home`.
+    """A server whose postgresql.conf is told what the page says, started by pg_ctl as on a machine of its own. The
+    page's folders lie in `home`.
     """
 
     def __init__(self, home: Path) -> None:
@@ -137,7 +138,7 @@ class Installation:
 
 
 def _rows(session: Session, table: str) -> list[str]:
-    return list(session.scalars(text(f"SELECT t::text FROM {table} AS t ORDER BY 1")))  # noqa: S608 - of the catalogue
+    return list(session.scalars(text(f"SELECT t::text FROM {table} AS t ORDER BY 1")))
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_server_comes_back_to_the_moment(server: Server, installed: Installati
     followed = installed.beat()
     then = installed.rows()
     with database.transaction() as session:
-        moment = session.scalar(text("SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS.US')"))
+        moment = session.scalar(text(NOW))
 
     world.add_batch(lines=3)
     assert installed.finish(running) == 1

@@ -1,4 +1,4 @@
-"""The settings with which Patroni and etcd are drilled are those that are recommended, and a lost region is replaced."""
+"""Patroni and etcd are drilled with the settings that are recommended, and a lost region is replaced."""
 
 import time
 from collections.abc import Callable, Iterator
