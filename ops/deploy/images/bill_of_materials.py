@@ -53,8 +53,8 @@ def _component(package: Distribution, digests: Mapping[tuple[str, str], str]) ->
 
 def _licenses(package: Distribution) -> Iterator[dict[str, Any]]:
     """An SPDX expression where the package has one, else the licenses that it is classified by."""
-    if expression := package.metadata.get("License-Expression"):
-        yield {"expression": expression}
+    if expressions := package.metadata.get_all("License-Expression"):
+        yield {"expression": expressions[0]}
         return
     classifiers = package.metadata.get_all("Classifier") or []
     for classifier in sorted(set(classifiers)):
