@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
+
 from ops.client.home import EmbeddedError, make_home, password, remember
 from ops.local.embedded import USER, unprivileged
 from ops.local.etcd_cluster import EtcdCluster
@@ -24,6 +26,7 @@ from ops.local.wheels import postgres_binary
 
 FORMED_WITHIN_S = 180.0
 _LOOK_EVERY_S = 0.2
+_TOLD_WITHIN_S = 2.0
 DCS: dict[str, Any] = {
     "ttl": 20,
     "loop_wait": 2,
@@ -95,6 +98,21 @@ class PatroniCluster(PostgresCluster):
         """The supervisor's records of a region's member of etcd and of its Patroni."""
         etcd = self._etcd.child(region)
         return [etcd, replace(self._patroni(region), after=(etcd.name,))]
+
+    def primary(self) -> str | None:
+        """The region of the primary, while Patroni would replace it: all others follow it, and are known to have every
+        promised commit. None at other times.
+        """
+        primary = super().primary()
+        return primary if primary is not None and self._known(primary) == self.members.keys() - {primary} else None
+
+    def _known(self, region: str) -> set[str]:
+        """The regions whose servers Patroni would promote, as a region's Patroni tells."""
+        try:
+            told = httpx.get(f"http://{LOOPBACK}:{self._rest[region]}/cluster", timeout=_TOLD_WITHIN_S).json()
+        except (httpx.HTTPError, ValueError):
+            return set()
+        return {member["name"] for member in told["members"] if member["role"] == "quorum_standby"}
 
     def _patroni(self, region: str) -> Child:
         """The record of a region's Patroni, which starts, stops and promotes its Postgres."""

@@ -74,8 +74,8 @@ class _Drill:
     async def run(self) -> dict[str, Any]:
         """The report."""
         regional, fleet, clients = self._stack.regional, self._plan.fleet, self._clients
-        primary = await asyncio.to_thread(regional.cluster.primary)
-        self._lost = primary or self._lost
+        if not await wait_until(self._is_whole, DECIDED_WITHIN_S):
+            raise TimeoutError(f"there is no primary that all others follow after {DECIDED_WITHIN_S:g} s")
         self._others = [region for region in regional.regions if region != self._lost]
         url = regional.urls()[self._others[0]]
         await asyncio.to_thread(register_replayed, url, regional.keys["admin"], fleet)
@@ -102,6 +102,12 @@ class _Drill:
             "interactive": {region: self._interactive(load.sent.streams) for region, load in clients.loads.items()},
             **clients.figures(),
         }
+
+    async def _is_whole(self) -> bool:
+        """Whether the cluster has a primary that all others follow, which is then the one to lose."""
+        primary = await asyncio.to_thread(self._stack.regional.cluster.primary)
+        self._lost = primary or self._lost
+        return primary is not None
 
     async def _disturb(self) -> dict[str, Any]:
         """Run load in every region, lose one, and have it back."""
