@@ -167,6 +167,20 @@ def installed(server: Server, tmp_path: Path) -> Iterator[Installation]:
     installed.database.close()
 
 
+def now(database: Database) -> str:
+    with database.transaction() as session:
+        return str(session.scalar(text(NOW)))
+
+
+def come_back(server: Server, database: Database, moment: str) -> None:
+    """As the page says, until the server takes writes."""
+    database.engine.dispose()
+    commands = COME_BACK.replace("2026-11-24 12:00:00+00", f"{moment}+00").partition("# once it takes writes")[0]
+    assert f"'{moment}+00'" in commands
+    server.run(commands)
+    until(lambda: not in_recovery(database))
+
+
 @pytest.mark.slow
 def test_a_server_comes_back_to_the_moment(server: Server, installed: Installation) -> None:
     back_up(server)
@@ -181,8 +195,7 @@ def test_a_server_comes_back_to_the_moment(server: Server, installed: Installati
     world.place("n2")
     followed = installed.beat()
     then = installed.rows()
-    with database.transaction() as session:
-        moment = session.scalar(text(NOW))
+    moment = now(database)
 
     world.add_batch(lines=3)
     assert installed.finish(running) == 1
@@ -191,12 +204,8 @@ def test_a_server_comes_back_to_the_moment(server: Server, installed: Installati
         touch_generations(session, [NODE])
     later = installed.beat()
     assert later.generation > followed.generation
-    database.engine.dispose()
 
-    commands = COME_BACK.replace("2026-11-24 12:00:00+00", f"{moment}+00").partition("# once it takes writes")[0]
-    assert f"'{moment}+00'" in commands
-    server.run(commands)
-    until(lambda: not in_recovery(database))
+    come_back(server, database, moment)
     assert installed.rows() == then != {}
     restored = installed.beat()
     assert (later.term, restored.term, installed.agent.term) == (1, 2, 2)
@@ -210,6 +219,25 @@ def test_a_server_comes_back_to_the_moment(server: Server, installed: Installati
     with database.transaction() as session:
         statement = text("SELECT line FROM batch_results JOIN batches ON number = batch_number WHERE id = :id")
         assert sorted(session.scalars(statement, {"id": batch_id})) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_nodes_obey_the_server_that_came_back_last(server: Server, installed: Installation) -> None:
+    """The moment knows nothing of the first return, whose term nodes have seen."""
+    back_up(server)
+    assert installed.beat().term == 1
+    moment = now(installed.database)
+    installed.beat()
+    come_back(server, installed.database, moment)
+    of_first = installed.beat()
+    installed.database.engine.dispose()
+    server.run(
+        "mv /var/lib/postgresql/data /var/lib/postgresql/old; mv /var/lib/postgresql/restored /var/lib/postgresql/data"
+    )
+    come_back(server, installed.database, moment)
+    assert (of_first.term, installed.beat().term) == (2, 3)
+    with pytest.raises(StaleTermError):
+        installed.agent.apply(of_first)
 
 
 def in_recovery(database: Database) -> bool:
