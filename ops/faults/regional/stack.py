@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.faults.proxy import Fault, Link
+from ops.faults.regional.callers import holds, sockets_between
 from ops.faults.regional.clocks import shift_library, shifted, skews_s
 from ops.faults.stack import ENVIRONMENT
 from ops.local.patroni_cluster import PatroniCluster
@@ -45,7 +46,7 @@ class BorderedStack:
         self._library = shift_library()
         self.lines: list[str] = []
         self._links: dict[tuple[str, str], Link] = {}
-        self._callers: dict[int, str | None] = {}
+        self._callers: dict[tuple[int, int], str | None] = {}
         self.regional = RegionalStack(
             home,
             free_port(),
@@ -86,7 +87,7 @@ class BorderedStack:
         for (caller, called), link in self._links.items():
             inside = called.partition("/")[0] == region
             if caller == _ANYONE:
-                link.spares = self._same_side(region, inside=inside)
+                link.spares = self._same_side(region, link.port, inside=inside)
                 link.fail(Fault.BLACK_HOLE)
             elif inside or caller == region:
                 link.fail(Fault.BLACK_HOLE)
@@ -129,39 +130,20 @@ class BorderedStack:
         link.target_port = port  # a region that was started again has other ports
         return link.port
 
-    def _same_side(self, region: str, *, inside: bool) -> Callable[[int], bool]:
-        """Whether a caller is in the region that is cut off, as what it calls is, or both are not."""
-        return lambda port: (self._region_of(port) == region) == inside
+    def _same_side(self, region: str, called: int, *, inside: bool) -> Callable[[int], bool]:
+        """Whether a caller of that port is in the region that is cut off, as what it calls is, or both are not."""
+        return lambda port: (self._region_of(port, called) == region) == inside
 
-    def _region_of(self, port: int) -> str | None:
-        """The region of the process that calls from a port."""
-        if port not in self._callers:
-            sockets = _sockets_at(port)
-            self._callers[port] = next(
+    def _region_of(self, port: int, called: int) -> str | None:
+        """The region of the process that is connected from one port to another."""
+        if (port, called) not in self._callers:
+            sockets = sockets_between(port, called)
+            self._callers[port, called] = next(
                 (
                     region
                     for region, stack in self.regional.stacks.items()
-                    if any(_holds(pid, sockets) for pid in stack.supervisor.pids().values())
+                    if any(holds(pid, sockets) for pid in stack.supervisor.pids().values())
                 ),
                 None,
             )
-        return self._callers[port]
-
-
-def _sockets_at(port: int) -> frozenset[str]:
-    """The sockets at a local TCP port, as /proc names them. The kernel's table is read once for all processes: it is
-    long under load, and clients wait meanwhile.
-    """
-    rows = (line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:])
-    return frozenset(f"socket:[{row[9]}]" for row in rows if int(row[1].rpartition(":")[2], 16) == port)
-
-
-def _holds(pid: int, sockets: frozenset[str]) -> bool:
-    """Whether a process has one of these sockets open."""
-    with suppress(OSError):
-        folder = Path(f"/proc/{pid}/fd")
-        for name in os.listdir(folder):
-            with suppress(OSError):
-                if os.readlink(folder / name) in sockets:
-                    return True
-    return False
+        return self._callers[port, called]
