@@ -14,8 +14,7 @@ from controlplane.planner.plan import plan_hour
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import present_layout
-from controlplane.store.plans import plan_in_force, roll_back
-from controlplane.store.tables import Node, Profile
+from controlplane.store.tables import Profile
 from dataplane.agent.settings import AgentSettings
 from tests.controlplane.planner.pool_fleet import add_models, expect, live_rows
 from tests.controlplane.planner.test_pools_flow import Fleet, running_fleet
@@ -62,6 +61,7 @@ async def until(running: Fleet, holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_the_layouts_follow_day_and_night(world: World, settings: Settings) -> None:
     asyncio.run(_the_layouts_follow_day_and_night(world, settings))
 
@@ -87,31 +87,3 @@ async def _the_layouts_follow_day_and_night(world: World, settings: Settings) ->
         plan(world, settings, hour_s + 7200, DAY)
         await until(running, lambda: ready(world) == {"ebb": 3, "flood": 3})
         assert layouts(world) == [(1, 1, 1, 1), (1, 1, 1, 1)]
-
-
-def test_a_rollback_takes_the_layouts_back(world: World, settings: Settings) -> None:
-    asyncio.run(_a_rollback_takes_the_layouts_back(world, settings))
-
-
-async def _a_rollback_takes_the_layouts_back(world: World, settings: Settings) -> None:
-    add_models(world, "ebb", "spring", latency=None)
-    with world.database.transaction() as session:
-        four = Profile(model="spring", gpu_type="H800", tokens_per_s=1000.0, gpus=4, load_time_s=30.0)
-        fleet.put_profile(session, four)
-    hour_s = int(time.time()) // 3600 * 3600
-    async with running_fleet(world, settings, agent("n1"), agent("n2")) as running:
-        plan(world, settings, hour_s, {"ebb": 500.0})
-        plan(world, settings, hour_s + 3600, {"ebb": 500.0, "spring": 900.0})
-        await until(running, lambda: ready(world) == {"ebb": 1, "spring": 1})
-        with world.database.transaction() as session:
-            present = plan_in_force(session)
-            assert present is not None
-            restored = roll_back(session, present.id, window_start_s=hour_s + 3600, by="ann", note="")
-            [back] = restored.layouts
-            assert (back["before"], back["after"], back["reason"]) == (
-                [4],
-                [1, 1, 1, 1],
-                f"as before plan {present.id}",
-            )
-            assert session.get_one(Node, back["node"]).layout == [1, 1, 1, 1]
-        await until(running, lambda: ready(world) == {"ebb": 1} and layouts(world) == [(1, 1, 1, 1), (1, 1, 1, 1)])
