@@ -107,14 +107,14 @@ def _grouped(node: NodeFacts, work: Mapping[SlotRef, float]) -> GroupedNode:
 
 
 def _work(instances: Iterable[PlacedInstance], placement: Placement) -> dict[SlotRef, float]:
-    """What it costs to empty each slot: an instance that serves or is leased counts as one, one that the plan may let
-    go or that nobody leases as a half, one that drains as nothing.
+    """What it costs to empty each slot: GPUs of instances there, one of a pooled one. One that the plan may let go, or
+    that nobody leases, counts half, one that drains nothing.
     """
     spare = {entry.key for entry in placement.entries if entry.after < entry.before}
     work: defaultdict[SlotRef, float] = defaultdict(float)
     for each in instances:
         if each.leased or (each.serving and each.key not in spare):
-            work[each.ref] += 1.0
+            work[each.ref] += max(1, each.gpus)
         elif not each.draining:
-            work[each.ref] += 0.5
+            work[each.ref] += 0.5 * max(1, each.gpus)
     return work

@@ -160,6 +160,7 @@ def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
             accepting=node.accepting and not slot.going,
             workers=slot.workers,
             weights=slot.weights,
+            regroups=node.regroups,
         )
         for node in snapshot.nodes
         for slot in node.slots

@@ -3,13 +3,16 @@
 from dataclasses import replace
 from typing import Any
 
-from controlplane.policies.assignment.facts import Donation, PlacedInstance
+from controlplane.policies.assignment.choose import choose_slots
+from controlplane.policies.assignment.evacuation import leaving_larger_slots
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotFacts, SlotSettings
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.facts import Profile
 from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
-from controlplane.policies.snapshot import FleetSnapshot
+from controlplane.policies.scaling.facts import ScaleStep
+from controlplane.policies.snapshot import FleetSnapshot, slot_rooms
 from dataplane.protocol.layouts import Layout, slots_of
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
@@ -124,13 +127,45 @@ def test_slots_that_cost_least_to_empty_are_taken() -> None:
         (instance("1", SMALL, "a", 0, donation=replace(lent, leased=True)), instance("2", SMALL, "b", 0), "a"),
         (
             instance("1", SMALL, "a", 0, donation=replace(lent, leased=True)),
-            instance("2", LARGE, "b", 0, donation=lent),
+            instance("2", SMALL, "b", 0, donation=lent),
             "b",
         ),
     ]
     for first, second, regrouped in cases:
         fleet = snapshot(*nodes, instances=(first, second))
         assert set(after(plan(fleet, 50.0, 50.0).layouts)) == {regrouped}
+
+
+def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size() -> None:
+    """Its successor starts first; where no slot of its size is free, or plans may not regroup, it stays."""
+    guest, large = instance("1", SMALL, "b", 0), instance("2", LARGE, "c", 0)
+    nodes = node("a", (1, 1)), node("b", (4,)), node("c", (4,))
+
+    def leaving(*of: NodeFacts, more: tuple[PlacedInstance, ...] = ()) -> list[str]:
+        fleet = snapshot(*of, instances=(guest, large, *more))
+        left = leaving_larger_slots(fleet.instances, slot_rooms(fleet), stale_s=60.0)
+        return [each.instance_id for each in left if each.leaving is not None]
+
+    assert leaving(*nodes) == ["1"]
+    assert leaving(*(replace(each, regroups=False) for each in nodes)) == []
+    full = instance("3", SMALL, "a", 0), instance("4", SMALL, "a", 1)
+    assert leaving(*nodes, more=full) == []
+    assert leaving(*nodes, more=(replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
+
+
+def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:
+    nodes = node("a", (1, 1)), node("b", (4,))
+    fleet = snapshot(*nodes, instances=(instance("1", SMALL, "a", 0),))
+    step = ScaleStep(endpoint=SMALL, gpu_type="H800", delta=1, reason="of the test")
+
+    def slot(of: FleetSnapshot) -> tuple[str, int]:
+        facts = SlotFacts(steps=(step,), slots=slot_rooms(of), instances=of.instances, gpus=of.gpus)
+        [add] = choose_slots(facts, 0.0, SlotSettings()).adds
+        return add.node_id, add.slot
+
+    assert slot(fleet) == ("a", 1)
+    fixed = replace(fleet, nodes=tuple(replace(each, regroups=False) for each in nodes))
+    assert slot(fixed) == ("b", 0), "elsewhere instances spread over nodes"
 
 
 def test_pools_take_slots_of_the_size_of_their_models() -> None:
