@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from controlplane.policies.fit import UNKNOWN_MEMORY, WeightsMemory
-from dataplane.protocol.layouts import Layout
+from dataplane.protocol.layouts import Layout, memory_like
 from dataplane.protocol.tiers import InstanceKind, Tier
 
 
@@ -120,7 +120,7 @@ class NodeFacts:
             return self.slots
         weights_bytes = slot.weights.weights_bytes
         if weights_bytes is not None:
-            weights_bytes = weights_bytes * largest // slot.gpus
+            weights_bytes = memory_like(largest, of_bytes=weights_bytes, of_gpus=slot.gpus)
         weights = WeightsMemory(weights_bytes=weights_bytes, dtype=slot.weights.dtype)
         return (*self.slots, NodeSlot(gpus=largest, weights=weights))
 

@@ -20,7 +20,7 @@ from controlplane.store.instances import LIVE, present_layout, touch_generations
 from controlplane.store.keys import record
 from controlplane.store.rows import require
 from controlplane.store.tables import Instance, Node, Profile, Slot
-from dataplane.protocol.layouts import Layout, advanced, check_layout
+from dataplane.protocol.layouts import Layout, advanced, check_layout, memory_like, slots_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def models_without_slot(session: Session, node: Node) -> list[str]:
 
 
 def _worker_sizes(session: Session, node: str) -> list[int]:
-    return list(session.scalars(select(Slot.gpus / Slot.workers).where(Slot.node == node)))
+    return list(session.scalars(select(Slot.gpus // Slot.workers).where(Slot.node == node)))
 
 
 def regroup(session: Session) -> list[Regrouped]:
@@ -138,15 +138,21 @@ def regroup(session: Session) -> list[Regrouped]:
 
 def slots_like(slot: Slot, layout: Iterable[int]) -> list[Slot]:
     """The slots of a node with such a layout, whose GPUs are like those of `slot`."""
-    gpu_bytes = slot.memory_bytes // slot.gpus
-    weights_bytes = None if slot.weights_bytes is None else max(1, slot.weights_bytes // slot.gpus)
-    slots, first = [], 0
-    for gpus in layout:
-        values: dict[str, Any] = {"node": slot.node, "index": first, "gpus": gpus, "workers": 1}
-        weights = None if weights_bytes is None else weights_bytes * gpus
-        slots.append(Slot(**values, memory_bytes=gpu_bytes * gpus, weights_bytes=weights))
-        first += gpus
-    return slots
+
+    def memory(gpus: int, of_bytes: int) -> int:
+        return memory_like(gpus, of_bytes=of_bytes, of_gpus=slot.gpus)
+
+    return [
+        Slot(
+            node=slot.node,
+            index=number,
+            gpus=gpus,
+            workers=1,
+            memory_bytes=memory(gpus, slot.memory_bytes),
+            weights_bytes=None if slot.weights_bytes is None else memory(gpus, slot.weights_bytes),
+        )
+        for number, gpus in slots_of(tuple(layout)).items()
+    ]
 
 
 def _replace_slots(session: Session, node: str, layout: Layout) -> None:

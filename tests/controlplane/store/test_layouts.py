@@ -202,11 +202,16 @@ def test_models_that_would_have_no_slot_are_named(world: World) -> None:
     join(world, (4,))
     with world.database.transaction() as session:
         session.execute(update(Profile).values(gpus=4))
-    world.place("n1")
+    instance = world.place("n1")
     want(world, 2, 2)
     with world.database.transaction() as session:
         [warning] = models_without_slot(session, session.get_one(Node, "n1"))
     assert warning == "tide takes 4 GPUs together, the largest slot of H800 in us-east has 2"
+    stop(world, instance)
+    apply(world)
+    world.place("n1")
+    with world.database.transaction() as session:
+        assert models_without_slot(session, session.get_one(Node, "n1")) == [warning], "the slots are there now"
     want(world, 4)
     with world.database.transaction() as session:
         assert models_without_slot(session, session.get_one(Node, "n1")) == []
