@@ -352,6 +352,10 @@ class Settings(BaseSettings):
     """quantile of the demand beyond own instances, of all models together, that a shared reserve provides for"""
     plan_reserve_correlation: float = Field(0.2, ge=0, le=1)
     """correlation of the errors of the forecasts of different endpoints, by which a shared reserve is sized"""
+    plan_layouts: bool = False
+    """let plans group the GPUs of nodes into the slots that they need, where an agent regroups and no operator chose"""
+    plan_layout_hold_s: float = Field(5400.0, ge=0)
+    """how long a node keeps the slots that were chosen for it before a plan may choose others"""
     plan_approval: str = Field("automatic", pattern="^(automatic|limits|always)$")
     """automatic: hourly plans apply by themselves; limits: unless they exceed a limit below; always: approve each"""
     plan_gpus_moved_max: int | None = Field(None, ge=0)

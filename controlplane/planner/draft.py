@@ -68,14 +68,16 @@ def draft_of(problem: Problem, of: DraftOf, *, now_s: float, solve_time_s: float
         solve_time_s=solve_time_s,
         unserved=_shortfalls(placement),
         pools=pools_record(hour),
+        layouts=layouts_record(hour),
         reason=placement.reason
         if failed
-        else _reason(placement.reason, hour.pools.summary(), problem.profiles.summary()),
+        else _reason(placement.reason, hour.pools.summary(), problem.profiles.summary(), hour.layouts.summary()),
         inputs={
             "problem": to_document(hour.facts, problem.settings),
             "forecasts": problem.expected.record(),
             "pools": hour.pools.record() | {"reserve": _reserve_settings(settings)},
             "corrections": problem.profiles.record(),
+            "layouts": _layout_inputs(hour, settings),
         },
         approval_reason=None if failed else _approval_reason(hour, now_s, settings),
         created_by=of.created_by,
@@ -187,6 +189,42 @@ def pools_record(hour: HourPlan) -> list[dict[str, object]]:
         | _reserve_record(hour.reserve, pool.place)
         for pool in hour.pool_sizes
     ]
+
+
+def layouts_record(hour: HourPlan) -> list[dict[str, object]]:
+    """Every node that is regrouped, with the sizes of its slots before and after."""
+    return [
+        {
+            "node": one.node,
+            "region": one.place.region,
+            "gpu_type": one.place.gpu_type,
+            "before": list(one.before),
+            "after": list(one.after),
+            "reason": one.reason,
+        }
+        for one in hour.layouts.decision.regroupings
+    ]
+
+
+def _layout_inputs(hour: HourPlan, settings: Settings) -> dict[str, object] | None:
+    """What layouts were chosen by: GPUs by the size of slots that they have to be in, and slots that are missing. None:
+    plans write no layouts.
+    """
+    if not settings.plan_layouts:
+        return None
+    missing = hour.layouts.decision.missing
+    places = [
+        {
+            "region": place.region,
+            "gpu_type": place.gpu_type,
+            "slots_of": [
+                {"gpus": size, "taken_gpus": gpus, "missing_slots": missing.get(place, {}).get(size, 0)}
+                for size, gpus in sizes.items()
+            ],
+        }
+        for place, sizes in sorted(hour.layouts.demand.items(), key=lambda item: item[0])
+    ]
+    return {"hold_s": settings.plan_layout_hold_s, "places": places}
 
 
 def _reserve_record(reserve: Reserve, place: RegionGpu) -> dict[str, object]:

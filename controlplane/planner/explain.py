@@ -66,6 +66,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
             corrections=tuple(_correction(each) for each in inputs.get("corrections", ())),
             cells=cells,
             pools=_pools(plan),
+            layouts=tuple(_layout(each) for each in plan.layouts),
             shortfalls=tuple(_shortfall(each) for each in plan.unserved),
             day_before=day_before,
             outcome=outcome,
@@ -117,6 +118,11 @@ def _pools(plan: Plan) -> tuple[PoolSummary, ...]:
         )
         for pool in plan.pools
     )
+
+
+def _layout(each: Mapping[str, Any]) -> str:
+    before, after = (",".join(map(str, each[when])) for when in ("before", "after"))
+    return f"{each['node']} ({each['gpu_type']} in {each['region']}): {before} -> {after}; {each['reason']}"
 
 
 def _reserve(reserve: Mapping[str, Any] | None) -> str | None:

@@ -14,6 +14,7 @@ from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
+from controlplane.policies.planned_layouts import PlannedLayoutSettings
 from controlplane.settings import Settings
 from controlplane.store.fleet import fleet_index
 from controlplane.store.plans import (
@@ -136,6 +137,7 @@ def hour_settings(settings: Settings) -> HourSettings:
             fill=settings.pool_fill,
             epsilon=settings.placement_epsilon,
         ),
+        layouts=PlannedLayoutSettings(enabled=settings.plan_layouts, hold_s=settings.plan_layout_hold_s),
         stale_s=PLAN_SILENT_S,
     )
 

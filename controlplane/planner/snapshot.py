@@ -28,7 +28,7 @@ from controlplane.store.plans import Plan, entries_of, plan_in_force
 from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
 from controlplane.store.rollouts import kept_capacity
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, EndpointRow, Instance, InstanceLease
+from controlplane.store.tables import Desired, EndpointRow, Instance, InstanceLease, Node
 from controlplane.store.weights import sizes_of, weights_memory
 from dataplane.protocol.layouts import going_slots
 from dataplane.protocol.tiers import InstanceKind
@@ -147,7 +147,7 @@ def _snapshot(
         for row in inventory.profiles
     }
     return FleetSnapshot(
-        nodes=_nodes(inventory, ages_s, going),
+        nodes=_nodes(inventory, settings, ages_s, going, now_s),
         instances=tuple(
             PlacedInstance(
                 instance_id=row.id,
@@ -205,7 +205,18 @@ def _going(inventory: FleetInventory) -> dict[SlotRef, str]:
     }
 
 
-def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float], going: Container[SlotRef]) -> tuple[NodeFacts, ...]:
+def _layout_age_s(node: Node, now_s: float) -> float:
+    """For how long the slots that are wanted of a node have been; for ever where nobody chose them."""
+    return math.inf if node.layout_chosen_at is None else now_s - node.layout_chosen_at.timestamp()
+
+
+def _nodes(
+    inventory: FleetInventory,
+    settings: Settings,
+    ages_s: Mapping[str, float],
+    going: Container[SlotRef],
+    now_s: float,
+) -> tuple[NodeFacts, ...]:
     """The nodes; one that never sent a heartbeat, or that the live view does not know, is silent for ever."""
     slots: dict[str, list[NodeSlot]] = {node.name: [] for node in inventory.nodes}
     nodes = {node.name: node for node in inventory.nodes}
@@ -229,6 +240,9 @@ def _nodes(inventory: FleetInventory, ages_s: Mapping[str, float], going: Contai
             host_bytes=node.host_bytes,
             age_s=ages_s.get(node.name, math.inf),
             accepting=node.accepting,
+            regroups=settings.plan_layouts and node.regroups and not node.layout_held,
+            layout=None if node.layout is None else tuple(node.layout),
+            layout_age_s=_layout_age_s(node, now_s),
         )
         for node in inventory.nodes
     )

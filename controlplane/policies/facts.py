@@ -1,11 +1,13 @@
 """The inputs of policies: frozen records with units in their names, made only by the gathering code."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from msgspec import Struct
 
 from controlplane.policies.fit import UNKNOWN_MEMORY, WeightsMemory
+from dataplane.protocol.layouts import Layout, memory_like
 from dataplane.protocol.tiers import InstanceKind, Tier
 
 
@@ -78,6 +80,9 @@ class NodeFacts:
         host_bytes: host memory for the models of all its slots; None: the node does not report it.
         age_s: seconds since its last heartbeat.
         accepting: False while it is drained or shuts down.
+        regroups: whether plans may group its GPUs into other slots.
+        layout: the slots that are wanted of it; None: those that it has.
+        layout_age_s: for how long these have been wanted.
     """
 
     name: str
@@ -87,10 +92,37 @@ class NodeFacts:
     host_bytes: int | None = None
     age_s: float = 0.0
     accepting: bool = True
+    regroups: bool = False
+    layout: Layout | None = None
+    layout_age_s: float = math.inf
 
     @property
     def place(self) -> RegionGpu:
         return RegionGpu(region=self.region, gpu_type=self.gpu_type)
+
+    @property
+    def gpus(self) -> int:
+        return sum(slot.gpus for slot in self.slots)
+
+    @property
+    def wanted_layout(self) -> Layout:
+        """The sizes of its workers, as they are or are to be."""
+        if self.layout is not None:
+            return self.layout
+        return tuple(slot.gpus // slot.workers for slot in self.slots for _ in range(slot.workers))
+
+    @property
+    def possible_slots(self) -> tuple[NodeSlot, ...]:
+        """Its slots, and the largest that plans may group its GPUs into."""
+        largest = 1 << (self.gpus.bit_length() - 1) if self.regroups else 0
+        slot = max(self.slots, key=lambda each: each.gpus, default=None)
+        if slot is None or slot.gpus >= largest:
+            return self.slots
+        weights_bytes = slot.weights.weights_bytes
+        if weights_bytes is not None:
+            weights_bytes = memory_like(largest, of_bytes=weights_bytes, of_gpus=slot.gpus)
+        weights = WeightsMemory(weights_bytes=weights_bytes, dtype=slot.weights.dtype)
+        return (*self.slots, NodeSlot(gpus=largest, weights=weights))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ What is not known is not held against a model: an agent from before it said so, 
 parameters. The node then finds out when it loads the model.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -84,6 +84,20 @@ def why_unfit(model: str, size: ModelSize, memories: Iterable[tuple[str, Weights
         f"the weights of {model} fit on no slot in {region}: {'; '.join(sizes)}. To change that {dtype}give slots more"
         " memory_bytes or a smaller TIDEPOOL_AGENT_KV_SHARE, or take a smaller model"
     )
+
+
+def why_too_small(model: str, gpus: int, sizes: Collection[int], place: str) -> str | None:
+    """Why no slot of a place is large enough for a model; None: one is, or there are none.
+
+    Args:
+        model: its name.
+        gpus: of an instance of it.
+        sizes: GPUs of the workers of the slots there.
+        place: in words, as "H800 in us-east".
+    """
+    if not sizes or gpus <= max(sizes):
+        return None
+    return f"{model} takes {gpus} GPUs together, the largest slot of {place} has {max(sizes)}"
 
 
 def _lack(size: ModelSize, memory: WeightsMemory) -> int:

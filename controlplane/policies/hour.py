@@ -1,6 +1,7 @@
-"""The plan of an hour: the placement, and what a shared reserve makes of it.
+"""The plan of an hour: the placement, what a shared reserve makes of it, and the slots that it takes.
 
     choose_poolable --> choose_placement at the upper quantile --> choose_reserve: who is not pooled gives up instances
+                    --> plan_layouts: slots of the sizes that this takes
 
 An endpoint that the placement pools stays pooled. The others are sized anew together with their reserve, on the GPUs
 that the pooled ones, and those that no reserve can hold, leave.
@@ -19,6 +20,7 @@ from controlplane.policies.placement.poolable import PlannedPools, PoolableSetti
 from controlplane.policies.placement.reserve import choose_reserve
 from controlplane.policies.placement.reserve_candidates import CandidateFacts, reserve_facts
 from controlplane.policies.placement.reserve_facts import Reserve, ReserveSettings
+from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
 from controlplane.policies.snapshot import Demand, FleetSnapshot, placement_facts, poolable_facts
 
 
@@ -29,6 +31,7 @@ class HourSettings:
     placement: PlacementSettings = field(default_factory=PlacementSettings)
     pools: PoolableSettings = field(default_factory=PoolableSettings)
     reserve: ReserveSettings = field(default_factory=ReserveSettings)
+    layouts: PlannedLayoutSettings = field(default_factory=PlannedLayoutSettings)
     stale_s: float = 60.0
 
 
@@ -36,6 +39,7 @@ class HourSettings:
 class HourPlan:
     """What is planned. `facts`: the problem that was solved. `pools`: what could be pooled. `reserve`: empty where none
     is planned. `placement`: with the own instances of what the reserve holds. `pools_before`: GPUs that models share.
+    `layouts`: of nodes that plans may regroup.
     """
 
     facts: PlacementFacts
@@ -43,6 +47,7 @@ class HourPlan:
     reserve: Reserve
     placement: Placement
     pools_before: Mapping[RegionGpu, int]
+    layouts: PlannedLayouts = field(default_factory=PlannedLayouts)
 
     @property
     def pool_sizes(self) -> tuple[PoolSize, ...]:
@@ -76,6 +81,27 @@ def choose_hour(
         settings: see HourSettings.
         should_stop: see `choose_placement`.
     """
+    hour = _placed(snapshot, demand, medians, now_s, settings, should_stop)
+    if hour.placement.status == PlacementStatus.FAILED:
+        return hour
+    placed = PlacedHour(
+        placement=hour.placement,
+        sharing=hour.reserve.held | {one.key for one in hour.placement.pooled},
+        shared_gpus={size.place: size.after for size in hour.pool_sizes},
+    )
+    layouts = plan_layouts(snapshot, placed, now_s, settings.layouts, stale_s=settings.stale_s)
+    return replace(hour, layouts=layouts)
+
+
+def _placed(
+    snapshot: FleetSnapshot,
+    demand: Demand,
+    medians: Demand,
+    now_s: float,
+    settings: HourSettings,
+    should_stop: Callable[[], bool],
+) -> HourPlan:
+    """The hour without its layouts."""
     stale_s = settings.stale_s
     poolable = poolable_facts(snapshot, demand, stale_s=stale_s)
     pools = choose_poolable(poolable, settings.pools)

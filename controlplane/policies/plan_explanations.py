@@ -74,7 +74,7 @@ class PoolSummary:
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
     """All that an explanation contains. Times are Unix times; None: not known. `shortfalls`: what is not served,
-    `corrections`: profiles that count otherwise than stated, as text.
+    `corrections`: profiles that count otherwise than stated, `layouts`: nodes that are regrouped, as text.
     """
 
     plan_id: str
@@ -101,6 +101,7 @@ class PlanSummary:
     day_before: ForecastRecord | None
     outcome: ForecastRecord | None
     corrections: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ()
 
 
 def explain_plan(plan: PlanSummary) -> str:
@@ -108,10 +109,11 @@ def explain_plan(plan: PlanSummary) -> str:
     paragraphs = (
         ("", _head(plan)),
         ("What was expected", _expected(plan)),
-        ("Profiles, corrected by what instances do", _corrections(plan.corrections)),
+        ("Profiles, corrected by what instances do", _listed(plan.corrections)),
         ("What changes, and why", _changes(plan.cells)),
         ("What binds", _binds(plan.cells)),
         ("Pools", _pools(plan.pools)),
+        ("Nodes whose GPUs are grouped into other slots", _listed(plan.layouts)),
         ("What is not served", _shortfalls(plan)),
         ("How sure this is", _certainty(plan)),
     )
@@ -164,10 +166,10 @@ def _expected(plan: PlanSummary) -> Iterator[str]:
             yield f"- and {len(missing) - SERIES_MAX} more"
 
 
-def _corrections(corrections: Sequence[str]) -> Iterator[str]:
-    yield from (f"- {text}" for text in corrections[:CHANGES_MAX])
-    if len(corrections) > CHANGES_MAX:
-        yield f"- and {len(corrections) - CHANGES_MAX} more"
+def _listed(texts: Sequence[str]) -> Iterator[str]:
+    yield from (f"- {text}" for text in texts[:CHANGES_MAX])
+    if len(texts) > CHANGES_MAX:
+        yield f"- and {len(texts) - CHANGES_MAX} more"
 
 
 def _changes(cells: Sequence[CellSummary]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue
+from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue, leaving_larger_slots
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings
 from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool_slots
 from controlplane.policies.facts import Endpoint
@@ -56,7 +56,8 @@ def choose_scale(
     alone = [pooled[change.instance_id] for change in pooling.dedicates]
     dedicated = {each.instance_id: snapshot.gpus[each.key.pair] for each in alone}
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
-    instances, slots = snapshot.dedicated, _without_pools(pooling, slot_rooms(snapshot))
+    slots = _without_pools(pooling, slot_rooms(snapshot))
+    instances = leaving_larger_slots(snapshot.dedicated, slots, stale_s=stale_s)
     leaving = choose_evacuation(instances, slots, stale_s=stale_s)
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
     counts = choose_scaling(facts, now_s, scaling)

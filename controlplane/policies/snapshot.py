@@ -15,7 +15,7 @@ from functools import cached_property
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
 from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, RegionGpu
-from controlplane.policies.fit import ModelSize, WeightsMemory, why_unfit
+from controlplane.policies.fit import ModelSize, WeightsMemory, why_too_small, why_unfit
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
 from controlplane.policies.routing import is_usable, predicted_wait_s, utilization_of
@@ -160,6 +160,7 @@ def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
             accepting=node.accepting and not slot.going,
             workers=slot.workers,
             weights=slot.weights,
+            regroups=node.regroups,
         )
         for node in snapshot.nodes
         for slot in node.slots
@@ -387,16 +388,22 @@ def placement_facts(
 
 
 def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
-    """Where a model with a profile fits on no slot of the GPU type in the region, and why."""
-    memories: dict[RegionGpu, set[tuple[str, WeightsMemory]]] = defaultdict(set)
+    """Where a model with a profile fits on no slot of the GPU type in the region that is there or that plans may make,
+    and why.
+    """
+    slots: dict[RegionGpu, set[tuple[int, WeightsMemory]]] = defaultdict(set)
     for node in snapshot.nodes:
-        memories[node.place] |= {(node.gpu_type, slot.weights) for slot in node.slots}
+        slots[node.place] |= {(slot.gpus // slot.workers, slot.weights) for slot in node.possible_slots}
     unfit = {}
-    for profile in snapshot.profiles:
-        for at, found in memories.items():
-            if at.gpu_type != profile.gpu_type:
+    for pair, gpus in snapshot.gpus.items():
+        for at, found in slots.items():
+            if at.gpu_type != pair.gpu_type:
                 continue
-            reason = why_unfit(profile.model, snapshot.sizes[profile.model], found, at.region)
+            memories = {(at.gpu_type, weights) for _, weights in found}
+            reason = why_unfit(pair.model, snapshot.sizes[pair.model], memories, at.region)
+            reason = reason or why_too_small(
+                pair.model, gpus, {size for size, _ in found}, f"{at.gpu_type} in {at.region}"
+            )
             if reason is not None:
-                unfit[EndpointGpu(model=profile.model, region=at.region, gpu_type=at.gpu_type)] = reason
+                unfit[EndpointGpu(model=pair.model, region=at.region, gpu_type=at.gpu_type)] = reason
     return unfit

@@ -54,6 +54,8 @@ def join_node(session: Session, join: Join) -> Joined:
     session.flush()
     if node.layout is not None and not (join.regroups and sum(node.layout) == sum(slot.gpus for slot in slots)):
         node.layout = node.layout_at = None
+    if not join.regroups:
+        node.layout_held, node.layout_chosen_at = False, None
     kept = [slot.index for slot in slots]
     session.execute(delete(Instance).where(Instance.node == join.node, Instance.slot.not_in(kept)))
     session.execute(delete(Slot).where(Slot.node == join.node, Slot.index.not_in(kept)))

@@ -1,10 +1,12 @@
 """How the GPUs of nodes are grouped into slots: what is wanted, and the slots that there are on the way to it.
 
+Plans and operators want layouts of nodes. What an operator wants is held: plans leave it until it is released.
+
 The rows of a node's slots are what its agent follows. A block of GPUs changes in one transaction, when nothing is
 wanted of its slots or drains there any more; whoever dies before or after it changes nothing about that.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +14,13 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError
+from controlplane.policies.fit import why_too_small
 from controlplane.store.fleet import bump_index
 from controlplane.store.instances import LIVE, present_layout, touch_generations
+from controlplane.store.keys import record
 from controlplane.store.rows import require
-from controlplane.store.tables import Instance, Node, Slot
-from dataplane.protocol.layouts import Layout, advanced, check_layout
+from controlplane.store.tables import Instance, Node, Profile, Slot
+from dataplane.protocol.layouts import Layout, advanced, check_layout, memory_like, slots_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +32,9 @@ class Regrouped:
     after: Layout
 
 
-def want_layout(session: Session, name: str, layout: Sequence[int]) -> Node:
-    """Have a node's GPUs grouped like that. The fleet must be locked; `regroup` brings it about.
+def want_layout(session: Session, name: str, layout: Sequence[int], *, held: bool) -> Node:
+    """Have a node's GPUs grouped like that. The fleet must be locked; `regroup` brings it about. `held`: an operator
+    wants it.
 
     Raises:
         NotFoundError: the node is not registered.
@@ -47,12 +52,69 @@ def want_layout(session: Session, name: str, layout: Sequence[int]) -> Node:
     except ValueError as error:
         raise InvalidValueError(f"layout: {error}", param="layout") from error
     wanted = None if tuple(layout) == present else list(layout)
-    if wanted != node.layout:
+    if wanted != node.layout or held != node.layout_held:
         bump_index(session)
-        node.layout, node.layout_at = wanted, None if wanted is None else func.now()
+        if wanted != node.layout:
+            node.layout, node.layout_at = wanted, None if wanted is None else func.now()
+            node.layout_chosen_at = func.now()
+        node.layout_held = held
         session.flush()
         session.refresh(node)
     return node
+
+
+def release_layout(session: Session, name: str) -> Node:
+    """Let plans choose a node's layout again. It stays until one does. The fleet must be locked.
+
+    Raises:
+        NotFoundError: the node is not registered.
+    """
+    node = require(session, Node, name, param="node")
+    if node.layout_held:
+        bump_index(session)
+        node.layout_held = False
+        session.flush()
+    return node
+
+
+def want_planned(session: Session, plan_id: str, layouts: Iterable[Mapping[str, Any]], *, actor: str) -> None:
+    """Have nodes grouped as a plan says, with an audit event for each. A node that is gone, regroups no more, has other
+    GPUs now or is held by an operator stays as it is. The fleet must be locked.
+    """
+    for each in layouts:
+        name, layout = each["node"], each["after"]
+        node = session.get(Node, name)
+        if node is None or not node.regroups or node.layout_held:
+            continue
+        if sum(present_layout(session, name)) != sum(layout):
+            continue
+        before = node.layout or list(present_layout(session, name))
+        want_layout(session, name, layout, held=False)
+        after = {"layout": layout, "plan": plan_id, "reason": each["reason"]}
+        record(session, actor=actor, action="node.layout", subject=name, before={"layout": before}, after=after)
+
+
+def models_without_slot(session: Session, node: Node) -> list[str]:
+    """Models that run on the GPU type of a node in its region, and for which no slot there will be large enough."""
+    sizes: set[int] = set()
+    for each in session.scalars(select(Node).where(Node.region == node.region, Node.gpu_type == node.gpu_type)):
+        sizes |= set(each.layout or _worker_sizes(session, each.name))
+    of_place = (Instance.region == node.region, Instance.gpu_type == node.gpu_type, LIVE)
+    at_profile = (Profile.model == Instance.model) & (Profile.gpu_type == Instance.gpu_type)
+    running = session.execute(
+        select(Profile.model, Profile.gpus)
+        .join(Instance, at_profile)
+        .where(*of_place)
+        .distinct()
+        .order_by(Profile.model)
+    )
+    place = f"{node.gpu_type} in {node.region}"
+    reasons = (why_too_small(model, gpus, sizes, place) for model, gpus in running)
+    return [reason for reason in reasons if reason is not None]
+
+
+def _worker_sizes(session: Session, node: str) -> list[int]:
+    return list(session.scalars(select(Slot.gpus // Slot.workers).where(Slot.node == node)))
 
 
 def regroup(session: Session) -> list[Regrouped]:
@@ -76,15 +138,21 @@ def regroup(session: Session) -> list[Regrouped]:
 
 def slots_like(slot: Slot, layout: Iterable[int]) -> list[Slot]:
     """The slots of a node with such a layout, whose GPUs are like those of `slot`."""
-    gpu_bytes = slot.memory_bytes // slot.gpus
-    weights_bytes = None if slot.weights_bytes is None else max(1, slot.weights_bytes // slot.gpus)
-    slots, first = [], 0
-    for gpus in layout:
-        values: dict[str, Any] = {"node": slot.node, "index": first, "gpus": gpus, "workers": 1}
-        weights = None if weights_bytes is None else weights_bytes * gpus
-        slots.append(Slot(**values, memory_bytes=gpu_bytes * gpus, weights_bytes=weights))
-        first += gpus
-    return slots
+
+    def memory(gpus: int, of_bytes: int) -> int:
+        return memory_like(gpus, of_bytes=of_bytes, of_gpus=slot.gpus)
+
+    return [
+        Slot(
+            node=slot.node,
+            index=number,
+            gpus=gpus,
+            workers=1,
+            memory_bytes=memory(gpus, slot.memory_bytes),
+            weights_bytes=None if slot.weights_bytes is None else memory(gpus, slot.weights_bytes),
+        )
+        for number, gpus in slots_of(tuple(layout)).items()
+    ]
 
 
 def _replace_slots(session: Session, node: str, layout: Layout) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.orm import Mapped, Session, defer, mapped_column
 from controlplane.errors import ConflictError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
+from controlplane.store.layouts import want_planned
 from controlplane.store.rows import Page, matching, page, require
 from controlplane.store.tables import Base, Json, one_of
 
@@ -29,7 +30,8 @@ _HOUR_S = 3600
 
 class Plan(Base):
     """One hour's placement. The schedule makes at most one per window, failed attempts aside; at most one plan is in
-    force. `approval_reason`: why it waits, or waited, for an operator. `inputs`: the solver's inputs.
+    force. `approval_reason`: why it waits, or waited, for an operator. `inputs`: the solver's inputs. `layouts`: the
+    nodes whose GPUs it regroups, with the sizes of their slots before and after.
     """
 
     __tablename__ = "plans"
@@ -57,6 +59,7 @@ class Plan(Base):
     solve_time_s: Mapped[float]
     unserved: Mapped[list[Any]]
     pools: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
+    layouts: Mapped[list[Any]] = mapped_column(server_default=text("'[]'"))
     reason: Mapped[str]
     inputs: Mapped[Json | None] = mapped_column(JSONB(none_as_null=True), deferred=True)
     previous_plan_id: Mapped[str | None] = mapped_column(ForeignKey("plans.id"))
@@ -128,8 +131,11 @@ def get_plan(session: Session, plan_id: str) -> Plan:
 
 
 def list_plans(session: Session, *, state: PlanState | None, after: str | None, limit: int) -> Page[Plan]:
-    """One page of plans, the newest first, without what they could not serve and their pools: those may be long."""
-    query = select(Plan).where(*matching(Plan, {"state": state})).options(defer(Plan.unserved), defer(Plan.pools))
+    """One page of plans, the newest first, without what they could not serve, their pools and layouts, which may be
+    long.
+    """
+    long = (defer(Plan.unserved), defer(Plan.pools), defer(Plan.layouts))
+    query = select(Plan).where(*matching(Plan, {"state": state})).options(*long)
     return page(session, query, after=after, limit=limit, newest_first=True)
 
 
@@ -281,6 +287,7 @@ def roll_back(session: Session, plan_id: str, *, window_start_s: int, by: str, n
         solve_time_s=0.0,
         unserved=previous.unserved,
         pools=_restored_pools(plan.pools, previous.pools),
+        layouts=_restored_layouts(plan),
         reason=f"takes back plan {plan.id}: the placement of plan {previous.id} again{f'; {note}' if note else ''}",
         created_by=by,
     )
@@ -326,6 +333,12 @@ def _restored_pools(now: Sequence[Json], before: Sequence[Json]) -> list[Any]:
     ]
 
 
+def _restored_layouts(plan: Plan) -> list[Any]:
+    """The layouts that nodes had before a plan."""
+    reason = f"as before plan {plan.id}"
+    return [{**each, "before": each["after"], "after": each["before"], "reason": reason} for each in plan.layouts]
+
+
 def _values(row: Plan | PlanEntry, columns: Sequence[str]) -> dict[str, Any]:
     """The columns that are set; the database has the defaults of the others."""
     return {name: value for name in columns if (value := getattr(row, name)) is not None}
@@ -341,6 +354,8 @@ def _put_in_force(session: Session, plan: Plan, *, previous: Plan | None, approv
     plan.approved_by, plan.approved_at, plan.applied_at = approved_by, now, now
     bump_index(session)
     session.flush()
+    actor = plan.created_by if approved_by == AUTOMATIC else approved_by
+    want_planned(session, plan.id, plan.layouts, actor=actor)
 
 
 def _move(session: Session, plan: Plan, state: PlanState) -> None:

@@ -135,6 +135,7 @@ class Node(Base):
     Tidepool and of the engine there; None: not installed as a package, or its agent is too old to report it.
     `draining`: an operator takes it out of service; `leaving`: its agent is shutting down. `regroups`: its GPUs may be
     grouped into other slots; `layout`: the slots' sizes that are wanted, since `layout_at`; None: those that it has.
+    `layout_held`: an operator chose them, and plans leave them; `layout_chosen_at`: when they were last chosen.
     """
 
     __tablename__ = "nodes"
@@ -156,6 +157,8 @@ class Node(Base):
     regroups: Mapped[bool] = mapped_column(default=False, server_default=text("false"))
     layout: Mapped[list[Any] | None] = mapped_column(JSONB(none_as_null=True))
     layout_at: Mapped[datetime | None]
+    layout_held: Mapped[bool] = mapped_column(default=False, server_default=text("false"))
+    layout_chosen_at: Mapped[datetime | None]
     generation: Mapped[int] = mapped_column(server_default=text("0"))
     last_seen_at: Mapped[datetime | None]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

@@ -15,7 +15,7 @@ from dataplane.engines.core.devices import StepLimits, step_limits, visible_gpus
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
-from dataplane.protocol.layouts import Layout, check_layout, slots_of
+from dataplane.protocol.layouts import Layout, check_layout, memory_like, slots_of
 from dataplane.protocol.messages import EngineKind
 from dataplane.protocol.tls import check_tls_files
 from dataplane.scheduling.decode import DecodeSettings
@@ -280,10 +280,15 @@ class AgentSettings(BaseSettings):
             ValueError: the node cannot be grouped like that.
         """
         check_layout(layout, sum(worker.gpus for worker in self.slots))
-        gpu_bytes = self.slots[0].memory_bytes // self.slots[0].gpus
+        of_bytes, of_gpus = self.slots[0].memory_bytes, self.slots[0].gpus
         split = any(worker.ranks is not None and worker.ranks > 1 for worker in self.slots)
         slots = tuple(
-            WorkerSettings(gpus=gpus, ranks=gpus if split else None, memory_bytes=gpu_bytes * gpus, kind="both")
+            WorkerSettings(
+                gpus=gpus,
+                ranks=gpus if split else None,
+                memory_bytes=memory_like(gpus, of_bytes=of_bytes, of_gpus=of_gpus),
+                kind="both",
+            )
             for gpus in layout
         )
         return self.model_copy(update={"slots": slots})

@@ -48,6 +48,13 @@ def slots_of(layout: Sequence[int]) -> dict[int, int]:
     return slots
 
 
+def memory_like(gpus: int, *, of_bytes: int, of_gpus: int) -> int:
+    """Memory of a slot of so many GPUs that are like those of another slot, which has `of_bytes` on `of_gpus`; in whole
+    bytes of a GPU, at least one.
+    """
+    return max(1, of_bytes // of_gpus) * gpus
+
+
 def blocks_between(before: Layout, after: Layout) -> Iterator[Block]:
     """The blocks in which two layouts of one node differ, by their first GPU."""
     old, new = slots_of(before), slots_of(after)

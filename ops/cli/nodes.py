@@ -27,7 +27,8 @@ from ops.client.screen import (
 
 nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that have joined the fleet.")
 
-Layout = Annotated[str, typer.Argument(help="GPUs of each slot, in their order, as 4,1,1,2.")]
+Layout = Annotated[str | None, typer.Argument(help="GPUs of each slot, in their order, as 4,1,1,2.")]
+ByPlans = Annotated[bool, typer.Option("--by-plans", help="Leave them to plans again.")]
 _NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
 
 
@@ -48,6 +49,12 @@ def _slot_text(slot: dict[str, Any]) -> str:
 def _layout_text(node: Mapping[str, Any]) -> str:
     sizes = ", ".join(str(size) for size in node["layout"])
     return f"{sizes} GPUs, since {node['layout_at']}"
+
+
+def _chosen_text(node: Mapping[str, Any]) -> str:
+    """Who says how its GPUs are grouped."""
+    since = "" if node["layout_chosen_at"] is None else f", chosen {node['layout_chosen_at']}"
+    return f"held by an operator{since}" if node["layout_held"] else f"left to plans{since}"
 
 
 @nodes.command("list")
@@ -80,6 +87,7 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
             *known,
             ("slots", slots),
             *([] if node["layout"] is None else [("slots wanted", _layout_text(node))]),
+            *([("layout", _chosen_text(node))] if node["regroups"] else []),
             ("host memory", host),
             ("engine", _engine_text(node)),
             ("version", _version_text(node)),
@@ -117,13 +125,27 @@ def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> 
 
 
 @nodes.command("layout")
-@examples("tidepool node layout us-east-1 4,1,1,2")
-def set_layout(context: typer.Context, name: str, layout: Layout, as_json: AsJson = False) -> None:
-    """Group a node's GPUs into slots of so many each. Slots that change are drained first; the others stay."""
+@examples("tidepool node layout us-east-1 4,1,1,2", "tidepool node layout us-east-1 --by-plans")
+def set_layout(
+    context: typer.Context, name: str, layout: Layout = None, by_plans: ByPlans = False, as_json: AsJson = False
+) -> None:
+    """Group a node's GPUs into slots of so many each. Slots that change are drained first; the others stay.
+
+    \b
+    Plans leave a node that was grouped like that, until --by-plans hands it back to them.
+    """
+    if (layout is None) != by_plans:
+        raise typer.BadParameter("either LAYOUT or --by-plans is needed", param_hint="LAYOUT")
     with connected(context) as api:
-        node = api.put(f"/admin/nodes/{name}/layout", {"layout": _sizes(layout)})
-    said = "has these slots" if node["layout"] is None else "is regrouped as its slots get empty"
+        if layout is None:
+            node = api.delete(f"/admin/nodes/{name}/layout")
+            said = "keeps its slots until a plan chooses others"
+        else:
+            node = api.put(f"/admin/nodes/{name}/layout", {"layout": _sizes(layout)})
+            said = "has these slots" if node["layout"] is None else "is regrouped as its slots get empty"
     print_answer(node, f"node {name} {said}", as_json=as_json)
+    for warning in node.get("warnings", ()):
+        notes().print(f"warning: {warning}", markup=False)
 
 
 def _sizes(layout: str) -> list[int]:

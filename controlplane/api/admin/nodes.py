@@ -63,6 +63,8 @@ class Node(Answer):
         description="GPUs of each slot that is wanted, in the order of its GPUs; null: it is grouped as wanted",
     )
     layout_at: datetime | None = Field(description="since when that is wanted")
+    layout_held: bool = Field(description="an operator chose its slots, and plans leave them")
+    layout_chosen_at: datetime | None = Field(description="when its slots were last chosen; null: it joined with them")
     slots: list[Slot]
 
     @computed_field(description="its version is known, and not this gateway's")  # type: ignore[prop-decorator]
@@ -176,16 +178,39 @@ class LayoutBody(Body):
     )
 
 
+class NodeRegrouped(Node):
+    """A node whose layout was chosen."""
+
+    warnings: list[str] = Field(
+        examples=[["llama-70b takes 4 GPUs together, the largest slot of H800 in us-east has 2"]],
+        description="models that run on GPUs of its type in the region, and for which no slot is large enough then",
+    )
+
+
 @router.put("/nodes/{name}/layout", summary="Group the GPUs of a node into slots")
-def set_layout(name: NodePath, body: LayoutBody, session: SessionDep, state: StateDep, caller: Operator) -> Node:
+def set_layout(
+    name: NodePath, body: LayoutBody, session: SessionDep, state: StateDep, caller: Operator
+) -> NodeRegrouped:
     """The node must let its GPUs be regrouped (`regroups`). Slots that both layouts have stay as they are. Instances on
     the others are started elsewhere where there is room, and drained; where there is none, they are drained after
     `regroup_patience_s`. GPUs are regrouped when all slots that go are empty; until then `layout` is what is wanted,
-    `slots` what is. Plans pool no models on a GPU type whose slots differ in size.
+    `slots` what is. Plans pool no models on a GPU type whose slots differ in size, and leave this node's layout from
+    then on.
     """
     with fleet_change(session, caller, "node.layout", tables.Node, name):
-        row = layouts.want_layout(session, name, body.layout)
+        row = layouts.want_layout(session, name, body.layout, held=True)
     enqueue("scale")
+    node = _nodes(session, state, [row])[0]
+    return NodeRegrouped(**dict(node), warnings=layouts.models_without_slot(session, row))
+
+
+@router.delete("/nodes/{name}/layout", summary="Leave the layout of a node to plans")
+def release_layout(name: NodePath, session: SessionDep, state: StateDep, caller: Operator) -> Node:
+    """Ends an operator's choice. The slots stay until a plan regroups them, which it does with `TIDEPOOL_PLAN_LAYOUTS`
+    only.
+    """
+    with fleet_change(session, caller, "node.layout", tables.Node, name):
+        row = layouts.release_layout(session, name)
     return _nodes(session, state, [row])[0]
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field
 from sqlalchemy.orm import Session
 
 from controlplane.api.admin.fields import PlanPath
-from controlplane.api.admin.plans import PlanView
+from controlplane.api.admin.plans import LayoutChange, PlanView, layout_changes
 from controlplane.api.auth import Viewer
 from controlplane.api.state import SessionDep
 from controlplane.declarations import GpuTypeName, ModelName, RegionName
@@ -102,6 +102,7 @@ class PlanSummary(BaseModel):
     index: int = Field(description="send this when applying")
     totals: Totals
     pools: list[PoolChange]
+    layouts: list[LayoutChange] = Field(description="nodes whose GPUs it groups into other slots")
     unserved_tokens_per_s: float = Field(description="served by no region")
     away_tokens_per_s: float = Field(description="not served in its own region, as the settings want it")
     shortfalls: int
@@ -179,6 +180,7 @@ def get_summary(plan_id: PlanPath, session: SessionDep, _: Viewer, against: Agai
         index=plan.fleet_index,
         totals=_totals(session, plan_id, against, everything),
         pools=[_pool(each) for each in plan.pools],
+        layouts=layout_changes(plan),
         unserved_tokens_per_s=sum(each["tokens_per_s"] for each in lacking if each["region"] is None),
         away_tokens_per_s=sum(each["tokens_per_s"] for each in lacking if each["region"] is not None),
         shortfalls=len(lacking),

@@ -64,6 +64,17 @@ class EntryView(Answer):
     cost_if_not: float = Field(description="per hour; 0 where nothing changes")
 
 
+class LayoutChange(BaseModel):
+    """A node whose GPUs are grouped into other slots, why, and the GPUs of each slot, in their order."""
+
+    node: str
+    region: str
+    gpu_type: str
+    before: list[int] = Field(examples=[[1, 1, 1, 1]])
+    after: list[int] = Field(examples=[[4]])
+    reason: str
+
+
 class PlanWhole(BaseModel):
     """A plan with its cells, and what it could not serve."""
 
@@ -73,6 +84,7 @@ class PlanWhole(BaseModel):
     pools: list[Any] = Field(
         description="pool GPUs by region and GPU type, with the endpoints each serves or holds in reserve"
     )
+    layouts: list[LayoutChange] = Field(description="nodes whose GPUs it groups into other slots")
     index: int = Field(description="send this when applying")
 
 
@@ -109,6 +121,10 @@ class Inputs(BaseModel):
         None, description="whether pools were planned and how, which models could not be pooled, and why"
     )
     corrections: Any = Field(None, description="profiles that count otherwise than stated, and why")
+    layouts: Any = Field(
+        None,
+        description="GPUs that are taken by the size of their slots, and slots that are missing; null: not planned",
+    )
 
 
 class Explanation(BaseModel):
@@ -244,6 +260,11 @@ def roll_back_plan(
     return _whole_of(session, plan)
 
 
+def layout_changes(plan: Plan) -> list[LayoutChange]:
+    """The nodes that a plan regroups."""
+    return [LayoutChange.model_validate(each) for each in plan.layouts]
+
+
 def _require_past(origin_s: int | None, now_s: float) -> None:
     if origin_s is not None and origin_s > now_s:
         raise InvalidValueError(f"origin_s: {origin_s} is in the future", param="origin_s")
@@ -264,5 +285,6 @@ def _whole(plan: Plan, entries: list[PlanEntry]) -> PlanWhole:
         entries=[EntryView.model_validate(entry) for entry in entries],
         unserved=plan.unserved,
         pools=plan.pools,
+        layouts=layout_changes(plan),
         index=plan.fleet_index,
     )

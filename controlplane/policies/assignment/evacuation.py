@@ -2,12 +2,14 @@
 
 A node is evacuated when an operator drains it, when its agent shuts down, or when it has been silent for a while; a
 slot when its GPUs are to be regrouped. Then the others wait for it, so that an instance without a place elsewhere
-drains all the same when it is overdue and no successor is being started.
+drains all the same when it is overdue and no successor is being started. Where plans regroup, a model that is on a slot
+of more GPUs than it takes, since there was no other, leaves it for a free one of its size.
 Pooled instances are moved by `policies.assignment.pools`, which assigns slots on accepting nodes only.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
 from controlplane.policies.scaling.facts import ScaleStep
@@ -28,6 +30,40 @@ class Evacuation:
     drains: tuple[InstanceChange, ...] = ()
     succeeded: frozenset[str] = frozenset()
     settled: tuple[str, ...] = ()
+
+
+def leaving_larger_slots(
+    instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float
+) -> tuple[PlacedInstance, ...]:
+    """All instances; those on slots that plans make for larger models leave these, as far as slots of their own size
+    are free, so that a plan that counts a slot of four finds it free for a model of four.
+
+    Args:
+        instances: all dedicated instances.
+        rooms: all slots.
+        stale_s: no instance starts on a node that is silent for longer.
+    """
+    instances, rooms = tuple(instances), tuple(rooms)
+    larger = {room.ref: room.worker_gpus for room in rooms if room.regroups}
+    free = Counter(
+        (room.region, room.gpu_type, room.gpus)
+        for room in rooms
+        if room.regroups
+        and room.accepting
+        and not room.pooled
+        and room.age_s <= stale_s
+        and room.gpus_free == room.gpus
+    )
+    succeeded = {each.succeeds for each in instances if each.serving}
+    leaving: dict[str, str] = {}
+    for each in sorted(instances, key=lambda each: each.instance_id):
+        if not each.serving or each.leaving is not None or larger.get(each.ref, 0) <= each.gpus:
+            continue
+        own = (each.endpoint.region, each.gpu_type, each.gpus)
+        if each.instance_id in succeeded or free[own] > 0:
+            free[own] -= each.instance_id not in succeeded
+            leaving[each.instance_id] = f"slot {each.slot} of node {each.node_id} is for larger models"
+    return tuple(replace(each, leaving=leaving.get(each.instance_id, each.leaving)) for each in instances)
 
 
 def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float) -> Evacuation:

@@ -23,6 +23,8 @@ class SlotRoom:
         accepting: False while its node is drained or shuts down, or its GPUs are to be regrouped.
         pooled: it belongs to a pool, or will; only pooled instances start there, and none is donated there.
         weights: memory for weights of each of its workers.
+        regroups: whether plans may regroup its GPUs: it is then for models of as many GPUs as it has, if others have
+            slots of their own size.
     """
 
     node_id: str
@@ -36,6 +38,7 @@ class SlotRoom:
     pooled: bool = False
     workers: int = 1
     weights: WeightsMemory = UNKNOWN_MEMORY
+    regroups: bool = False
 
     @property
     def worker_gpus(self) -> int:

@@ -284,10 +284,13 @@ class Filling:
         size = self._sizes.get(step.endpoint.model)
         return size is None or fits(size, slot.weights)
 
-    def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, int, _Room]:
-        """The smaller the better: nodes where the endpoint's instances are stuck come last, then instances spread."""
+    def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, bool, int, _Room]:
+        """The smaller the better: nodes where the endpoint's instances are stuck come last, then slots that plans make
+        for larger models, then instances spread.
+        """
         here = (step.endpoint, slot.node_id)
-        return (here in self._stuck, self._serving_on[here], self._room(slot))
+        larger = slot.regroups and slot.worker_gpus > self._need(step, slot)
+        return (here in self._stuck, larger, self._serving_on[here], self._room(slot))
 
     def _is_open(self, instance: PlacedInstance) -> bool:
         return instance.ref in self._open

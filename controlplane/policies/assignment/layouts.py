@@ -23,13 +23,15 @@ class GroupedNode:
     Attributes:
         layout: the one that is wanted of it, which it may still be on its way to.
         age_s: for how long it has been wanted.
-        work: what the slots that hold anything would have to finish, by their numbers, in tokens.
+        work: what it costs to empty the slots that hold anything, by their numbers, in one unit for all nodes.
+        fixed: its slots count, but stay as they are, whatever their sizes.
     """
 
     name: str
     place: RegionGpu
     layout: Layout
     age_s: float = math.inf
+    fixed: bool = False
     work: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -56,6 +58,7 @@ class Regrouping:
     """A node that is to have another layout, and why."""
 
     node: str
+    place: RegionGpu
     before: Layout
     after: Layout
     reason: str
@@ -107,7 +110,7 @@ class _Place:
     def __init__(self, nodes: Sequence[GroupedNode], demand: Mapping[int, float], settings: LayoutSettings) -> None:
         self._before = {node.name: node for node in nodes}
         self._layouts = {node.name: node.layout for node in nodes}
-        self._open = [node.name for node in nodes if node.age_s >= settings.hold_s]
+        self._open = [node.name for node in nodes if not node.fixed and node.age_s >= settings.hold_s]
         self._demand = demand
         self._settings = settings
         self._reasons: dict[str, list[str]] = defaultdict(list)
@@ -128,8 +131,13 @@ class _Place:
     def regroupings(self) -> Iterator[Regrouping]:
         for name, reasons in self._reasons.items():
             reason = ", ".join(dict.fromkeys(reasons))
+            node = self._before[name]
             yield Regrouping(
-                node=name, before=self._before[name].layout, after=self._layouts[name], reason=f"lacking: {reason}"
+                node=name,
+                place=node.place,
+                before=node.layout,
+                after=self._layouts[name],
+                reason=f"lacking: {reason}",
             )
 
     def _needed(self, size: int, margin: float = 0.0) -> int:

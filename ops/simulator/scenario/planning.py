@@ -8,6 +8,7 @@ from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.scaling.facts import ScalingSettings, StrategyName
+from dataplane.protocol.layouts import check_layout
 from forecasts.models.forecasters import FORECASTERS
 from forecasts.settings import DEFAULT_FORECASTERS
 from ops.simulator.kernel.scenario_values import Count, Part, Positive, Share
@@ -16,7 +17,8 @@ Strategy = Literal["lt-i", "lt-u", "lt-ua", "lt-d", "reactive", "siloed", "chiro
 
 
 class NodesPart(Part):
-    """Nodes of a region, each with so many slots of so many GPUs. They are called REGION-0, REGION-1 and so on.
+    """Nodes of a region, each with so many slots of so many GPUs, or with the slots of a `layout`, in the order of
+    their GPUs, which plans may regroup (`planning.layouts`). They are called REGION-0, REGION-1 and so on.
     `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV, `weights_bytes` for weights where it
     is pooled; left out, they are the fleet's. `host_bytes`: host memory of each node for the models of its pools,
     needed where `planning.pools` is set.
@@ -26,10 +28,23 @@ class NodesPart(Part):
     count: Count = 1
     slots: Count = 8
     gpus: Count = 1
+    layout: tuple[Count, ...] | None = None
     profile: str | None = None
     kv_bytes: Count | None = None
     weights_bytes: Count | None = None
     host_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _grouped(self) -> "NodesPart":
+        if self.layout is None:
+            return self
+        if self.model_fields_set & {"slots", "gpus"}:
+            raise ValueError("layout: says what slots and gpus say, which must be left out")
+        try:
+            check_layout(self.layout, sum(self.layout))
+        except ValueError as error:
+            raise ValueError(f"layout: {error}") from error
+        return self
 
 
 class RegroupPart(Part):
@@ -99,6 +114,9 @@ class PlanningPart(Part):
     out. The keys after it, `pool_*`, are as in the service's settings: see `PoolableSettings`.
 
     `reserve`: whether the endpoints of a region share a reserve instead; see `ReserveSettings`.
+
+    `layouts`: whether plans regroup nodes that have a layout, and keep each for `layout_hold_s`. `layout_patience_s`:
+    how long a slot that goes keeps instances that have no place elsewhere.
     """
 
     learn_s: Annotated[float, Field(ge=0, multiple_of=60, allow_inf_nan=False)] = 0.0
@@ -117,6 +135,9 @@ class PlanningPart(Part):
     reserve: bool = False
     reserve_quantile: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
     reserve_correlation: Annotated[float, Field(ge=0, le=1)] = 0.2
+    layouts: bool = False
+    layout_hold_s: Annotated[float, Field(ge=0)] = 5400.0
+    layout_patience_s: Annotated[float, Field(ge=0)] = 120.0
 
     @property
     def shares_gpus(self) -> bool:

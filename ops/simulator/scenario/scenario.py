@@ -292,6 +292,8 @@ class Scenario(Part):
             return self
         if self.fleet.serving != "dedicated" or not self.fleet.nodes:
             raise ValueError("scaling: needs fleet.serving = 'dedicated' and fleet.nodes")
+        if self.planning.layouts and not any(node.layout for node in self.fleet.nodes):
+            raise ValueError("planning.layouts: needs a layout in fleet.nodes")
         for index, each in enumerate(self.models):
             if each.tokens_per_s is None:
                 raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")

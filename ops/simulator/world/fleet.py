@@ -16,7 +16,7 @@ from math import inf
 from typing import Unpack
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotAdd, SlotDecision, SlotRef
-from controlplane.policies.facts import Endpoint, InstanceFacts, NodeFacts, NodeSlot
+from controlplane.policies.facts import Endpoint, InstanceFacts, NodeFacts
 from controlplane.policies.placement.facts import StartTimes
 from controlplane.policies.scale import ScaleDecision
 from dataplane.protocol.tiers import InstanceKind
@@ -25,6 +25,7 @@ from ops.simulator.kernel.requests import Served
 from ops.simulator.results.results import Start
 from ops.simulator.servers.pool_slot import PooledServer
 from ops.simulator.servers.servers import DedicatedServer
+from ops.simulator.world.fleet_layouts import FleetLayouts
 from ops.simulator.world.fleet_pools import FleetPools
 from ops.simulator.world.hosted import Changes, FleetNode, HostedInstance
 from ops.simulator.world.spot_starts import SpotStarts
@@ -49,6 +50,7 @@ class Fleet:
         spot_starts: SpotStarts,
         weights: Iterable[Endpoint],
         pools: FleetPools,
+        layouts: FleetLayouts,
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.down: set[str] = set()
@@ -62,6 +64,7 @@ class Fleet:
         self._times = times
         self._spot_starts = spot_starts
         self.pools = pools
+        self.layouts = layouts
         self._started = 0
 
     @property
@@ -70,21 +73,20 @@ class Fleet:
 
     def node_facts(self) -> tuple[NodeFacts, ...]:
         """The nodes for the snapshot; a node that is down is silent."""
+        now_s = self._events.now_s
         return tuple(
-            NodeFacts(
-                name=node.name,
-                region=node.region,
-                gpu_type=node.gpu_type,
-                slots=tuple(NodeSlot(number=slot, gpus=node.gpus) for slot in range(node.slots)),
-                host_bytes=node.host_bytes,
-                age_s=inf if node.name in self.down else 0.0,
-            )
+            self.layouts.facts(node, now_s, age_s=inf if node.name in self.down else 0.0)
             for node in self.nodes.values()
         )
+
+    def regroup(self) -> None:
+        """Regroup slots that are empty."""
+        self.layouts.regroup({one.ref for one in self.hosted.values()})
 
     def placed(self, reports: Mapping[str, InstanceFacts]) -> tuple[PlacedInstance, ...]:
         """The instances for the snapshot, with their reports by id."""
         now_s = self._events.now_s
+        going = {(name, slot) for name in self.nodes for slot in self.layouts.going(name)}
         return tuple(
             PlacedInstance(
                 instance_id=name,
@@ -98,6 +100,9 @@ class Fleet:
                 remaining_tokens=one.server.remaining_tokens,
                 kind=one.kind,
                 donation=Donation(age_s=now_s - one.donated_s) if one.state == "spot" else None,
+                leaving=f"slot {one.slot} of node {one.node.name} is regrouped" if one.ref in going else None,
+                overdue=one.ref in going and self.layouts.is_overdue(one.node.name, now_s),
+                succeeds=one.succeeds,
                 pooled=one.pooled,
                 report=reports.get(name),
             )
@@ -116,6 +121,8 @@ class Fleet:
             self._settle_slot(self.hosted[name].ref)
         for name, kind in decision.kinds.items():
             self._turn(self.hosted[name], kind=kind)
+        for name, predecessor in decision.successors.items():
+            self.hosted[name].succeeds = predecessor
         self._apply_slots(decision.slots)
 
     def _apply_slots(self, decision: SlotDecision) -> None:
@@ -180,14 +187,22 @@ class Fleet:
         return any(one.state != "warming" for one in here)
 
     def _start(self, add: SlotAdd, start: Start, takes_s: float) -> None:
-        node = self.nodes[add.node_id]
-        taken = sum(one.gpus for one in self.hosted.values() if (one.node, one.slot) == (node, add.slot))
-        assert add.slot < node.slots and taken + add.gpus <= node.gpus, f"{add} finds {taken} of {node.gpus} GPUs held"  # noqa: PT018
+        node, ref = self.nodes[add.node_id], (add.node_id, add.slot)
+        taken, gpus = sum(one.gpus for one in self.hosted.values() if one.ref == ref), self.layouts.gpus_of(ref)
+        assert taken + add.gpus <= gpus, f"{add} finds {taken} of {gpus} GPUs held"
         self._started += 1
         name = f"{add.endpoint.region}/{add.endpoint.model}/{self._started}"
         pooled = not add.gpus
-        server = self.pools.start(add, name, node.gpus) if pooled else self._make(add, name)
-        hosted = HostedInstance(server=server, node=node, slot=add.slot, gpus=add.gpus, kind=add.kind, pooled=pooled)
+        server = self.pools.start(add, name, gpus) if pooled else self._make(add, name)
+        hosted = HostedInstance(
+            server=server,
+            node=node,
+            slot=add.slot,
+            gpus=add.gpus,
+            kind=add.kind,
+            pooled=pooled,
+            succeeds=add.succeeds,
+        )
         self.hosted[name] = hosted
         self.usage.change(None, hosted.use, self._events.now_s)
         self._settle_slot(hosted.ref)

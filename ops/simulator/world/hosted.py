@@ -5,6 +5,7 @@ from typing import TypedDict
 
 from controlplane.policies.assignment.facts import SlotRef
 from controlplane.policies.facts import Endpoint
+from dataplane.protocol.layouts import Layout, slots_of
 from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.results.results import State
 from ops.simulator.servers.pool_slot import PooledServer
@@ -14,16 +15,22 @@ from ops.simulator.world.usage import Use
 
 @dataclass(frozen=True, kw_only=True)
 class FleetNode:
-    """A node with `slots` slots of `gpus` GPUs each. `host_bytes`: host memory for the models of all its slots; None:
-    the node does not report it, and no instance is pooled there.
+    """A node. `layout`: GPUs of each slot at the beginning. `regroups`: whether plans may regroup them; a slot's number
+    is then that of its first GPU, as in the live service. `host_bytes`: host memory for the models of all its slots;
+    None: the node does not report it, and no instance is pooled there.
     """
 
     name: str
     region: str
     gpu_type: str
-    slots: int
-    gpus: int
+    layout: Layout
+    regroups: bool = False
     host_bytes: int | None = None
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """GPUs of each slot at the beginning, by its number."""
+        return slots_of(self.layout) if self.regroups else dict(enumerate(self.layout))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +42,7 @@ class HostedInstance:
         donated_s: when it was donated last.
         pooled: it shares its slot and has no GPUs of its own.
         in_pool_slot: it has GPUs of its own in a slot of a pool; they count as the pool's.
+        succeeds: the instance that it was started to replace.
     """
 
     server: DedicatedServer | PooledServer
@@ -47,6 +55,7 @@ class HostedInstance:
     donated_s: float = 0.0
     pooled: bool = False
     in_pool_slot: bool = False
+    succeeds: str | None = None
 
     @property
     def ref(self) -> SlotRef:

@@ -97,8 +97,9 @@ class Loops:
         self._scale()
 
     def _scale(self) -> None:
-        """Gather, decide, apply."""
+        """Regroup what is empty; gather, decide, apply."""
         now_s = self._now_s
+        self._fleet.regroup()
         snapshot = self._snapshot()
         if self._planner is not None:
             ttft_s = self._world.settings.targets[Tier.IW_F].ttft_s

@@ -7,6 +7,7 @@ from controlplane.policies.assignment.facts import SlotAdd, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu
 from controlplane.policies.fit import AdapterSize, ModelSize
 from controlplane.policies.placement.facts import PlacementSettings, Profile
+from controlplane.policies.planned_layouts import PlannedLayoutSettings
 from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.scaling.facts import ScaleStep
 from dataplane.scheduling.profile import GpuProfile
@@ -21,6 +22,7 @@ from ops.simulator.servers.servers import DedicatedServer
 from ops.simulator.traffic.demand import Demand
 from ops.simulator.world.failures import Failure, Failures
 from ops.simulator.world.fleet import Fleet, MakeServer
+from ops.simulator.world.fleet_layouts import FleetLayouts
 from ops.simulator.world.fleet_pools import FleetPools
 from ops.simulator.world.hosted import FleetNode
 from ops.simulator.world.loops import Loops, LoopSettings
@@ -60,6 +62,7 @@ def operate(
         spot_starts=SpotStarts(_spot_times(scenario.provisioning), seed),
         weights=(Endpoint(model=model, region=region) for model, places in everywhere.items() for region in places),
         pools=_pools(scenario, means, world),
+        layouts=FleetLayouts(nodes, scenario.planning.layout_patience_s),
     )
     plan = _plan_settings(scenario, scaling, means)
     planner = None
@@ -93,8 +96,8 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[F
                 name=name,
                 region=part.region,
                 gpu_type=gpu_type,
-                slots=part.slots,
-                gpus=part.gpus,
+                layout=part.layout or (part.gpus,) * part.slots,
+                regroups=part.layout is not None and scenario.planning.layouts,
                 host_bytes=part.host_bytes,
             )
 
@@ -177,6 +180,7 @@ def _plan_settings(scenario: Scenario, scaling: ScalingPart, means: Mapping[str,
         pools=planning.poolable(),
         correction=CorrectionSettings() if planning.correct_profiles else None,
         reserve=planning.sharing(),
+        layouts=PlannedLayoutSettings(enabled=planning.layouts, hold_s=planning.layout_hold_s),
     )
 
 

@@ -16,6 +16,7 @@ from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
+from controlplane.policies.planned_layouts import PlannedLayoutSettings
 from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools
 from forecasts.selection.select import PeakForecast, forecast_peak
@@ -50,6 +51,7 @@ class PlanSettings:
     pools: PoolableSettings = field(default_factory=lambda: PoolableSettings(enabled=False))
     correction: CorrectionSettings | None = None
     reserve: ReserveSettings = field(default_factory=ReserveSettings)
+    layouts: PlannedLayoutSettings = field(default_factory=PlannedLayoutSettings)
 
     def snapshot(self, fleet: Fleet, reports: Mapping[str, InstanceFacts]) -> FleetSnapshot:
         """The fleet as plans and scaling both take it. `reports`: of instances, by id."""
@@ -146,6 +148,8 @@ class Planner:
                 expected={endpoint: max(path) for endpoint, path in demand.items()},
                 forecasts=dict(self._forecasts),
             )
+        for one in hour.layouts.decision.regroupings:
+            fleet.layouts.want(one.node, one.after, now_s)
 
     def forecast_now(self, endpoint: Endpoint, now_s: float) -> float | None:
         """The forecast of the plan in force for this moment; None: it has none."""
@@ -177,7 +181,13 @@ class Planner:
 
     def _hour_settings(self) -> HourSettings:
         settings = self._settings
-        return HourSettings(placement=settings.placement, pools=settings.pools, reserve=settings.reserve, stale_s=0.0)
+        return HourSettings(
+            placement=settings.placement,
+            pools=settings.pools,
+            reserve=settings.reserve,
+            layouts=settings.layouts,
+            stale_s=0.0,
+        )
 
     def _paths(self, window_start_s: float, *, upper: bool = True) -> dict[Endpoint, tuple[float, ...]]:
         """Upper or median forecasts, or the true demand of the hour, by window."""

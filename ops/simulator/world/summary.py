@@ -27,7 +27,7 @@ def result_of(
     simulated_s = world.events.now_s - world.settings.learn_s
     slots = sum(server.slots for server in world.present.servers)
     if fleet is not None:
-        slots = sum(node.slots for node in fleet.nodes.values())
+        slots = fleet.layouts.count
     slot_s = slots * simulated_s
     busy_s = sum(server.busy_s for server in world.present.servers)
     whole = Tally.of(world.tallies.values())

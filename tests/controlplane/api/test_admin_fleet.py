@@ -196,7 +196,11 @@ def test_the_layout_of_a_node_is_wanted_and_shown(ask: Ask, database: Database, 
     shown = ask("PUT", path, json={"layout": [2, 1, 1]})
     assert (shown["regroups"], shown["layout"], [slot["gpus"] for slot in shown["slots"]]) == (True, [2, 1, 1], [4])
     assert ask("GET", f"/admin/nodes/{node}", role="viewer")["layout"] == [2, 1, 1]
+    assert (shown["layout_held"], shown["warnings"]) == (True, [])
     assert ask("PUT", path, json={"layout": [4]})["layout"] is None
+    ask("DELETE", path, role="viewer", status=403)
+    assert ask("DELETE", path)["layout_held"] is False
+    ask("DELETE", "/admin/nodes/elsewhere/layout", status=404)
 
 
 def test_bodies_that_are_no_object(ask: Ask) -> None:

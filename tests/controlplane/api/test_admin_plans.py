@@ -80,11 +80,11 @@ def test_no_forecasts_are_asked_for_while_the_task_queue_is_away(
 def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
     dry = ask("POST", "/admin/plans", json={"dry_run": True})
     assert dry["index"] == dry["plan"]["fleet_index"]
-    assert dry["pools"] == []
+    assert (dry["pools"], dry["layouts"]) == ([], [])
     assert ask("GET", "/admin/plans")["data"] == []
     draft = ask("POST", "/admin/plans", json={})
     inputs = ask("GET", f"/admin/plans/{draft['plan']['id']}/inputs", role="viewer")
-    assert set(inputs) == {"problem", "forecasts", "pools", "corrections"}
+    assert set(inputs) == {"problem", "forecasts", "pools", "corrections", "layouts"}
     assert inputs["forecasts"]["series"] == []
     told = ask("GET", f"/admin/plans/{draft['plan']['id']}/explanation", role="viewer")["text"]
     assert "no endpoint had interactive demand" in told

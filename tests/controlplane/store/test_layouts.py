@@ -4,13 +4,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from sqlalchemy import select, update
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.store.fleet import fleet_index
 from controlplane.store.instances import desired_of, present_layout, set_desired
 from controlplane.store.joining import join_node
-from controlplane.store.layouts import regroup, want_layout
-from controlplane.store.tables import Desired, Instance, Node
+from controlplane.store.keys import AuditEvent
+from controlplane.store.layouts import models_without_slot, regroup, release_layout, want_layout, want_planned
+from controlplane.store.tables import Desired, Instance, Node, Profile
 from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.layouts import Layout, slots_of
 from tests.controlplane.world import World, until
@@ -31,7 +33,16 @@ def join(world: World, layout: Layout, *, gpu_bytes: int = 100, **changes: Any) 
 def want(world: World, *layout: int) -> list[Any] | None:
     with world.database.transaction() as session:
         fleet_index(session, lock=True)
-        return want_layout(session, "n1", layout).layout
+        return want_layout(session, "n1", layout, held=True).layout
+
+
+def plan(world: World, *layout: int) -> None:
+    """What a plan wants of n1."""
+    with world.database.transaction() as session:
+        fleet_index(session, lock=True)
+        want_planned(
+            session, "plan_1", [{"node": "n1", "after": list(layout), "reason": "of the test"}], actor="schedule"
+        )
 
 
 def apply(world: World) -> list[tuple[Layout, Layout]]:
@@ -137,10 +148,70 @@ def test_what_cannot_be_is_refused_by_name(world: World) -> None:
     with pytest.raises(InvalidValueError, match="a slot of 2 GPUs begins at a multiple of 2"):
         want(world, 1, 2, 1)
     with world.database.transaction() as session, pytest.raises(NotFoundError):
-        want_layout(session, "elsewhere", (4,))
+        want_layout(session, "elsewhere", (4,), held=True)
 
 
 def _slots(session: Any) -> list[Any]:
     from controlplane.store.fleet import slots_of as rows_of  # noqa: PLC0415 - the other one is of layouts
 
     return rows_of(session, ["n1"])["n1"]
+
+
+def test_what_an_operator_chose_plans_leave_until_it_is_released(world: World) -> None:
+    join(world, (4,))
+    plan(world, 2, 2)
+    apply(world)
+    want(world, 1, 1, 2)
+    plan(world, 4)
+    apply(world)
+    assert present(world) == ((1, 1, 2), None, (1, 1, 2)), "the operator's word wins"
+    with world.database.transaction() as session:
+        fleet_index(session, lock=True)
+        assert not release_layout(session, "n1").layout_held
+    assert apply(world) == [], "it stays until a plan says otherwise"
+    plan(world, 4)
+    assert apply(world) == [((1, 1, 2), (4,))]
+
+
+def test_to_choose_what_there_is_holds_it_too(world: World) -> None:
+    join(world, (4,))
+    assert want(world, 4) is None
+    plan(world, 2, 2)
+    assert apply(world) == []
+
+
+def test_a_plan_passes_over_nodes_that_are_not_as_it_knew_them(world: World) -> None:
+    plan(world, 4)
+    join(world, (4, 4))
+    plan(world, 4)
+    join(world, (4,), regroups=False, slots=(SlotSpec(gpus=4, memory_bytes=400),))
+    plan(world, 2, 2)
+    assert apply(world) == []
+
+
+def test_what_plans_want_is_in_the_audit_log(world: World) -> None:
+    join(world, (4,))
+    plan(world, 2, 2)
+    with world.database.transaction() as session:
+        event = session.scalars(select(AuditEvent).where(AuditEvent.action == "node.layout")).one()
+    assert (event.actor, event.subject, event.before) == ("schedule", "n1", {"layout": [4]})
+    assert event.after == {"layout": [2, 2], "plan": "plan_1", "reason": "of the test"}
+
+
+def test_models_that_would_have_no_slot_are_named(world: World) -> None:
+    join(world, (4,))
+    with world.database.transaction() as session:
+        session.execute(update(Profile).values(gpus=4))
+    instance = world.place("n1")
+    want(world, 2, 2)
+    with world.database.transaction() as session:
+        [warning] = models_without_slot(session, session.get_one(Node, "n1"))
+    assert warning == "tide takes 4 GPUs together, the largest slot of H800 in us-east has 2"
+    stop(world, instance)
+    apply(world)
+    world.place("n1")
+    with world.database.transaction() as session:
+        assert models_without_slot(session, session.get_one(Node, "n1")) == [warning], "the slots are there now"
+    want(world, 4)
+    with world.database.transaction() as session:
+        assert models_without_slot(session, session.get_one(Node, "n1")) == []

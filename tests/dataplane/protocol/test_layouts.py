@@ -6,7 +6,16 @@ from itertools import product
 import pytest
 
 from dataplane.protocol.joining import Join, SlotSpec
-from dataplane.protocol.layouts import Block, Layout, advanced, blocks_between, check_layout, going_slots, slots_of
+from dataplane.protocol.layouts import (
+    Block,
+    Layout,
+    advanced,
+    blocks_between,
+    check_layout,
+    going_slots,
+    memory_like,
+    slots_of,
+)
 
 
 def layouts(gpus: int, first: int = 0) -> Iterator[Layout]:
@@ -81,3 +90,9 @@ def test_slots_of_other_nodes_are_not_numbered() -> None:
     specs = (SlotSpec(gpus=1, memory_bytes=1, number=7),)
     with pytest.raises(ValueError, match="number: only slots of a node that regroups have one"):
         Join(node="n", region="r", gpu_type="g", url="http://n", slots=specs, engine="replay")
+
+
+def test_slots_have_the_memory_of_their_gpus() -> None:
+    assert memory_like(1, of_bytes=403, of_gpus=4) == 100, "whole bytes of a GPU, so that slots fit on it"
+    assert memory_like(8, of_bytes=403, of_gpus=4) == 800
+    assert memory_like(2, of_bytes=1, of_gpus=4) == 2

@@ -59,6 +59,10 @@ def test_a_node_is_regrouped(fleet: Run, database: Database) -> None:
     assert fleet("node", "show", "n-1", "--json").json["layout"] == [2, 1, 1]
     assert "node n-1 has these slots" in fleet("node", "layout", "n-1", "4").out
     assert "slots wanted" not in fleet("node", "show", "n-1").out
+    assert "held by an operator" in fleet("node", "show", "n-1").out
+    assert "node n-1 keeps its slots until a plan chooses others" in fleet("node", "layout", "n-1", "--by-plans").out
+    assert "left to plans" in fleet("node", "show", "n-1").out
+    assert "either LAYOUT or --by-plans is needed" in fleet("node", "layout", "n-1").err
     for layout, said in (("2,x", "is no list of numbers"), ("3,1", "a slot has 1, 2, 4, 8, ... GPUs, not 3")):
         failed = fleet("node", "layout", "n-1", layout)
         assert failed.status != 0

@@ -56,7 +56,7 @@ def test_each_request_ends_once_and_no_gpu_is_held_twice(
     for tally in world.tallies.values():
         assert tally.ttft.max_s <= tally.service.max_s
     held_s = sum(use.gpus * total_s for use, total_s in world.usage.seconds(world.events.now_s).items())
-    gpus = sum(node.slots * node.gpus for node in fleet.nodes.values())
+    gpus = sum(sum(node.layout) for node in fleet.nodes.values())
     assert 0 < held_s <= gpus * (world.events.now_s - scenario.planning.learn_s) * (1 + 1e-9)
 
 
@@ -65,7 +65,7 @@ def check_gpus(fleet: Fleet) -> None:
     held = Counter[tuple[str, int]]()
     for one in fleet.hosted.values():
         held[one.node.name, one.slot] += one.gpus
-    assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
+    assert all(count <= fleet.layouts.gpus_of(ref) for ref, count in held.items())
 
 
 def test_the_same_seed_gives_the_same_log_and_result() -> None:

@@ -42,7 +42,7 @@ def check_slots(fleet: Fleet) -> None:
         if one.pooled:
             assert not one.gpus
             pools.add(one.ref)
-    assert all(count <= fleet.nodes[node].gpus for (node, _), count in held.items())
+    assert all(count <= fleet.layouts.gpus_of(ref) for ref, count in held.items())
     assert all((place in fleet.pools) == (place in pools) for place in {*held, *pools})
     counted = Counter[Any]()
     for one in fleet.hosted.values():

@@ -1,0 +1,120 @@
+"""The layouts that the plan of an hour gives to nodes: slots of the sizes that its placement takes.
+
+A plan counts GPUs, whatever slots they are grouped into. So when it has placed everything, `choose_layouts` is asked
+whether there are slots for it: those of four that an evening's large model takes are made of the ones that the small
+models of the day leave. Instances in plans are whole slots and follow an upper quantile of demand, so that no size
+keeps more than that; a node that was regrouped stays as it is for longer than a plan lasts.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from controlplane.policies.assignment.facts import PlacedInstance, SlotRef
+from controlplane.policies.assignment.layouts import (
+    GroupedNode,
+    LayoutDecision,
+    LayoutFacts,
+    LayoutSettings,
+    choose_layouts,
+)
+from controlplane.policies.facts import EndpointGpu, NodeFacts, RegionGpu
+from controlplane.policies.placement.decision import Placement
+from controlplane.policies.snapshot import FleetSnapshot
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayoutSettings:
+    """Whether plans write layouts. `hold_s`: how long a node keeps the one that it was given."""
+
+    enabled: bool = False
+    hold_s: float = 5400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedLayouts:
+    """The layouts of a plan. `demand`: GPUs by the size of their slots that it takes in each place."""
+
+    decision: LayoutDecision = field(default_factory=LayoutDecision)
+    demand: Mapping[RegionGpu, Mapping[int, float]] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """The slots that are missing, in short; empty where none is."""
+        lacks = (
+            f"{count} of {size} GPUs on {place.gpu_type} in {place.region}"
+            for place, sizes in sorted(self.decision.missing.items(), key=lambda item: item[0])
+            for size, count in sorted(sizes.items())
+        )
+        missing = ", ".join(lacks)
+        return f"slots are missing that no node can be regrouped into: {missing}" if missing else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedHour:
+    """What a plan places. `sharing`: endpoints that pools serve or reserves hold; `shared_gpus`: of these, by place."""
+
+    placement: Placement
+    sharing: frozenset[EndpointGpu] = frozenset()
+    shared_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+
+
+def plan_layouts(
+    snapshot: FleetSnapshot, placed: PlacedHour, now_s: float, settings: PlannedLayoutSettings, *, stale_s: float
+) -> PlannedLayouts:
+    """Choose the layouts for what is placed.
+
+    Args:
+        snapshot: the fleet that it was made for.
+        placed: see `PlacedHour`.
+        now_s: Unix time, only passed on.
+        settings: see `PlannedLayoutSettings`.
+        stale_s: a node silent for longer does not count, and keeps its layout.
+    """
+    if not settings.enabled:
+        return PlannedLayouts()
+    demand = taken_gpus(snapshot, placed)
+    work = _work(snapshot.instances, placed.placement)
+    nodes = tuple(_grouped(node, work) for node in snapshot.serving_nodes(stale_s))
+    decision = choose_layouts(
+        LayoutFacts(nodes=nodes, demand=demand), now_s, LayoutSettings(margin=0.0, hold_s=settings.hold_s)
+    )
+    return PlannedLayouts(decision=decision, demand=demand)
+
+
+def taken_gpus(snapshot: FleetSnapshot, placed: PlacedHour) -> dict[RegionGpu, dict[int, float]]:
+    """GPUs that are taken, by place and by the size of the slots that they have to be in."""
+    taken: defaultdict[RegionGpu, Counter[int]] = defaultdict(Counter)
+    for entry in placed.placement.entries:
+        if entry.after:
+            size = snapshot.gpus[entry.key.pair]
+            taken[entry.key.place][size] += entry.after * size
+    for place, gpus in placed.shared_gpus.items():
+        sizes = {snapshot.gpus[key.pair] for key in placed.sharing if key.place == place}
+        if gpus and sizes:
+            taken[place][min(sizes)] += gpus
+    return {place: {size: float(gpus) for size, gpus in sorted(sizes.items())} for place, sizes in taken.items()}
+
+
+def _grouped(node: NodeFacts, work: Mapping[SlotRef, float]) -> GroupedNode:
+    return GroupedNode(
+        name=node.name,
+        place=node.place,
+        layout=node.wanted_layout,
+        age_s=node.layout_age_s,
+        fixed=not node.regroups,
+        work={slot: cost for (name, slot), cost in work.items() if name == node.name},
+    )
+
+
+def _work(instances: Iterable[PlacedInstance], placement: Placement) -> dict[SlotRef, float]:
+    """What it costs to empty each slot: GPUs of instances there, one of a pooled one. One that the plan may let go, or
+    that nobody leases, counts half, one that drains nothing.
+    """
+    spare = {entry.key for entry in placement.entries if entry.after < entry.before}
+    work: defaultdict[SlotRef, float] = defaultdict(float)
+    for each in instances:
+        if each.leased or (each.serving and each.key not in spare):
+            work[each.ref] += max(1, each.gpus)
+        elif not each.draining:
+            work[each.ref] += 0.5 * max(1, each.gpus)
+    return work

@@ -1,0 +1,178 @@
+"""Layouts that plans choose: slots of the sizes that a placement takes, on nodes that may be regrouped."""
+
+from dataclasses import replace
+from typing import Any
+
+from controlplane.policies.assignment.choose import choose_slots
+from controlplane.policies.assignment.evacuation import leaving_larger_slots
+from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotFacts, SlotSettings
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.fit import ModelSize, WeightsMemory
+from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
+from controlplane.policies.placement.facts import Profile
+from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
+from controlplane.policies.scaling.facts import ScaleStep
+from controlplane.policies.snapshot import FleetSnapshot, slot_rooms
+from dataplane.protocol.layouts import Layout, slots_of
+
+PLACE = RegionGpu(region="east", gpu_type="H800")
+SMALL, LARGE = (Endpoint(model=model, region="east") for model in ("small", "large"))
+GPU_BYTES = 80 << 30
+
+
+def node(name: str, layout: Layout, **changes: Any) -> NodeFacts:
+    slots = tuple(
+        NodeSlot(number=number, gpus=gpus, weights=WeightsMemory(weights_bytes=GPU_BYTES * gpus))
+        for number, gpus in slots_of(layout).items()
+    )
+    values: dict[str, Any] = {"region": "east", "gpu_type": "H800", "slots": slots, "regroups": True}
+    return NodeFacts(name=name, **(values | changes))
+
+
+def instance(name: str, endpoint: Endpoint, node_id: str, slot: int, **changes: Any) -> PlacedInstance:
+    gpus = 4 if endpoint == LARGE else 1
+    return PlacedInstance(
+        instance_id=name, endpoint=endpoint, gpu_type="H800", node_id=node_id, slot=slot, gpus=gpus, **changes
+    )
+
+
+def snapshot(*nodes: NodeFacts, instances: tuple[PlacedInstance, ...] = (), **changes: Any) -> FleetSnapshot:
+    """A model of one GPU and one of four, each of 100 tokens/s an instance."""
+    gpus = {"small": 1, "large": 4}
+    values: dict[str, Any] = {
+        "profiles": {
+            ModelGpu(model=model, gpu_type="H800"): Profile(tokens_per_s=100.0, gpus=count)
+            for model, count in gpus.items()
+        },
+        "sizes": {model: ModelSize(weights_bytes=count * (70 << 30)) for model, count in gpus.items()},
+        "limits": {SMALL: (0, 16), LARGE: (0, 4)},
+        "regions": ("east",),
+        "gpu_cost_per_hour": {"H800": 1.0},
+    }
+    return FleetSnapshot(nodes=nodes, instances=instances, **(values | changes))
+
+
+def plan(fleet: FleetSnapshot, small: float, large: float, **changes: Any) -> HourPlan:
+    demand = {endpoint: (rate,) for endpoint, rate in ((SMALL, small), (LARGE, large)) if rate}
+    layouts = PlannedLayoutSettings(**({"enabled": True} | changes))
+    return choose_hour(fleet, demand, demand, 0.0, HourSettings(layouts=layouts))
+
+
+def after(planned: PlannedLayouts) -> dict[str, Layout]:
+    return {one.node: one.after for one in planned.decision.regroupings}
+
+
+def test_day_and_night_each_have_their_slots() -> None:
+    day = node("a", (1, 1, 1, 1)), node("b", (4,))
+    assert after(plan(snapshot(*day), 150.0, 50.0).layouts) == {}, "there is one of each"
+    night = plan(snapshot(*day, node("c", (1, 1, 1, 1))), 150.0, 150.0)
+    assert after(night.layouts) == {"a": (4,)}
+    morning = plan(snapshot(node("a", (4,)), node("b", (4,)), node("c", (1,) * 4)), 750.0, 50.0)
+    assert after(morning.layouts) == {"a": (1, 1, 1, 1)}
+    assert "slots of 1 GPUs for 8.00 GPUs of demand" in morning.layouts.decision.regroupings[0].reason
+
+
+def test_a_model_without_a_slot_is_placed_where_plans_may_make_one() -> None:
+    """Its weights fit on no slot that is there, either."""
+    fleet = snapshot(node("a", (1, 1, 1, 1)), node("b", (1, 1, 1, 1)))
+    hour = plan(fleet, 50.0, 50.0)
+    assert {entry.endpoint: entry.after for entry in hour.placement.entries} == {SMALL: 1, LARGE: 1}
+    assert after(hour.layouts) == {"a": (4,)}
+    fixed = replace(fleet, nodes=tuple(replace(each, regroups=False) for each in fleet.nodes))
+    hour = plan(fixed, 50.0, 50.0)
+    assert {entry.endpoint: entry.after for entry in hour.placement.entries} == {SMALL: 1}
+    [missing] = (one for one in hour.placement.unserved if one.region is None)
+    assert missing.model == "large"
+    assert "the weights of large fit on no slot in east" in missing.reason
+
+
+def test_a_slot_that_is_too_small_is_said_where_memory_is_not_known() -> None:
+    unknown = replace(node("a", (2, 2), regroups=False), slots=(NodeSlot(gpus=2), NodeSlot(gpus=2, number=2)))
+    hour = plan(snapshot(unknown), 50.0, 50.0)
+    reasons = [one.reason for one in hour.placement.unserved if one.model == "large"]
+    assert any("large takes 4 GPUs together, the largest slot of H800 in east has 2" in reason for reason in reasons)
+
+
+def test_nothing_is_chosen_unless_it_is_set() -> None:
+    fleet = snapshot(node("a", (1, 1, 1, 1)), node("b", (1, 1, 1, 1)))
+    assert plan(fleet, 50.0, 50.0, enabled=False).layouts == PlannedLayouts()
+
+
+def test_a_node_that_was_regrouped_keeps_its_slots_for_a_while() -> None:
+    young, old = node("a", (1, 1, 1, 1), layout_age_s=3600.0), node("b", (1, 1, 1, 1))
+    assert after(plan(snapshot(young, old), 50.0, 50.0).layouts) == {"b": (4,)}
+    both = young, replace(old, layout_age_s=3600.0)
+    held = plan(snapshot(*both), 50.0, 50.0).layouts
+    assert after(held) == {}
+    assert held.summary() == "slots are missing that no node can be regrouped into: 1 of 4 GPUs on H800 in east"
+    assert after(plan(snapshot(*both), 50.0, 50.0, hold_s=3000.0).layouts) == {"a": (4,)}
+
+
+def test_nodes_that_drain_or_are_silent_neither_count_nor_change() -> None:
+    away = node("a", (4,), accepting=False), node("b", (4,), age_s=1e6)
+    assert after(plan(snapshot(*away, node("c", (1,) * 8)), 50.0, 50.0).layouts) == {"c": (4, 1, 1, 1, 1)}
+
+
+def test_a_layout_that_a_node_is_on_its_way_to_counts() -> None:
+    moving = replace(node("a", (1, 1, 1, 1)), layout=(4,), layout_age_s=60.0)
+    assert after(plan(snapshot(moving, node("b", (1, 1, 1, 1))), 50.0, 50.0).layouts) == {}
+
+
+def test_slots_that_cost_least_to_empty_are_taken() -> None:
+    """Leased instances count as serving ones; who may go anyway, or drains, counts less."""
+    nodes = node("a", (1, 1, 1, 1)), node("b", (1, 1, 1, 1))
+    lent = Donation(age_s=60.0)
+    cases: list[tuple[PlacedInstance, PlacedInstance, str]] = [
+        (instance("1", SMALL, "a", 0), instance("2", SMALL, "b", 0, draining=True), "b"),
+        (instance("1", SMALL, "a", 0, donation=replace(lent, leased=True)), instance("2", SMALL, "b", 0), "a"),
+        (
+            instance("1", SMALL, "a", 0, donation=replace(lent, leased=True)),
+            instance("2", SMALL, "b", 0, donation=lent),
+            "b",
+        ),
+    ]
+    for first, second, regrouped in cases:
+        fleet = snapshot(*nodes, instances=(first, second))
+        assert set(after(plan(fleet, 50.0, 50.0).layouts)) == {regrouped}
+
+
+def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size() -> None:
+    """Its successor starts first; where no slot of its size is free, or plans may not regroup, it stays."""
+    guest, large = instance("1", SMALL, "b", 0), instance("2", LARGE, "c", 0)
+    nodes = node("a", (1, 1)), node("b", (4,)), node("c", (4,))
+
+    def leaving(*of: NodeFacts, more: tuple[PlacedInstance, ...] = ()) -> list[str]:
+        fleet = snapshot(*of, instances=(guest, large, *more))
+        left = leaving_larger_slots(fleet.instances, slot_rooms(fleet), stale_s=60.0)
+        return [each.instance_id for each in left if each.leaving is not None]
+
+    assert leaving(*nodes) == ["1"]
+    assert leaving(*(replace(each, regroups=False) for each in nodes)) == []
+    full = instance("3", SMALL, "a", 0), instance("4", SMALL, "a", 1)
+    assert leaving(*nodes, more=full) == []
+    assert leaving(*nodes, more=(replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
+
+
+def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:
+    nodes = node("a", (1, 1)), node("b", (4,))
+    fleet = snapshot(*nodes, instances=(instance("1", SMALL, "a", 0),))
+    step = ScaleStep(endpoint=SMALL, gpu_type="H800", delta=1, reason="of the test")
+
+    def slot(of: FleetSnapshot) -> tuple[str, int]:
+        facts = SlotFacts(steps=(step,), slots=slot_rooms(of), instances=of.instances, gpus=of.gpus)
+        [add] = choose_slots(facts, 0.0, SlotSettings()).adds
+        return add.node_id, add.slot
+
+    assert slot(fleet) == ("a", 1)
+    fixed = replace(fleet, nodes=tuple(replace(each, regroups=False) for each in nodes))
+    assert slot(fixed) == ("b", 0), "elsewhere instances spread over nodes"
+
+
+def test_pools_take_slots_of_the_size_of_their_models() -> None:
+    fleet = snapshot(node("a", (4,)), node("b", (4,)))
+    key = EndpointGpu(model="small", region="east", gpu_type="H800")
+    placed = PlacedHour(placement=plan(fleet, 0.0, 50.0).placement, sharing=frozenset({key}), shared_gpus={PLACE: 2})
+    settings = PlannedLayoutSettings(enabled=True)
+    planned = plan_layouts(fleet, placed, 0.0, settings, stale_s=60.0)
+    assert planned.demand == {PLACE: {1: 2.0, 4: 4.0}}
+    assert after(planned) == {"a": (1, 1, 1, 1)}
