@@ -155,10 +155,10 @@ def test_scheduling_does_not_look_ahead(serving: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("serving", ["pooled", "both"])
-def test_time_slices_by_deadlines_do_not_look_ahead(serving: str) -> None:
-    """In rounds, as pools are by default, they are in the test above."""
-    assert PolicyPart().time_slices == "rounds"
-    assert first_difference(with_policy(scenario_of(serving), time_slices="deadlines"), 14.0) is None
+def test_time_slices_in_rounds_do_not_look_ahead(serving: str) -> None:
+    """By deadlines, as pools are by default, they are in the test above."""
+    assert PolicyPart().time_slices == "deadlines"
+    assert first_difference(with_policy(scenario_of(serving), time_slices="rounds"), 14.0) is None
 
 
 @pytest.mark.parametrize("serving", ["dedicated", "both"])
