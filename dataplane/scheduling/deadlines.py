@@ -100,8 +100,8 @@ def choose_slice(
     """
     assert work
     slice_s = _least_s(max([one.load_s for one in work]), exposed_share, settings)
-    others = {*held, *[one.model for one in work]} - {state.model}
-    since_s = {model: state.since_s.get(model, now_s) for model in others}
+    models = {*held, *[one.model for one in work]}
+    since_s = {model: state.since_s.get(model, now_s) for model in models if model != state.model}
     work = _by_due(work, since_s, now_s, slice_s, near_s)
     stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
     if all(one.model in stuck for one in work):
@@ -113,7 +113,7 @@ def choose_slice(
         stuck = stuck if state.model in stuck else frozenset()
         present = min(work, key=lambda one: (one.model in stuck, one.due_s == math.inf, one.model == state.model))
         began_s, reason = now_s + present.missing_s, "the first to be due"
-        if state.model is not None:
+        if state.model in models:
             since_s[state.model] = now_s
     return SliceChoice(
         model=present.model,
