@@ -79,15 +79,15 @@ _LIMITS = {
     ),
     **_limits_rows(
         "half-objectives",
-        "models at 0.1 requests/s each with 0.5 times the objectives (Figure 13)",
-        "the same rival, by a run of the day before: 74.4, 75.2; in rounds 73.2, 64.8",
+        "the same with 0.5 times the objectives (Figure 13)",
+        "the same rival, by a run of the day before: 74.4, 75.2",
         ("--slo-scale", "0.5", "--least", "60", "--most", "140"),
         {"pooled-both-deadlines": ""},
     ),
     **_limits_rows(
         "third-objectives",
         "the same with 0.3 times the objectives (Figure 13)",
-        "the same rival, by a run of the day before: 66.4, 62.4; in rounds 62.0, 57.2",
+        "the same rival, by a run of the day before: 66.4, 62.4",
         ("--slo-scale", "0.3", "--least", "50", "--most", "110"),
         {"pooled-both-deadlines": ""},
     ),
@@ -171,9 +171,6 @@ _TIMES = {
         " for KV, idle), switches by size (7B, 9B, 13B), KV transfers; pool, disaggregated",
     ),
     "times-pooled-both": _times_row("pooled-both", "the same: pool, aggregated"),
-    "times-pooled-both-deadlines": _times_row(
-        "pooled-both-deadlines", "the same: pool, aggregated, time slices by deadlines"
-    ),
 }
 
 
