@@ -137,9 +137,9 @@ class AgentSettings(BaseSettings):
     group_requests_max: int = Field(8, ge=1)
     """prefills of one model before the next model is scheduled"""
     time_slices: Literal["rounds", "deadlines"] = Field(
-        "rounds",
-        description="how models share a worker's time; rounds: one decode time slice a model in turn, prefills between"
-        " them; deadlines: the model whose next token is due first runs, its prompts and its batch in one slice",
+        "deadlines",
+        description="how models share a worker's time; deadlines: the model whose next token is due first runs, its"
+        " prompts and its batch in one slice; rounds: one decode time slice a model in turn, prefills between them",
     )
     quota_max_s: float = Field(4.0, gt=0)
     """longest decode time slice of a round, and longest minimal slice by deadlines, while other models wait"""

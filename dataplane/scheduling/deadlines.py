@@ -11,21 +11,29 @@ costs a switch of its own; the first model to be due has the next one (earliest 
 2. It then ends if a prompt or a batch request of another model waits. If none does, it goes on for as long as all
    others, each in its turn and with a minimal slice for every one before it, can still begin in time. A batch decodes
    several times faster than its tokens are due: what it makes meanwhile lasts through the slices of others.
-3. Models with batch requests alone get a minimal slice where all others can wait that long; else they are last.
+3. Models with batch requests alone get a minimal slice where all others can wait that long, or once they have waited
+   for `BATCH_ROUNDS`; else they are last.
 4. Prompts of another model that is loaded are prefilled within the slice, as long as that makes no token of it late.
+5. No model is due before it waits, nor more than `ROUNDS` after: so models that are late take turns, and none waits
+   longer than that and a minimal slice of each other one. A round is a minimal slice of every model with work.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from dataplane.scheduling.decode import DecodeSettings
 
 TimeSlices = Literal["rounds", "deadlines"]
 """How a slot divides its time among models: in `rounds` of quotas (`decode.py`), or by `deadlines`."""
+ROUNDS = 2.0
+"""After so many rounds of waiting a model is due, whatever its deadlines are."""
+BATCH_ROUNDS = 20.0
+"""The same for one with batch requests alone."""
 
 
 class ModelWork(Struct, frozen=True, kw_only=True):
@@ -46,12 +54,14 @@ class ModelWork(Struct, frozen=True, kw_only=True):
 class SliceState(Struct, frozen=True, kw_only=True):
     """The present slice. `began_s`: when its model was loaded; `ends_s`: when another model runs, infinite if no other
     has work. `stuck`: models that could not run since the last slice that did; all others are tried before them.
+    `since_s`: when each other model with requests began to wait for a slice.
     """
 
     model: str | None = None
     began_s: float = 0.0
     ends_s: float = 0.0
     stuck: frozenset[str] = frozenset()
+    since_s: Mapping[str, float] = field(default_factory=dict)
 
     def cut_short(self) -> "SliceState":
         """The state after a step of a model that could not run."""
@@ -75,6 +85,7 @@ def choose_slice(
     near_s: float,
     settings: DecodeSettings,
     exposed_share: float = 0.0,
+    held: Collection[str] = (),
 ) -> tuple[SliceChoice, SliceState]:
     """The model to run now. Called before every step.
 
@@ -85,10 +96,13 @@ def choose_slice(
         settings: limits of a slice.
         exposed_share: of the slot's time, what the steps of all batches need to make their tokens in time, where loads
             are waited for; 0 where they are hidden.
+        held: models with requests, perhaps none that can run now. Their waits go on.
     """
     assert work
     slice_s = _least_s(max([one.load_s for one in work]), exposed_share, settings)
-    work = _by_due(work, now_s, slice_s, near_s)
+    models = {*held, *[one.model for one in work]}
+    since_s = {model: state.since_s.get(model, now_s) for model in models if model != state.model}
+    work = _by_due(work, since_s, now_s, slice_s, near_s)
     stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
     if all(one.model in stuck for one in work):
         stuck = frozenset()
@@ -99,6 +113,8 @@ def choose_slice(
         stuck = stuck if state.model in stuck else frozenset()
         present = min(work, key=lambda one: (one.model in stuck, one.due_s == math.inf, one.model == state.model))
         began_s, reason = now_s + present.missing_s, "the first to be due"
+        if state.model in models:
+            since_s[state.model] = now_s
     return SliceChoice(
         model=present.model,
         following=tuple([one.model for one in work if one is not present]),
@@ -109,6 +125,7 @@ def choose_slice(
         began_s=began_s,
         ends_s=_ends_s(present, work, began_s, slice_s, near_s),
         stuck=stuck,
+        since_s=since_s,
     )
 
 
@@ -126,16 +143,31 @@ def prompts_aside(work: Sequence[ModelWork], present: str, now_s: float) -> str 
     return first.model if first is not None and due_s >= now_s + first.prefill_s else None
 
 
-def _by_due(work: Sequence[ModelWork], now_s: float, slice_s: float, near_s: float) -> list[ModelWork]:
-    """The models by due time; those with batch requests alone are due at once, or come last (rule 3)."""
-    urgent = sorted([one for one in work if not one.background], key=lambda one: one.due_s)
-    background = sorted([one for one in work if one.background], key=lambda one: one.due_s)
+def _by_due(
+    work: Sequence[ModelWork], since_s: Mapping[str, float], now_s: float, slice_s: float, near_s: float
+) -> list[ModelWork]:
+    """The models by due time; those with batch requests alone are due at once, have waited long enough, or come last
+    (rules 3 and 5). The present one waits since now.
+    """
+    round_s = len(work) * slice_s
+    waited = [(one, since_s.get(one.model, now_s)) for one in sorted(work, key=attrgetter("due_s"))]
+    urgent = [_within(one, each_s, ROUNDS * round_s) for one, each_s in waited if not one.background]
+    background = sorted([(each_s, one) for one, each_s in waited if one.background], key=itemgetter(0))
+    urgent.sort(key=attrgetter("due_s"))
     if not urgent or not background:
-        return urgent or background
-    missing_s = max([one.missing_s for one in background])
+        return urgent or [one for _, one in background]
+    missing_s = max([one.missing_s for _, one in background])
     if _latest_s(urgent, slice_s, near_s) >= now_s + missing_s + slice_s:
-        return [*[replace(one, due_s=now_s) for one in background], *urgent]
-    return [*urgent, *[replace(one, due_s=math.inf) for one in background]]
+        return [*[replace(one, due_s=now_s) for _, one in background], *urgent]
+    rounds_s = BATCH_ROUNDS * round_s
+    late = [replace(one, due_s=each_s + rounds_s) for each_s, one in background if each_s + rounds_s <= now_s]
+    last = [replace(one, due_s=math.inf) for _, one in background[len(late) :]]
+    return [*sorted([*urgent, *late], key=attrgetter("due_s")), *last]
+
+
+def _within(one: ModelWork, since_s: float, rounds_s: float) -> ModelWork:
+    """The model, due neither before it waits nor so long after (rule 5)."""
+    return replace(one, due_s=min(max(one.due_s, since_s), since_s + rounds_s))
 
 
 def _latest_s(ordered: Sequence[ModelWork], slice_s: float, near_s: float) -> float:

@@ -213,6 +213,7 @@ def _choose_by_deadlines(
         near_s=settings.near_s,
         settings=settings.decode,
         exposed_share=alpha if exposed else 0.0,
+        held=facts.load_s,
     )
     aside = prompts_aside(work, choice.model, now_s)
     model = aside or choice.model

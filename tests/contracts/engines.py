@@ -12,6 +12,7 @@ from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.messages import ModelSpec
+from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.profile import load_gpu_profile
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import request
@@ -107,7 +108,9 @@ def two_ranks_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subje
     return torch_subject(folder, host_kv_tokens=host_kv_tokens, ranks=2)
 
 
-def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False) -> Subject:
+def replay_subject(
+    _: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = False, time_slices: TimeSlices = "rounds"
+) -> Subject:
     """A 7B and a 13B model, of which the slot's weights hold one. `mixed`: whether steps prefill beside the batch."""
 
     def spec(name: str, weights_bytes: int) -> ModelSpec:
@@ -123,7 +126,7 @@ def replay_subject(_: Path, *, host_kv_tokens: int = KV_TOKENS, mixed: bool = Fa
         host_kv_bytes=host_kv_tokens * 2**19,
         prefill_tokens_per_step_max=PREFILL_TOKENS_PER_STEP_MAX,
         batch_max=4,
-        turns=TurnSettings(mixed_batches=mixed, time_slices="deadlines" if mixed else "rounds"),
+        turns=TurnSettings(mixed_batches=mixed, time_slices=time_slices),
     )
     return Subject(
         engine=ReplayEngine(settings, clock, clock.sleep),
@@ -139,8 +142,13 @@ def torch_mixed_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Sub
 
 
 def replay_mixed_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
-    """The same with steps that prefill beside the batch."""
-    return replay_subject(folder, host_kv_tokens=host_kv_tokens, mixed=True)
+    """The same with steps that prefill beside the batch, and slices by deadlines."""
+    return replay_subject(folder, host_kv_tokens=host_kv_tokens, mixed=True, time_slices="deadlines")
+
+
+def replay_deadlines_subject(folder: Path, *, host_kv_tokens: int = KV_TOKENS) -> Subject:
+    """The same with slices by deadlines."""
+    return replay_subject(folder, host_kv_tokens=host_kv_tokens, time_slices="deadlines")
 
 
 ENGINES: list[Callable[..., Subject]] = [
@@ -149,6 +157,7 @@ ENGINES: list[Callable[..., Subject]] = [
     two_ranks_subject,
     replay_subject,
     replay_mixed_subject,
+    replay_deadlines_subject,
 ]
 """Each takes a folder for checkpoints, and `host_kv_tokens`: of how many tokens KV fits in host memory."""
 

@@ -187,7 +187,7 @@ def where_time_goes(
     models: Annotated[list[int] | None, typer.Option(min=2, help="So many; 20, 40, 70 and 94 if not given.")] = None,
     rate: Rate = 0.1,
     draws: Annotated[int, typer.Option(min=1, max=100, help="Workloads drawn anew, each served by itself.")] = 3,
-    system: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POOLS)}; both if not given.")] = None,
+    system: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(POOLS)}; all if not given.")] = None,
     profile: Profile = ARTIFACT_PROFILE,
     prefill_slots: Prefill = None,
     slo_scale: Scales = None,

@@ -189,7 +189,7 @@ def scenario_of(
             layouts=list(layouts),
             regroup=regroup,
         ),
-        policy=PolicyPart(),
+        policy=PolicyPart(time_slices="rounds"),
     )
 
 

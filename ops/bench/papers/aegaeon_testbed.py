@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from dataplane.scheduling.deadlines import TimeSlices
 from ops.bench.papers.workloads import Workload
 from ops.simulator.run import number_of, simulate
 from ops.simulator.scenario.scenario import FleetPart, ModelPart, PolicyPart, Scenario, TargetPart
@@ -72,17 +73,22 @@ def _split(prefill_slots: int) -> Mapping[str, Any]:
     return {"prefill_slots": prefill_slots, "decode_slots": GPUS - prefill_slots}
 
 
+def _both(_: int) -> Mapping[str, Any]:
+    return {"both_slots": GPUS}
+
+
 def _gpus(_: int) -> Mapping[str, Any]:
     return {"gpus": GPUS}
 
 
+_IN_ROUNDS: Mapping[str, TimeSlices] = {"time_slices": "rounds"}
+_BY_DEADLINES: Mapping[str, TimeSlices] = {"time_slices": "deadlines"}
+
 SYSTEMS: Mapping[System, SystemPlan] = {
-    "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split),
-    "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}),
-    "pooled-deadlines": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy={"time_slices": "deadlines"}),
-    "pooled-both-deadlines": SystemPlan(
-        weights_bytes=TWO_MODELS_BYTES, fleet=lambda _: {"both_slots": GPUS}, policy={"time_slices": "deadlines"}
-    ),
+    "pooled": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy=_IN_ROUNDS),
+    "pooled-both": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_both, policy=_IN_ROUNDS),
+    "pooled-deadlines": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_split, policy=_BY_DEADLINES),
+    "pooled-both-deadlines": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_both, policy=_BY_DEADLINES),
     "request-level": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus),
     "request-level-prefetch": SystemPlan(weights_bytes=TWO_MODELS_BYTES, fleet=_gpus),
     "request-level-sjf": SystemPlan(weights_bytes=LARGEST_BYTES, fleet=_gpus, policy={"switching": "shortest-first"}),
@@ -97,7 +103,7 @@ with the next model prefetched into the memory that the pools have, with the sho
 per-GPU queues as in the artifact, and disaggregated with a global queue; two models on each GPU for good (MuxServe); a
 GPU for each model.
 """
-POOLS: tuple[System, ...] = ("pooled", "pooled-both")
+POOLS: tuple[System, ...] = ("pooled", "pooled-both", "pooled-deadlines", "pooled-both-deadlines")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ class PolicyPart(Part):
     batch_max: Count = 64
     prefill_tokens_per_step_max: Count = 2048
     mixed_batches: bool = False
-    time_slices: TimeSlices = "rounds"
+    time_slices: TimeSlices = "deadlines"
     quota_max_s: Positive = 4.0
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7

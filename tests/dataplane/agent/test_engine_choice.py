@@ -126,7 +126,7 @@ def test_a_replay_prefills_beside_the_batch_if_the_settings_say_so(*, mixed: boo
 def test_a_worker_divides_its_time_as_the_settings_say(time_slices: str) -> None:
     node = settings(time_slices=time_slices)
     assert configure(node, 0, None, HostFiles(node, "boot"), "replay").turns.time_slices == time_slices
-    assert settings().turns.time_slices == "rounds"
+    assert settings().turns.time_slices == "deadlines"
 
 
 def test_a_replay_uses_the_kv_pressure_action_of_the_settings() -> None:

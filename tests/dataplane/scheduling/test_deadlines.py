@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dataplane.scheduling.deadlines import ModelWork, SliceState, choose_slice, prompts_aside
+from dataplane.scheduling.deadlines import BATCH_ROUNDS, ROUNDS, ModelWork, SliceState, choose_slice, prompts_aside
 from dataplane.scheduling.decode import DecodeSettings
 
 LOAD_S, NEAR_S = 1.5, 0.25
@@ -53,9 +53,11 @@ def test_a_model_alone_runs_without_an_end() -> None:
 def test_a_slice_lasts_as_long_as_the_longest_load_within_the_limits_of_a_quota(load_s: float, slice_s: float) -> None:
     models = work("a", load_s=0.0), work("b", 0.0, load_s=load_s)
     assert choose(RUNNING, 10.0 + slice_s - 0.01, *models)[0] == "a", "however late b is"
-    model, _, state = choose(RUNNING, 10.0 + slice_s + 0.01, *models)
+    now_s = 10.0 + slice_s + 0.01
+    model, _, state = choose(RUNNING, now_s, *models)
     assert model == "b"
-    assert state.ends_s == pytest.approx(1000.0 - NEAR_S), "a can wait until then"
+    waits_s = max(2 * ROUNDS * slice_s - NEAR_S, slice_s)
+    assert state.ends_s == pytest.approx(now_s + waits_s), "a waits for no more than two rounds"
 
 
 @pytest.mark.parametrize(
@@ -74,14 +76,38 @@ def test_where_loads_are_waited_for_a_slice_leaves_batches_their_share(
 
 def test_it_goes_on_until_the_others_can_just_begin_in_time() -> None:
     """The first has to be loaded; the second waits for a slice of the first."""
-    models = work("a"), work("b", 40.0, missing_s=1.0), work("c", 41.0)
-    assert choose(RUNNING, 20.0, *models)[2].ends_s == pytest.approx(41.0 - LOAD_S - NEAR_S - 1.0)
-    assert choose(RUNNING, 38.2, *models)[0] == "a"
-    assert choose(RUNNING, 38.3, *models)[0] == "b"
+    models = work("a"), work("b", 14.0, missing_s=1.0), work("c", 15.0)
+    state = choose(RUNNING, 10.0, *models)[2]
+    assert state.ends_s == pytest.approx(15.0 - LOAD_S - NEAR_S - 1.0)
+    assert choose(state, 12.2, *models)[0] == "a"
+    assert choose(state, 12.3, *models)[0] == "b"
+
+
+def test_models_that_are_late_take_turns() -> None:
+    """Model a is later than b, however often it ran; c has just come and is not late at all."""
+    models = work("a", -100.0), work("b", -90.0), work("c", 1000.0, prompts=True)
+    ran, state, now_s = [], RUNNING, 10.0
+    for _ in range(12):
+        now_s += LOAD_S + 0.01
+        model, _, state = choose(state, now_s, *models)
+        ran.append(model)
+    assert ran == ["b", "a", "b", "a", "b", "a", "b", "c", "a", "b", "a", "b"], "c has a slice after two rounds"
+
+
+def test_models_that_cannot_run_for_a_while_wait_on() -> None:
+    def after(state: SliceState, now_s: float, *models: ModelWork, held: str) -> SliceState:
+        return choose_slice(models, state, now_s, near_s=NEAR_S, settings=SETTINGS, held=held)[1]
+
+    state = after(RUNNING, 10.5, work("a", 0.0), held="ab")
+    state = after(state, 11.0, work("a", 0.0), held="abc")
+    assert state.since_s == {"b": 10.5, "c": 11.0}
+    assert after(state, 12.0, work("a", 0.0), held="ac").since_s == {"c": 11.0}, "b has no requests any more"
+    state = after(state, 18.6, work("a", 0.0), work("b", 99.0), work("c", 98.0), held="abc")
+    assert (state.model, state.since_s["a"]) == ("b", 18.6), "it waited longest"
 
 
 def test_a_prompt_of_another_model_ends_it() -> None:
-    models = work("a"), work("b", 40.0), work("c", 50.0, prompts=True)
+    models = work("a"), work("b", 14.0), work("c", 15.0, prompts=True)
     assert choose(RUNNING, 11.4, *models)[0] == "a"
     assert choose(RUNNING, 11.6, *models)[0] == "b", "the first to be due is next, not the prompt"
     assert choose(SliceState(model="b", began_s=11.6), 13.2, *models)[0] == "c"
@@ -140,6 +166,18 @@ def test_batch_requests_have_minimal_slices_and_never_keep_a_late_model_from_run
     assert choose(state, 13.2, *models)[0] == "a"
     assert choose(RUNNING, 11.6, work("a", 12.0), work("n", 9e4, background=True))[0] == "a"
     assert choose(SliceState(), 11.6, work("n", 9e4, background=True))[0] == "n"
+
+
+def test_batch_requests_have_a_slice_in_twenty_rounds_however_late_the_others_are() -> None:
+    models = work("a", 0.0, prompts=True), work("b", 0.0, prompts=True), work("n", 9e4, prompts=True, background=True)
+    ran, state, now_s = [], SliceState(), 10.0
+    for _ in range(200):
+        model, _, state = choose(state, now_s, *models)
+        ran.append(model)
+        now_s += LOAD_S
+    rounds = ran.index("n") / len(models)
+    assert BATCH_ROUNDS <= rounds <= BATCH_ROUNDS + 1
+    assert 2 <= ran.count("n") <= 200 / len(models) / BATCH_ROUNDS
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ ALTERED_S = 615.5
 """Just after a decision about the scale."""
 BUSY = {"rate_per_s": 4.0, "duration_s": 700.0, "output_tokens": {"median": 200, "most": 400}}
 """Traffic under which routes hang on queues, and instances are started."""
-PRESSED = scenario_of("pooled", rate_per_s=8.0, kv_bytes=200_000 * 3000)
+PRESSED = scenario_of("pooled", rate_per_s=8.0, kv_bytes=200_000 * 2500)
 """A pool that runs out of KV memory."""
 WAITING = scenario_of("request-level", rate_per_s=8.0, gpus=1, weights_bytes=40 * 10**9)
 """More models than GPUs, which have room for two."""
@@ -155,10 +155,10 @@ def test_scheduling_does_not_look_ahead(serving: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("serving", ["pooled", "both"])
-def test_time_slices_by_deadlines_do_not_look_ahead(serving: str) -> None:
-    """In rounds, as pools are by default, they are in the test above."""
-    assert PolicyPart().time_slices == "rounds"
-    assert first_difference(with_policy(scenario_of(serving), time_slices="deadlines"), 14.0) is None
+def test_time_slices_in_rounds_do_not_look_ahead(serving: str) -> None:
+    """By deadlines, as pools are by default, they are in the test above."""
+    assert PolicyPart().time_slices == "deadlines"
+    assert first_difference(with_policy(scenario_of(serving), time_slices="rounds"), 14.0) is None
 
 
 @pytest.mark.parametrize("serving", ["dedicated", "both"])

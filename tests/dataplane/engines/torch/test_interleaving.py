@@ -5,7 +5,7 @@ each makes the tokens it makes when nothing disturbs it.
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import pytest
 
@@ -13,6 +13,7 @@ from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, drain, interleave, request
@@ -30,7 +31,7 @@ Checkpoint = Callable[[str], Path]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def slot(folders: dict[str, Path], dtype: Dtype) -> TorchEngineSettings:
+def slot(folders: dict[str, Path], dtype: Dtype, time_slices: TimeSlices) -> TorchEngineSettings:
     return slot_for_one(
         folders.values(),
         dtype=dtype,
@@ -40,7 +41,7 @@ def slot(folders: dict[str, Path], dtype: Dtype) -> TorchEngineSettings:
         block_tokens=BLOCK_TOKENS,
         prefill_tokens_per_step_max=16,
         batch_max=4,
-        turns=TurnSettings(decode=DecodeSettings(quota_max_s=QUOTA_S, quota_min_s=QUOTA_S)),
+        turns=TurnSettings(decode=DecodeSettings(quota_max_s=QUOTA_S, quota_min_s=QUOTA_S), time_slices=time_slices),
     )
 
 
@@ -70,7 +71,7 @@ def requests_of(architecture: str) -> list[EngineRequest]:
 
 def undisturbed(folders: dict[str, Path], dtype: Dtype) -> dict[str, tuple[int, ...]]:
     """Tokens by request: a model at a time, a request at a time, over streams without faults."""
-    engine = TorchEngine(slot(folders, dtype), ticking())
+    engine = TorchEngine(slot(folders, dtype, "rounds"), ticking())
     tokens: dict[str, tuple[int, ...]] = {}
     for architecture, folder in folders.items():
         engine.load(architecture, spec_of(architecture, folder))
@@ -96,9 +97,11 @@ class Faults:
         return self.streams[name]
 
 
-def interleaved(folders: dict[str, Path], dtype: Dtype, faults: Faults) -> tuple[Gathered, TorchEngine]:
+def interleaved(
+    folders: dict[str, Path], dtype: Dtype, faults: Faults, time_slices: TimeSlices
+) -> tuple[Gathered, TorchEngine]:
     """All at once, joining in any order; one more of each model leaves after its first tokens."""
-    engine = TorchEngine(slot(folders, dtype), ticking(), faults.make)
+    engine = TorchEngine(slot(folders, dtype, time_slices), ticking(), faults.make)
     for architecture, folder in folders.items():
         engine.load(architecture, spec_of(architecture, folder))
     joining = [wanted for architecture in folders for wanted in requests_of(architecture)]
@@ -106,12 +109,15 @@ def interleaved(folders: dict[str, Path], dtype: Dtype, faults: Faults) -> tuple
     return interleave(engine, joining), engine
 
 
+@pytest.mark.parametrize("time_slices", get_args(TimeSlices))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sixteen_architectures_take_turns_in_memory_for_one(dtype: Dtype, checkpoint: Checkpoint) -> None:
+def test_sixteen_architectures_take_turns_in_memory_for_one(
+    dtype: Dtype, time_slices: TimeSlices, checkpoint: Checkpoint
+) -> None:
     folders = {architecture: checkpoint(architecture) for architecture in ARCHITECTURES}
     expected = undisturbed(folders, dtype)
     faults = Faults(seed=1)
-    gathered, engine = interleaved(folders, dtype, faults)
+    gathered, engine = interleaved(folders, dtype, faults, time_slices)
 
     assert gathered.errors == {}
     assert {name: made for name, made in gathered.tokens.items() if not name.startswith("leaves-")} == expected

@@ -130,7 +130,7 @@ def test_where_time_goes_is_told_of_each_setup_and_size(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
     assert [(row["setup"].partition(",")[0], row["models"]) for row in rows] == [
-        (system, models) for system in ("pooled", "pooled-both") for models in (4, 24)
+        (system, models) for system in aegaeon_testbed.POOLS for models in (4, 24)
     ]
     for row in rows:
         for shares in (row["requests"], row["slots"]):
