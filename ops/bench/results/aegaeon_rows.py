@@ -96,14 +96,14 @@ _LIMITS = {
         "the same at 0.5 requests/s each (Figure 11b)",
         "paper: 2.5 times as many as request-level switching",
         ("--rate", "0.5", "--least", "4", "--most", "80"),
-        {"pooled-both": "", "pooled": "", _RIVAL: ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: "", "pooled-both-deadlines": ""},
     ),
     **_limits_rows(
         "long-inputs",
         "the same at 0.1 requests/s each, prompts twice as long (Figure 12)",
         "paper: a slight drop for all",
         ("--scale-inputs", "2", "--least", "8"),
-        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
+        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: "", "pooled-both-deadlines": ""},
         drawn="draws 1 to 5, range of them; in 3 and 5 a prompt of model 95, of model 39 is beyond every context, so no"
         " system keeps more than 94, 38",
     ),
@@ -112,7 +112,7 @@ _LIMITS = {
         "the same at 0.1 requests/s each, answers twice as long (Figure 12)",
         "paper: up to 2.5 times as many as request-level switching",
         ("--scale-outputs", "2", "--least", "8"),
-        {"pooled-both": "", "pooled": "", _RIVAL: ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: "", "pooled-both-deadlines": ""},
     ),
 }
 
@@ -122,6 +122,13 @@ _NODES = _limits_rows(
     "one pool of 16 GPUs above; the rival above, a queue for both nodes",
     ("--nodes", "2"),
     {"pooled-both": "token", "pooled": _BOTH},
+    draws=3,
+) | _limits_rows(
+    "two-nodes-deadlines",
+    "the same",
+    "as above; without nodes, as above",
+    ("--nodes", "2", "--least", "80", "--most", "220"),
+    {"pooled-both-deadlines": ""},
     draws=3,
 )
 _STAGES = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
