@@ -18,6 +18,7 @@ import tomlkit
 import typer
 
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.bench.independent.tools import TOOLS, ToolError
 from ops.bench.papers.live_clients import (
     SERVICE_TIERS,
@@ -49,8 +50,9 @@ BATCH_MAX = 32
 MODELS = {"13b": (27_793_336_320, 819_200), "7b": (15_231_233_024, 57_344), "14b": (28_334_581_760, 819_200)}
 """Weights, and KV of a token, in bytes."""
 READY_TIMEOUT_S, LOOK_EVERY_S = 300.0, 0.25
-PATIENT = dict.fromkeys(("TIDEPOOL_SLO_IW_F_TTFT_S", "TIDEPOOL_SLO_IW_N_TTFT_S"), "600")
-"""Nobody is refused: the simulated world refuses nobody."""
+TTFT_S = 600.0
+"""When a first token is due in both worlds: so late that nobody is refused, for the simulated world refuses nobody."""
+PATIENT = dict.fromkeys(("TIDEPOOL_SLO_IW_F_TTFT_S", "TIDEPOOL_SLO_IW_N_TTFT_S"), f"{TTFT_S:g}")
 
 
 @dataclass(kw_only=True)
@@ -190,6 +192,11 @@ def scenario(seconds: float, rate_per_s: float, seed: int, profile: Path) -> Sce
             "name": "three models on a slot for two",
             "seed": seed,
             "regions": [REGION],
+            "targets": {
+                tier: {"ttft_s": TTFT_S, "tbt_s": objective.tbt_s}
+                for tier, objective in TIER_OBJECTIVES.items()
+                if tier in SERVICE_TIERS
+            },
             "traffic": {
                 "kind": "generated",
                 "rate_per_s": rate_per_s,

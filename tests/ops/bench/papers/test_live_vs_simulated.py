@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ops.bench.papers.live_clients import Answer
-from ops.bench.papers.live_vs_simulated import PROFILE, Watch, rows, scenario, slowed_profile
+from ops.bench.papers.live_vs_simulated import PATIENT, PROFILE, Watch, rows, scenario, slowed_profile
 from ops.simulator.run import simulate
 from ops.simulator.scenario.formats import traffic_of
 
@@ -37,6 +37,13 @@ def test_a_slower_profile_makes_everything_take_longer(tmp_path: Path) -> None:
     first, slow = before["models"][0], after["models"][0]
     assert slow["decode_base_s"] == pytest.approx(4 * first["decode_base_s"])
     assert (slow["weights_bytes"], slow["gpus"]) == (first["weights_bytes"], first["gpus"])
+
+
+def test_both_worlds_have_the_same_objectives() -> None:
+    simulated = scenario(20.0, 0.5, 1, PROFILE).targets
+    assert {
+        f"TIDEPOOL_SLO_{tier.replace('-', '_')}_TTFT_S": f"{one.ttft_s:g}" for tier, one in simulated.items()
+    } == PATIENT
 
 
 def test_what_is_live_as_it_is_simulated_does_not_differ() -> None:
