@@ -1,6 +1,7 @@
 """Rows of results on Aegaeon's workloads: see `ops.bench.papers.aegaeon`."""
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 from ops.bench.results.row import DATA, ResultRow
@@ -186,6 +187,44 @@ def _attainments(answer: Any) -> dict[str, float]:
     return {"service": row["service_attainment"], "tokens": row["token_attainment"]}
 
 
+_RATES = ("0.3", "0.5", "0.7")
+_BUSY_WHAT = f"40 models at {', '.join(_RATES)} requests/s each: service in time; tokens in time"
+
+
+def _by_rate(answer: Any) -> dict[str, float]:
+    """Service and tokens in time at each rate, means of the draws."""
+    return {
+        f"{metric}_{place}": mean(row[f"{metric}_attainment"] for row in answer if row["rate"] == rate)
+        for metric in _METRICS
+        for place, rate in enumerate(_RATES)
+    }
+
+
+def _busy_rows(systems: Mapping[str, str]) -> dict[str, ResultRow]:
+    """A row for each system, with the metrics by which it loses."""
+
+    def texts(metric: str) -> str:
+        return ", ".join(f"{{{metric}_{place}:.1%}}" for place in range(len(_RATES)))
+
+    return {
+        f"busy-{system}": ResultRow(
+            what=(f"{_BUSY_WHAT}: " if place == 0 else "the same: ") + _SYSTEMS[system],
+            arguments=(
+                *(*_COMMAND, "rates", _WORKLOADS, "--draws", "3", "--json", "--system", system),
+                *(option for rate in _RATES for option in ("--rate", rate)),
+            ),
+            values=_by_rate,
+            text="; ".join(f"**{texts(one)}**" if one in losses else texts(one) for one in _METRICS),
+            against="the strongest simple rival" if system == _RIVAL else "the rival below",
+            drawn="draws 1 to 3, means",
+        )
+        for place, (system, losses) in enumerate(systems.items())
+    }
+
+
+_BUSY = _busy_rows({"pooled-both-deadlines": "", "pooled-both": "", "pooled": "", _RIVAL: ""})
+
+
 def _one_size(system: str, what: str, text: str, against: str) -> ResultRow:
     return ResultRow(
         what=what,
@@ -200,6 +239,7 @@ def _one_size(system: str, what: str, text: str, against: str) -> ResultRow:
 AEGAEON_ROWS: Mapping[str, ResultRow] = {
     **_LIMITS,
     **_NODES,
+    **_BUSY,
     **_TIMES,
     "pool-94": _one_size(
         "pooled-both",
