@@ -97,7 +97,14 @@ _LIMITS = {
         "the same at 0.5 requests/s each (Figure 11b)",
         "paper: 2.5 times as many as request-level switching",
         ("--rate", "0.5", "--least", "4", "--most", "80"),
-        {"pooled-both": "", "pooled": "", _RIVAL: "", "pooled-both-deadlines": ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: ""},
+    ),
+    **_limits_rows(
+        "half-a-request-deadlines",
+        "the same",
+        "as above",
+        ("--rate", "0.5", "--least", "40", "--most", "180"),
+        {"pooled-both-deadlines": ""},
     ),
     **_limits_rows(
         "long-inputs",
@@ -113,7 +120,14 @@ _LIMITS = {
         "the same at 0.1 requests/s each, answers twice as long (Figure 12)",
         "paper: up to 2.5 times as many as request-level switching",
         ("--scale-outputs", "2", "--least", "8"),
-        {"pooled-both": "", "pooled": "", _RIVAL: "", "pooled-both-deadlines": ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: ""},
+    ),
+    **_limits_rows(
+        "long-outputs-deadlines",
+        "the same",
+        "as above",
+        ("--scale-outputs", "2", "--least", "80", "--most", "220"),
+        {"pooled-both-deadlines": ""},
     ),
 }
 
