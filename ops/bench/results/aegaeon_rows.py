@@ -103,8 +103,9 @@ _LIMITS = {
         "half-a-request-deadlines",
         "the same",
         "as above",
-        ("--rate", "0.5", "--least", "40", "--most", "180"),
+        ("--rate", "0.5", "--least", "70", "--most", "110"),
         {"pooled-both-deadlines": ""},
+        draws=3,
     ),
     **_limits_rows(
         "long-inputs",
