@@ -165,12 +165,14 @@ test-deploy: $(READY) .clients/helm/helm/helm .clients/kubernetes-validate/.read
 	PATH="$(CURDIR)/.clients/helm/helm:$(CURDIR)/.clients/kubernetes-validate/bin:$$PATH" $(BIN)/python -m pytest -n0 -q tests/ops/deploy $(ARGS)
 
 # What is committed is what is built. IMAGE_ARGS goes to the builder, e.g. "--build-arg BASE=..." for another base image.
+# Every file has the commit's time, so a commit built twice gives the same layers; docker has no such option.
 image: ## build the container images IMAGES with buildah, podman or docker (IMAGE_ARGS for the builder's options)
 	@builder=$$(command -v buildah || command -v podman || command -v docker) || { \
 	  echo "No image was built: there is neither buildah, podman nor docker here."; exit 1; }; \
+	case $$builder in */docker) times= ;; *) times="--timestamp $$(git log -1 --format=%ct)" ;; esac; \
 	rm -rf build/image && mkdir -p build/image && git archive HEAD | tar -x -C build/image && \
 	for image in $(IMAGES); do \
-	  $$builder build $(IMAGE_ARGS) --build-arg TORCH=$(TORCH) --target $$image --tag localhost/tidepool-$$image:$(VERSION) \
+	  $$builder build $$times $(IMAGE_ARGS) --build-arg TORCH=$(TORCH) --target $$image --tag localhost/tidepool-$$image:$(VERSION) \
 	    --file build/image/ops/deploy/images/Containerfile build/image || exit 1; \
 	done
 

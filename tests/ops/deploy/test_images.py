@@ -1,6 +1,7 @@
 """The images' locks are parts of the project's lock, with hashes; the compose file runs commands that exist."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ def test_images_install_only_what_is_locked_and_run_as_nobody_in_particular() ->
     final = CONTAINERFILE.split(" AS final")[1].split("FROM")[0]
     assert "USER 10001:10001" in final
     assert 'ENTRYPOINT ["tidepool"]' in final
+
+
+def test_a_commit_built_twice_has_nothing_of_the_clock() -> None:
+    """Files have the commit's time, and bytecode is checked by its source's hash, not by a time."""
+    shown = subprocess.run(["make", "-n", "image"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--timestamp $(git log -1 --format=%ct)" in shown
+    assert re.search(r"^ENV .*SOURCE_DATE_EPOCH=0$", CONTAINERFILE, re.MULTILINE)
 
 
 def test_compose_has_every_process() -> None:
