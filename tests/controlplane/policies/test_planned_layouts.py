@@ -93,6 +93,28 @@ def test_a_slot_that_is_too_small_is_said_where_memory_is_not_known() -> None:
     assert any("large takes 4 GPUs together, the largest slot of H800 in east has 2" in reason for reason in reasons)
 
 
+def test_slots_that_stay_are_filled_first_and_several_instances_share_one() -> None:
+    """Nothing is said to be missing, and nothing regrouped, for what has room there."""
+    stays = node("a", (8,), regroups=False)
+    full = plan(snapshot(stays), 350.0, 50.0).layouts
+    assert (after(full), full.summary()) == ({}, "")
+    assert full.demand == {PLACE: {1: 4.0, 4: 4.0}}
+    assert after(plan(snapshot(stays, node("b", (4,))), 350.0, 50.0).layouts) == {}
+    assert after(plan(snapshot(stays, node("b", (4,))), 550.0, 50.0).layouts) == {"b": (1, 1, 1, 1)}
+
+
+def test_a_model_of_three_gpus_gets_a_slot_of_four() -> None:
+    """A slot of three could not be, and no plan could be put in force that wants one."""
+    fleet = snapshot(node("a", (1,) * 4), node("b", (1,) * 4))
+    three = {ModelGpu(model="large", gpu_type="H800"): Profile(tokens_per_s=100.0, gpus=3)}
+    fleet = replace(fleet, profiles={**fleet.profiles, **three})
+    planned = plan(fleet, 50.0, 50.0).layouts
+    assert after(planned) == {"a": (4,)}
+    assert planned.demand == {PLACE: {1: 1.0, 4: 4.0}}
+    odd = NodeFacts(name="c", region="east", gpu_type="H800", slots=(NodeSlot(gpus=3),))
+    assert after(plan(replace(fleet, nodes=(*fleet.nodes, odd)), 50.0, 50.0).layouts) == {}, "it is there already"
+
+
 def test_nothing_is_chosen_unless_it_is_set() -> None:
     fleet = snapshot(node("a", (1, 1, 1, 1)), node("b", (1, 1, 1, 1)))
     assert plan(fleet, 50.0, 50.0, enabled=False).layouts == PlannedLayouts()
