@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sqlalchemy.orm import Session
 
+from controlplane.policies.assignment.facts import SlotRef
 from controlplane.policies.engines import (
     TORCH,
     VLLM,
@@ -21,7 +22,7 @@ from controlplane.store.engine_failures import engine_failures, note_engine_fail
 from controlplane.store.fleet import FleetInventory, read_inventory
 from controlplane.store.instances import live_instances, running_instances, set_engine, touch_generations
 from controlplane.store.keys import record
-from controlplane.store.tables import Instance, Model
+from controlplane.store.tables import Desired, Instance, Model
 from dataplane.protocol.messages import EngineChoice
 
 
@@ -90,7 +91,9 @@ def _facts(
     session: Session, inventory: FleetInventory, instances: Iterable[Instance], *, steady_since_s: float
 ) -> list[EngineFacts]:
     asked = {model.name: _asked(model) for model in inventory.models}
-    families = _vllm_families(session, inventory, asked)
+    live = live_instances(session)
+    families = _vllm_families(live, inventory, asked)
+    draining = {(each.node, each.slot) for each in live if each.pooled and each.desired == Desired.DRAINING}
     prefers = {node.name: node.engine for node in inventory.nodes}
     slots = {(slot.node, slot.index): slot for slot in inventory.slots}
     rates: Mapping[tuple[str, str], Mapping[str, float]] = {
@@ -105,13 +108,16 @@ def _facts(
             came_from=instance.came_from,
             asked=asked[instance.model],
             node_prefers=prefers[instance.node],
+            slot=(instance.node, instance.slot),
             pooled=instance.pooled,
             gpus=instance.gpus,
             whole_slot=instance.gpus == slots[instance.node, instance.slot].gpus,
             workers=slots[instance.node, instance.slot].workers,
             family=(instance.node, instance.slot) in families,
             ready=instance.observed == InstanceState.READY,
-            steady=instance.observed == InstanceState.READY and instance.changed_at.timestamp() <= steady_since_s,
+            steady=instance.observed == InstanceState.READY
+            and instance.changed_at.timestamp() <= steady_since_s
+            and (instance.node, instance.slot) not in draining,
             rates=rates.get((instance.model, instance.gpu_type), {}),
             failures=failures.get((instance.model, instance.gpu_type), {}),
         )
@@ -120,12 +126,12 @@ def _facts(
 
 
 def _vllm_families(
-    session: Session, inventory: FleetInventory, asked: Mapping[str, EngineChoice]
-) -> frozenset[tuple[str, int]]:
+    live: Iterable[Instance], inventory: FleetInventory, asked: Mapping[str, EngineChoice]
+) -> frozenset[SlotRef]:
     """The slots whose live instances are LoRA adapters of one base and perhaps that base, with vLLM asked for all."""
     bases = {model.name: model.base for model in inventory.models}
-    here: dict[tuple[str, int], set[str]] = defaultdict(set)
-    for instance in live_instances(session):
+    here: dict[SlotRef, set[str]] = defaultdict(set)
+    for instance in live:
         here[instance.node, instance.slot].add(instance.model)
     return frozenset(
         slot

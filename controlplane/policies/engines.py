@@ -9,14 +9,17 @@ are all that a pooled slot has, and vLLM was chosen for each of them, it runs th
 An instance that moves is away for as long as the model takes to load. So those of an endpoint move one at a time, and
 only while all of them serve: where the first cannot run on its new engine, the others stay where they are, and it goes
 back. That engine is then left alone for the model on that GPU type, longer each time that it fails; whoever serves on
-it stays.
+it stays. The pooled instances of a slot move together or not at all, since its agent refuses those whose engine is not
+the slot's.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
+from controlplane.policies.assignment.facts import SlotRef
 from controlplane.policies.facts import Endpoint
 
 Engine = Literal["torch", "vllm"]
@@ -49,11 +52,11 @@ class EngineFailure:
 class EngineFacts:
     """A running instance. `engine`: the one it is assigned; "auto": its node decides, as for a new instance.
     `came_from`: the engine it left last, on which it served. `asked`: what the operator chose for its model.
-    `node_prefers`: what its node takes where that is left open; vLLM only if it is installed there. `gpus`: its own;
-    `whole_slot`: they are all of its slot; `workers`: of its slot. `family`: its slot has LoRA adapters of one base and
-    perhaps that base, nobody else, and vLLM was chosen for all of them. `ready`: it serves; `steady`: it has for a
-    while, and is not about to move. `rates`: tokens/s that engines were measured to make of its model on its GPU type;
-    `failures`: on which its model could not run there.
+    `node_prefers`: what its node takes where that is left open; vLLM only if it is installed there. `slot`: where it
+    is; `gpus`: its own; `whole_slot`: they are all of its slot; `workers`: of its slot. `family`: its slot has LoRA
+    adapters of one base and perhaps that base, nobody else, and vLLM was chosen for all of them. `ready`: it serves;
+    `steady`: it has for a while, is not about to move, and shares its slot with none that drains. `rates`: tokens/s
+    that engines were measured to make of its model on its GPU type; `failures`: on which its model could not run there.
     """
 
     instance_id: str
@@ -62,6 +65,7 @@ class EngineFacts:
     came_from: Engine | None
     asked: Literal["auto", Engine]
     node_prefers: Literal["replay", Engine]
+    slot: SlotRef
     pooled: bool
     gpus: int
     whole_slot: bool
@@ -84,6 +88,10 @@ class EngineDecision:
 
     engine: Literal["auto", Engine]
     reason: str
+
+
+Wanted = tuple[EngineFacts, EngineDecision]
+"""A running instance, and the engine that it shall run on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,23 +158,42 @@ def _why_torch(facts: EngineFacts) -> str | None:
     return None
 
 
-def choose_engine_changes(wanted: Sequence[tuple[EngineFacts, EngineDecision]]) -> tuple[EngineChange, ...]:
-    """What changes now: all that need not move, and of the others one for each endpoint whose instances all serve.
-    `wanted`: every running instance, with the engine that it shall run on.
+def choose_engine_changes(wanted: Sequence[Wanted]) -> tuple[EngineChange, ...]:
+    """What changes now: all that need not move, and of the others one for each endpoint whose instances all serve; of a
+    pooled slot all that serve there, or none. `wanted`: every running instance.
     """
     settled = [
         EngineChange(instance_id=facts.instance_id, decision=decision, moves=False)
         for facts, decision in wanted
         if decision.engine != facts.engine and not _moves(facts, decision)
     ]
-    moving = {facts.endpoint: (facts, decision) for facts, decision in reversed(wanted) if _moves(facts, decision)}
-    restless = {facts.endpoint for facts, _ in wanted if not facts.steady}
+    waiting = {facts.endpoint for facts, _ in wanted if not facts.steady}
+    moving: list[Wanted] = []
+    for together in _together(wanted):
+        endpoints = {facts.endpoint for facts, _ in together}
+        if not waiting & endpoints:
+            waiting |= endpoints
+            moving += together
     moves = [
         EngineChange(instance_id=facts.instance_id, decision=decision, moves=True)
-        for endpoint, (facts, decision) in sorted(moving.items())
-        if endpoint not in restless
+        for facts, decision in sorted(moving, key=lambda each: each[0].endpoint)
     ]
     return (*settled, *moves)
+
+
+def _together(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """The instances that can move, in groups that move together; no pooled one whose slot would have two engines."""
+    groups: dict[str | SlotRef, list[Wanted]] = defaultdict(list)
+    engines: dict[str | SlotRef, set[str]] = defaultdict(set)
+    for facts, decision in wanted:
+        if not facts.ready:
+            continue
+        group = facts.slot if facts.pooled else facts.instance_id
+        moves = _moves(facts, decision)
+        engines[group].add(decision.engine if moves else facts.present)
+        if moves:
+            groups[group].append((facts, decision))
+    return [together for group, together in groups.items() if len(engines[group]) == 1]
 
 
 def _moves(facts: EngineFacts, decision: EngineDecision) -> bool:

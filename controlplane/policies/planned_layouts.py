@@ -6,6 +6,7 @@ models of the day leave. Instances in plans are whole slots and follow an upper 
 keeps more than that; a node that was regrouped stays as it is for longer than a plan lasts.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,17 +73,23 @@ def plan_layouts(
     """
     if not settings.enabled:
         return PlannedLayouts()
-    demand = taken_gpus(snapshot, placed)
+    taken = taken_gpus(snapshot, placed)
     work = _work(snapshot.instances, placed.placement)
-    nodes = tuple(_grouped(node, work) for node in snapshot.serving_nodes(stale_s))
-    decision = choose_layouts(
-        LayoutFacts(nodes=nodes, demand=demand), now_s, LayoutSettings(margin=0.0, hold_s=settings.hold_s)
+    nodes = snapshot.serving_nodes(stale_s)
+    lasting: defaultdict[RegionGpu, Counter[int]] = defaultdict(Counter)
+    for node in nodes:
+        if not node.regroups:
+            lasting[node.place].update(node.wanted_layout)
+    beyond = {place: _in_slots(_beyond(sizes, lasting[place])) for place, sizes in taken.items()}
+    facts = LayoutFacts(nodes=tuple(_grouped(node, work) for node in nodes if node.regroups), demand=beyond)
+    return PlannedLayouts(
+        decision=choose_layouts(facts, now_s, LayoutSettings(margin=0.0, hold_s=settings.hold_s)),
+        demand={place: _in_slots(sizes) for place, sizes in taken.items()},
     )
-    return PlannedLayouts(decision=decision, demand=demand)
 
 
 def taken_gpus(snapshot: FleetSnapshot, placed: PlacedHour) -> dict[RegionGpu, dict[int, float]]:
-    """GPUs that are taken, by place and by the size of the slots that they have to be in."""
+    """GPUs that are taken, by place and by the GPUs of one instance."""
     taken: defaultdict[RegionGpu, Counter[int]] = defaultdict(Counter)
     for entry in placed.placement.entries:
         if entry.after:
@@ -95,13 +102,38 @@ def taken_gpus(snapshot: FleetSnapshot, placed: PlacedHour) -> dict[RegionGpu, d
     return {place: {size: float(gpus) for size, gpus in sorted(sizes.items())} for place, sizes in taken.items()}
 
 
+def _beyond(sizes: Mapping[int, float], lasting: Mapping[int, int]) -> dict[int, float]:
+    """What finds no room in the slots that stay as they are, which several instances may share: the largest instances
+    come first, each into the smallest room. `lasting`: how many such slots there are of each size.
+    """
+    rooms = Counter(lasting)
+    beyond: dict[int, float] = {}
+    for size, gpus in sorted(sizes.items(), reverse=True):
+        left = math.ceil(gpus / size)
+        while left and (room := min((one for one, count in rooms.items() if count and one >= size), default=0)):
+            rooms[room] -= 1
+            rooms[room - size] += 1
+            left -= 1
+        if left:
+            beyond[size] = float(left * size)
+    return beyond
+
+
+def _in_slots(sizes: Mapping[int, float]) -> dict[int, float]:
+    """GPUs of the slots that are made for this: an instance of three takes a slot of four."""
+    slots: Counter[int] = Counter()
+    for size, gpus in sizes.items():
+        of_slot = 1 << (size - 1).bit_length()
+        slots[of_slot] += of_slot * math.ceil(gpus / size)
+    return {size: float(gpus) for size, gpus in sorted(slots.items())}
+
+
 def _grouped(node: NodeFacts, work: Mapping[SlotRef, float]) -> GroupedNode:
     return GroupedNode(
         name=node.name,
         place=node.place,
         layout=node.wanted_layout,
         age_s=node.layout_age_s,
-        fixed=not node.regroups,
         work={slot: cost for (name, slot), cost in work.items() if name == node.name},
     )
 

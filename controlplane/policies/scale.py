@@ -8,7 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue, leaving_larger_slots
+from controlplane.policies.assignment.evacuation import (
+    choose_evacuation,
+    choose_overdue,
+    leaving_larger_slots,
+    without_larger_slots,
+)
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings
 from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool_slots
 from controlplane.policies.facts import Endpoint
@@ -57,7 +62,7 @@ def choose_scale(
     dedicated = {each.instance_id: snapshot.gpus[each.key.pair] for each in alone}
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
     slots = _without_pools(pooling, slot_rooms(snapshot))
-    instances = leaving_larger_slots(snapshot.dedicated, slots, stale_s=stale_s)
+    instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
     leaving = choose_evacuation(instances, slots, stale_s=stale_s)
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
     counts = choose_scaling(facts, now_s, scaling)
@@ -70,6 +75,7 @@ def choose_scale(
         sizes=snapshot.sizes,
     )
     chosen = _joined(choose_slots(slot_facts, now_s, placing), pooling)
+    chosen = replace(chosen, adds=without_larger_slots(chosen.adds, snapshot.dedicated, slots))
     let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
     drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
     let_go |= {change.instance_id for change in drains}

@@ -96,9 +96,11 @@ def want_planned(session: Session, plan_id: str, layouts: Iterable[Mapping[str, 
 
 def models_without_slot(session: Session, node: Node) -> list[str]:
     """Models that run on the GPU type of a node in its region, and for which no slot there will be large enough."""
-    sizes: set[int] = set()
-    for each in session.scalars(select(Node).where(Node.region == node.region, Node.gpu_type == node.gpu_type)):
-        sizes |= set(each.layout or _worker_sizes(session, each.name))
+    at_place = select(Node).where(Node.region == node.region, Node.gpu_type == node.gpu_type)
+    wanted = {each.name: each.layout for each in session.scalars(at_place)}
+    workers = select(Slot.node, Slot.gpus // Slot.workers).where(Slot.node.in_(wanted)).distinct()
+    sizes = {size for layout in wanted.values() for size in layout or ()}
+    sizes |= {size for name, size in session.execute(workers) if not wanted[name]}
     of_place = (Instance.region == node.region, Instance.gpu_type == node.gpu_type, LIVE)
     at_profile = (Profile.model == Instance.model) & (Profile.gpu_type == Instance.gpu_type)
     running = session.execute(
@@ -111,10 +113,6 @@ def models_without_slot(session: Session, node: Node) -> list[str]:
     place = f"{node.gpu_type} in {node.region}"
     reasons = (why_too_small(model, gpus, sizes, place) for model, gpus in running)
     return [reason for reason in reasons if reason is not None]
-
-
-def _worker_sizes(session: Session, node: str) -> list[int]:
-    return list(session.scalars(select(Slot.gpus // Slot.workers).where(Slot.node == node)))
 
 
 def regroup(session: Session) -> list[Regrouped]:

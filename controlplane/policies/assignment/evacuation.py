@@ -7,11 +7,12 @@ of more GPUs than it takes, since there was no other, leaves it for a free one o
 Pooled instances are moved by `policies.assignment.pools`, which assigns slots on accepting nodes only.
 """
 
-from collections import Counter
-from collections.abc import Container, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
+from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom
+from controlplane.policies.fit import ModelSize, WeightsMemory, fits
 from controlplane.policies.scaling.facts import ScaleStep
 
 
@@ -33,7 +34,11 @@ class Evacuation:
 
 
 def leaving_larger_slots(
-    instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float
+    instances: Iterable[PlacedInstance],
+    rooms: Iterable[SlotRoom],
+    sizes: Mapping[str, ModelSize],
+    *,
+    stale_s: float,
 ) -> tuple[PlacedInstance, ...]:
     """All instances; those on slots that plans make for larger models leave these, as far as slots of their own size
     are free, so that a plan that counts a slot of four finds it free for a model of four.
@@ -41,29 +46,47 @@ def leaving_larger_slots(
     Args:
         instances: all dedicated instances.
         rooms: all slots.
+        sizes: weights of the models; a slot that is too small for them is not free for an instance.
         stale_s: no instance starts on a node that is silent for longer.
     """
     instances, rooms = tuple(instances), tuple(rooms)
     larger = {room.ref: room.worker_gpus for room in rooms if room.regroups}
-    free = Counter(
-        (room.region, room.gpu_type, room.gpus)
-        for room in rooms
-        if room.regroups
-        and room.accepting
-        and not room.pooled
-        and room.age_s <= stale_s
-        and room.gpus_free == room.gpus
-    )
+    free: dict[tuple[str, str, int], Counter[WeightsMemory]] = defaultdict(Counter)
+    for room in rooms:
+        starts = room.accepting and not room.pooled and room.age_s <= stale_s
+        if room.regroups and starts and room.gpus_free == room.gpus:
+            free[room.region, room.gpu_type, room.gpus][room.weights] += 1
     succeeded = {each.succeeds for each in instances if each.serving}
     leaving: dict[str, str] = {}
     for each in sorted(instances, key=lambda each: each.instance_id):
         if not each.serving or each.leaving is not None or larger.get(each.ref, 0) <= each.gpus:
             continue
-        own = (each.endpoint.region, each.gpu_type, each.gpus)
-        if each.instance_id in succeeded or free[own] > 0:
-            free[own] -= each.instance_id not in succeeded
-            leaving[each.instance_id] = f"slot {each.slot} of node {each.node_id} is for larger models"
+        if each.instance_id not in succeeded:
+            own, size = free[each.endpoint.region, each.gpu_type, each.gpus], sizes.get(each.endpoint.model)
+            holds = (one for one, count in own.items() if count and (size is None or fits(size, one)))
+            if (weights := next(holds, None)) is None:
+                continue
+            own[weights] -= 1
+        leaving[each.instance_id] = f"slot {each.slot} of node {each.node_id} is for larger models"
     return tuple(replace(each, leaving=leaving.get(each.instance_id, each.leaving)) for each in instances)
+
+
+def without_larger_slots(
+    adds: Iterable[SlotAdd], instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom]
+) -> tuple[SlotAdd, ...]:
+    """The starts without successors on slots for larger models of instances that only leave such a slot: another start
+    has taken the one of their size, and they stay where they are.
+
+    Args:
+        adds: all starts.
+        instances: all dedicated instances, as they were before `leaving_larger_slots`.
+        rooms: all slots.
+    """
+    larger = {room.ref: room.worker_gpus for room in rooms if room.regroups}
+    may_stay = {each.instance_id for each in instances if each.leaving is None}
+    return tuple(
+        add for add in adds if add.succeeds not in may_stay or larger.get((add.node_id, add.slot), 0) <= add.gpus
+    )
 
 
 def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float) -> Evacuation:

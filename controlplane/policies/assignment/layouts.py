@@ -24,14 +24,12 @@ class GroupedNode:
         layout: the one that is wanted of it, which it may still be on its way to.
         age_s: for how long it has been wanted.
         work: what it costs to empty the slots that hold anything, by their numbers, in one unit for all nodes.
-        fixed: its slots count, but stay as they are, whatever their sizes.
     """
 
     name: str
     place: RegionGpu
     layout: Layout
     age_s: float = math.inf
-    fixed: bool = False
     work: Mapping[int, float] = field(default_factory=dict)
 
 
@@ -110,7 +108,7 @@ class _Place:
     def __init__(self, nodes: Sequence[GroupedNode], demand: Mapping[int, float], settings: LayoutSettings) -> None:
         self._before = {node.name: node for node in nodes}
         self._layouts = {node.name: node.layout for node in nodes}
-        self._open = [node.name for node in nodes if not node.fixed and node.age_s >= settings.hold_s]
+        self._open = [node.name for node in nodes if node.age_s >= settings.hold_s]
         self._demand = demand
         self._settings = settings
         self._reasons: dict[str, list[str]] = defaultdict(list)

@@ -171,7 +171,7 @@ def write_demand(path: Path, demand: LiveDemand) -> None:
 
 def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
     """Models with demand, and the bases of adapters with demand, on GPU types where they have a profile and a node is
-    alive. Adapters whose bases have none are left out.
+    alive. Adapters whose bases have none are left out; whole models are those that take other GPUs than their bases.
     """
     alive = {node["gpu_type"] for node in _alive(fleet)}
     asked = {row[2] for row in demand.rows}
@@ -196,9 +196,22 @@ def _kept(fleet: LiveFleet, demand: LiveDemand) -> _Kept:
         raise LiveError(f"no base of an adapter with demand has a profile on {' or '.join(gpu_types)}")
     wanted = fleet.pooling is not None and (fleet.pooling["enabled"] or fleet.pooling.get("reserve") is not None)
     reported = all(node["host_bytes"] for node in _alive(fleet) if node["gpu_type"] in gpu_types)
+    bases = {model["name"]: model for model in models}
+    models = [_whole(model, bases[model["base"]]) if _differs(model, rates) else model for model in models]
     return _Kept(
         gpu_types=gpu_types, models=models, rates=rates, pooling=fleet.pooling if wanted and reported else None
     )
+
+
+def _differs(model: Row, rates: Mapping[tuple[str, str], Row]) -> bool:
+    """Whether it is an adapter whose instances take other GPUs than those of its base on some type."""
+    mine = {gpu_type: row["gpus"] for (name, gpu_type), row in rates.items() if name == model["name"]}
+    its = {gpu_type: row["gpus"] for (name, gpu_type), row in rates.items() if name == model.get("base")}
+    return any(mine[gpu_type] != its[gpu_type] for gpu_type in mine.keys() & its.keys())
+
+
+def _whole(adapter: Row, base: Row) -> Row:
+    return {**adapter, "base": None, "weights_bytes": adapter["weights_bytes"] + base["weights_bytes"]}
 
 
 def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
@@ -314,6 +327,9 @@ def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[
             yield f"{pooled} pooled instances are not there at the beginning: the first plan starts them."
     elif pooled:
         yield f"{pooled} pooled instances are left out: the plan in force does not say how, or a node's host memory."
+    adapters = {row["name"] for row in fleet.models if row.get("base")}
+    if whole := sorted(row["name"] for row in kept.models if row["name"] in adapters and not row["base"]):
+        yield f"Adapters that take other GPUs than their bases are whole models here: {', '.join(whole)}."
     if others := sorted({row["gpu_type"] for row in fleet.nodes} - set(kept.gpu_types)):
         yield f"Nodes of other GPU types are left out: {', '.join(others)}."
     if left := sorted({row["name"] for row in fleet.models} - {row["name"] for row in kept.models}):

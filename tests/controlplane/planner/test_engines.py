@@ -126,6 +126,12 @@ def test_a_slot_of_one_family_runs_on_vllm_where_that_is_chosen_for_all_of_it(wo
     choose_vllm("base", "one")
     assert set(engines(61).values()) == {"torch"}, "not chosen for all"
     choose_vllm("two", "stranger")
+    sibling = pooled("two")
+    with world.database.transaction() as session:
+        session.get_one(Instance, sibling).desired = Desired.DRAINING
+    assert set(engines(122).values()) == {"torch"}, "one that drains keeps the slot on its engine"
+    with world.database.transaction() as session:
+        session.get_one(Instance, sibling).desired = Desired.STOPPED
     assert set(engines(122).values()) == {"vllm"}
     stranger = pooled("stranger")
     assert set(engines(183).values()) == {"torch"}

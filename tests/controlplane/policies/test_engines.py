@@ -36,6 +36,7 @@ def instance(name: str = "i1", **changes: Any) -> EngineFacts:
         came_from=None,
         asked="auto",
         node_prefers="torch",
+        slot=("n1", 0),
         pooled=False,
         gpus=1,
         whole_slot=True,
@@ -188,3 +189,24 @@ def test_a_pooled_family_runs_on_vllm_where_one_worker_has_its_slot(workers: int
     assert decide(pooled).engine == "torch"
     assert decide(replace(pooled, family=True)).engine == engine
     assert decide(replace(pooled, family=True, node_prefers="replay")).engine == "auto"
+
+
+def test_a_pooled_slot_moves_as_a_whole_or_not_at_all() -> None:
+    """Its agent runs one engine on a slot, and refuses instances that want another."""
+
+    def family(node: str, *models: str) -> list[EngineFacts]:
+        pooled = instance(pooled=True, family=True, asked="vllm", gpus=0, whole_slot=False, slot=(node, 0))
+        at = {model: Endpoint(model=model, region="us-east") for model in models}
+        return [replace(pooled, instance_id=f"{node}-{model}", endpoint=at[model]) for model in models]
+
+    def moved(*instances: EngineFacts) -> set[str]:
+        return {name for name, _, moves in changed(*instances) if moves}
+
+    here, there = family("n1", "base", "one", "two"), family("n2", "two", "one", "base")
+    assert moved(*here) == {"n1-base", "n1-one", "n1-two"}
+    crossed = [here[0], there[0], there[1], here[1], there[2], here[2]]
+    assert moved(*crossed) == {"n1-base", "n1-one", "n1-two"}, "the other slot follows when this one serves"
+    assert moved(*here[:2], replace(here[2], steady=False)) == set(), "one has just come up"
+    assert moved(*here[:2], replace(here[2], failures=failed("vllm"))) == set(), "one stays on torch"
+    never = replace(here[2], ready=False, steady=False, failures=failed("vllm"))
+    assert moved(*here[:2], never) == {"n1-base", "n1-one"}, "who serves on no engine keeps nobody"

@@ -11,7 +11,8 @@ from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.facts import Profile
 from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
-from controlplane.policies.scaling.facts import ScaleStep
+from controlplane.policies.scale import choose_scale
+from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.policies.snapshot import FleetSnapshot, slot_rooms
 from dataplane.protocol.layouts import Layout, slots_of
 
@@ -93,6 +94,28 @@ def test_a_slot_that_is_too_small_is_said_where_memory_is_not_known() -> None:
     assert any("large takes 4 GPUs together, the largest slot of H800 in east has 2" in reason for reason in reasons)
 
 
+def test_slots_that_stay_are_filled_first_and_several_instances_share_one() -> None:
+    """Nothing is said to be missing, and nothing regrouped, for what has room there."""
+    stays = node("a", (8,), regroups=False)
+    full = plan(snapshot(stays), 350.0, 50.0).layouts
+    assert (after(full), full.summary()) == ({}, "")
+    assert full.demand == {PLACE: {1: 4.0, 4: 4.0}}
+    assert after(plan(snapshot(stays, node("b", (4,))), 350.0, 50.0).layouts) == {}
+    assert after(plan(snapshot(stays, node("b", (4,))), 550.0, 50.0).layouts) == {"b": (1, 1, 1, 1)}
+
+
+def test_a_model_of_three_gpus_gets_a_slot_of_four() -> None:
+    """A slot of three could not be, and no plan could be put in force that wants one."""
+    fleet = snapshot(node("a", (1,) * 4), node("b", (1,) * 4))
+    three = {ModelGpu(model="large", gpu_type="H800"): Profile(tokens_per_s=100.0, gpus=3)}
+    fleet = replace(fleet, profiles={**fleet.profiles, **three})
+    planned = plan(fleet, 50.0, 50.0).layouts
+    assert after(planned) == {"a": (4,)}
+    assert planned.demand == {PLACE: {1: 1.0, 4: 4.0}}
+    odd = NodeFacts(name="c", region="east", gpu_type="H800", slots=(NodeSlot(gpus=3),))
+    assert after(plan(replace(fleet, nodes=(*fleet.nodes, odd)), 50.0, 50.0).layouts) == {}, "it is there already"
+
+
 def test_nothing_is_chosen_unless_it_is_set() -> None:
     fleet = snapshot(node("a", (1, 1, 1, 1)), node("b", (1, 1, 1, 1)))
     assert plan(fleet, 50.0, 50.0, enabled=False).layouts == PlannedLayouts()
@@ -143,7 +166,7 @@ def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size
 
     def leaving(*of: NodeFacts, more: tuple[PlacedInstance, ...] = ()) -> list[str]:
         fleet = snapshot(*of, instances=(guest, large, *more))
-        left = leaving_larger_slots(fleet.instances, slot_rooms(fleet), stale_s=60.0)
+        left = leaving_larger_slots(fleet.instances, slot_rooms(fleet), fleet.sizes, stale_s=60.0)
         return [each.instance_id for each in left if each.leaving is not None]
 
     assert leaving(*nodes) == ["1"]
@@ -151,6 +174,22 @@ def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size
     full = instance("3", SMALL, "a", 0), instance("4", SMALL, "a", 1)
     assert leaving(*nodes, more=full) == []
     assert leaving(*nodes, more=(replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
+
+
+def test_who_leaves_a_slot_for_larger_models_never_moves_to_another_such_slot() -> None:
+    """Else it would move, and load its weights, every time that scaling decides."""
+    nodes = node("a", (1,)), node("b", (4,)), node("c", (4,))
+    fleet = snapshot(*nodes, instances=(instance("1", SMALL, "b", 0, ready=True),), window_start_s=0.0)
+
+    def starts(of: FleetSnapshot, count: int) -> list[tuple[str, str | None]]:
+        planned = replace(of, planned={SMALL: {"H800": count}})
+        adds = choose_scale(planned, 60.0, ScalingSettings(), SlotSettings()).slots.adds
+        return [(add.node_id, add.succeeds) for add in adds]
+
+    assert starts(fleet, 1) == [("a", "1")]
+    assert starts(fleet, 2) == [("a", None)], "the slot is taken by another instance"
+    heavy = replace(fleet, sizes={**fleet.sizes, "small": ModelSize(weights_bytes=100 << 30)})
+    assert starts(heavy, 1) == [], "the slot of one GPU is too small for its weights"
 
 
 def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:

@@ -141,3 +141,18 @@ def test_adapters_come_with_their_bases() -> None:
     assert "left out: n, unprofiled" in made.text()
     with pytest.raises(LiveError, match="no base of an adapter with demand has a profile on A"):
         scenario(node("A", 2), models=models, profiles=[profile("n", "A", 5.0)])
+
+
+def test_an_adapter_that_takes_other_gpus_than_its_base_is_a_whole_model() -> None:
+    """A scenario refuses it as an adapter: its base may have two GPUs on vLLM, and itself one on torch."""
+    sizes = {"kv_bytes_per_token": 1, "context_tokens": 9}
+    models = [
+        {"name": "m", "weights_bytes": 10**10, "base": None, **sizes},
+        {"name": "n", "weights_bytes": 10**8, "base": "m", **sizes},
+    ]
+    profiles = [profile("m", "A", 5.0, gpus=2), profile("n", "A", 4.0)]
+    made = scenario(node("A", 2, 1), models=models, profiles=profiles)
+    _, adapter = made.document["models"]
+    assert (adapter.get("base"), adapter["weights_bytes"], adapter["gpus"]) == (None, 10**10 + 10**8, 1)
+    assert "adapters_bytes" not in made.document["fleet"]
+    assert "Adapters that take other GPUs than their bases are whole models here: n." in made.text()
