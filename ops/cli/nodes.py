@@ -53,8 +53,8 @@ def _layout_text(node: Mapping[str, Any]) -> str:
 
 def _chosen_text(node: Mapping[str, Any]) -> str:
     """Who says how its GPUs are grouped."""
-    since = "" if node["layout_chosen_at"] is None else f", chosen {node['layout_chosen_at']}"
-    return f"held by an operator{since}" if node["layout_held"] else f"left to plans{since}"
+    since = f", chosen {at}" if (at := node.get("layout_chosen_at")) else ""
+    return f"held by an operator{since}" if node.get("layout_held") else f"left to plans{since}"
 
 
 @nodes.command("list")

@@ -34,7 +34,7 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
     print_table(title, columns, answer["entries"])
     for pool in answer["pools"]:
         _show_pool(pool)
-    for one in answer["layouts"]:
+    for one in answer.get("layouts", ()):  # a gateway of the release before has none
         slots = " -> ".join(",".join(map(str, one[when])) for when in ("before", "after"))
         output().print(f"slots of node {one['node']}: {slots}; {one['reason']}", markup=False)
     for unserved in answer["unserved"]:
