@@ -159,6 +159,7 @@ _FACTS = st.builds(
     came_from=st.sampled_from([None, "torch", "vllm"]),
     asked=st.sampled_from(["auto", "torch", "vllm"]),
     node_prefers=st.sampled_from(["torch", "vllm", "replay"]),
+    slot=st.just(("n1", 0)),
     pooled=st.booleans(),
     gpus=st.sampled_from([1, 2]),
     whole_slot=st.booleans(),
@@ -171,7 +172,9 @@ _FACTS = st.builds(
 
 @given(st.lists(_FACTS, max_size=6))
 def test_it_settles_with_at_most_one_of_an_endpoint_away(drawn: list[EngineFacts]) -> None:
-    fleet = {str(place): replace(facts, instance_id=str(place)) for place, facts in enumerate(drawn)}
+    """Each is on a slot of its own."""
+    alone = [replace(facts, instance_id=str(place), slot=("n1", place)) for place, facts in enumerate(drawn)]
+    fleet = {facts.instance_id: facts for facts in alone}
     fleet = {name: replace(facts, steady=facts.ready) for name, facts in fleet.items()}
     for _ in range(len(fleet) + 1):
         changes = changes_of(*fleet.values())
