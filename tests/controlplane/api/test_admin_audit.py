@@ -118,6 +118,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("POST /admin/nodes/{name}/drain", CHANGED, "n1", {}),
         ("POST /admin/nodes/{name}/undrain", CHANGED, "n1", {}),
         ("PUT /admin/nodes/{name}/layout", CHANGED, regrouping_node, {"json": {"layout": [1, 1]}}),
+        ("DELETE /admin/nodes/{name}/layout", CHANGED, "n3", {}),
         ("POST /admin/spot/{instance_id}/lease", FIRST, spot, {"json": lease, "status": 201}),
         ("DELETE /admin/spot/{instance_id}/lease", CHANGED, spot, {}),
         ("POST /admin/demand", FIRST, "", {"content": csv}),

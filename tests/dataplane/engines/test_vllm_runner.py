@@ -47,11 +47,16 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 @pytest.fixture
 def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     vllm, logprobs = ModuleType("vllm"), ModuleType("vllm.logprobs")
+    lora, lora_request = ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
     for name in ("EngineArgs", "LLMEngine", "PoolingParams", "PoolingRequestOutput", "SamplingParams"):
         setattr(vllm, name, object)
     logprobs.Logprob = object
+    lora_request.LoRARequest = object
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "vllm.logprobs", logprobs)
+    monkeypatch.setitem(sys.modules, "vllm.lora", lora)
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", lora_request)
+    monkeypatch.delitem(sys.modules, "dataplane.engines.vllm.adapters", raising=False)
     monkeypatch.delitem(sys.modules, "dataplane.engines.vllm.runner", raising=False)
     module = importlib.import_module("dataplane.engines.vllm.runner")
     monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again

@@ -9,8 +9,8 @@ def test_known_names_pass() -> None:
 
 
 def test_a_removed_or_misspelt_setting_is_named() -> None:
-    assert unknown_settings(["TIDEPOOL_PLAN_AUTOMATIC", "TIDEPOOL_SCALE_STRATEGIE", "TIDEPOOL_AGENT_SLOT"]) == [
+    assert unknown_settings(["TIDEPOOL_PLAN_APROVAL", "TIDEPOOL_SCALE_STRATEGIE", "TIDEPOOL_AGENT_SLOT"]) == [
         "TIDEPOOL_AGENT_SLOT is no setting; did you mean TIDEPOOL_AGENT_SLOTS?",
-        "TIDEPOOL_PLAN_AUTOMATIC is no setting; did you mean TIDEPOOL_PLAN_APPROVAL?",
+        "TIDEPOOL_PLAN_APROVAL is no setting; did you mean TIDEPOOL_PLAN_APPROVAL?",
         "TIDEPOOL_SCALE_STRATEGIE is no setting; did you mean TIDEPOOL_SCALE_STRATEGY?",
     ]
