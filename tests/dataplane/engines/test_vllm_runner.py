@@ -60,6 +60,7 @@ def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> A
     monkeypatch.delitem(sys.modules, "dataplane.engines.vllm.runner", raising=False)
     module = importlib.import_module("dataplane.engines.vllm.runner")
     monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again
+    monkeypatch.setattr(module, "engine_arguments", lambda *_: None)
     monkeypatch.setattr(module, "_build", lambda *_: engine)
     made = module.Runner("tide", tmp_path, VllmEngineSettings(weights_bytes=1, kv_bytes=1), None, kv_bytes=1)
     monkeypatch.setattr(made, "_copy", object())

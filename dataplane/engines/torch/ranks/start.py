@@ -42,9 +42,13 @@ def lead(settings: TorchEngineSettings, arena: torch.Tensor, others: OtherRanks)
         kept = undo.pop_all()
 
     def close() -> None:
-        with suppress(OSError):  # the folder's file may be gone: the last one that uses it removes it
-            kept.close()
-        others.wait()
+        for connection in others.connections:
+            connection.close()
+        try:
+            others.wait()  # one that is still about to meet the others reads the folder's file
+        finally:
+            with suppress(OSError):  # that may be gone: the last one that uses it removes it
+                kept.close()
 
     rank = Rank(index=0, count=settings.ranks, collectives=group)
     leader = Leader(rank, others.connections, close, exports=settings.host_kv_file is not None)
