@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.assignment.facts import PlacedInstance, SlotRef
+from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.assignment.layouts import (
     GroupedNode,
     LayoutDecision,
@@ -81,7 +81,7 @@ def plan_layouts(
         if not node.regroups:
             lasting[node.place].update(node.wanted_layout)
     beyond = {place: _in_slots(_beyond(sizes, lasting[place])) for place, sizes in taken.items()}
-    facts = LayoutFacts(nodes=tuple(_grouped(node, work) for node in nodes if node.regroups), demand=beyond)
+    facts = LayoutFacts(nodes=tuple(_grouped(node, work[node.name]) for node in nodes if node.regroups), demand=beyond)
     return PlannedLayouts(
         decision=choose_layouts(facts, now_s, LayoutSettings(margin=0.0, hold_s=settings.hold_s)),
         demand={place: _in_slots(sizes) for place, sizes in taken.items()},
@@ -128,25 +128,25 @@ def _in_slots(sizes: Mapping[int, float]) -> dict[int, float]:
     return {size: float(gpus) for size, gpus in sorted(slots.items())}
 
 
-def _grouped(node: NodeFacts, work: Mapping[SlotRef, float]) -> GroupedNode:
+def _grouped(node: NodeFacts, work: Mapping[int, float]) -> GroupedNode:
     return GroupedNode(
         name=node.name,
         place=node.place,
         layout=node.wanted_layout,
         age_s=node.layout_age_s,
-        work={slot: cost for (name, slot), cost in work.items() if name == node.name},
+        work=work,
     )
 
 
-def _work(instances: Iterable[PlacedInstance], placement: Placement) -> dict[SlotRef, float]:
-    """What it costs to empty each slot: GPUs of instances there, one of a pooled one. One that the plan may let go, or
-    that nobody leases, counts half, one that drains nothing.
+def _work(instances: Iterable[PlacedInstance], placement: Placement) -> defaultdict[str, defaultdict[int, float]]:
+    """What it costs to empty each slot, by node: GPUs of instances there, one of a pooled one. One that the plan may
+    let go, or that nobody leases, counts half, one that drains nothing.
     """
     spare = {entry.key for entry in placement.entries if entry.after < entry.before}
-    work: defaultdict[SlotRef, float] = defaultdict(float)
+    work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
     for each in instances:
         if each.leased or (each.serving and each.key not in spare):
-            work[each.ref] += max(1, each.gpus)
+            work[each.node_id][each.slot] += max(1, each.gpus)
         elif not each.draining:
-            work[each.ref] += 0.5 * max(1, each.gpus)
+            work[each.node_id][each.slot] += 0.5 * max(1, each.gpus)
     return work

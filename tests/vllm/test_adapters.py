@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from dataplane.checkpoints.adapters import WEIGHTS_FILE
 from dataplane.protocol.errors import ModelLoadError
-from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.dataplane.engines.torch.lora import adapter_spec, merged
+from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec
 from tests.dataplane.engines.torch.test_greedy import prompts
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
 
@@ -28,17 +27,7 @@ Engine = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Callable[..., tuple[Path, Path]]:
-    """An adapter of an architecture's checkpoint, and the checkpoint with it merged; made when first asked for."""
-    root = tmp_path_factory.mktemp("adapters")
-
-    def make(architecture: str, name: str, **fields: Any) -> tuple[Path, Path]:
-        adapter, whole = root / architecture / name, root / architecture / f"{name}-merged"
-        if not whole.exists():
-            build_tiny_adapter(adapter, checkpoint(architecture), **fields)
-            merged(checkpoint(architecture), adapter, whole)
-        return adapter, whole
-
-    return make
+    return adapter_maker(tmp_path_factory.mktemp("adapters"), checkpoint)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "granite"])
@@ -138,6 +127,17 @@ def test_an_adapter_alone_gets_memory_for_its_own_rank(
     assert drain(engine).tokens == {"r": greedy_tokens(whole, PROMPT, MAX_TOKENS)}
     engine.unload("a")
     assert not engine.models
+
+
+def test_of_adapters_prepared_before_their_base_the_highest_rank_gets_memory(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], make_engine: Engine
+) -> None:
+    base, engine = checkpoint("qwen3"), make_engine()
+    specs = [adapter_spec(f"r{rank}", made("qwen3", f"r{rank}", rank=rank)[0], base) for rank in (17, 3)]
+    for spec in specs:
+        engine.prepare(spec)
+    engine.load("a", specs[1])
+    assert engine.models["model"].runner.adapters.limits.rank == 32
 
 
 def rewritten(adapter: Path, target: Path, **config: Any) -> Path:

@@ -58,7 +58,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._preemptions_before = 0
         self._read_ahead: set[str] = set()
         self._asked_ranks: dict[str, int] = {}
-        """The rank of the adapter that was prepared last, by its base."""
+        """The highest rank of the adapters that were prepared since their base was built, by the base."""
         self._blocked_s = 0.0
         super().__init__(settings, clock, VllmKvMemory(), reclaim=lambda _: False)
 
@@ -77,7 +77,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         """
         checkpoint = model.checkpoint
         if model.base is not None:
-            self._asked_ranks[checkpoint.name] = check_adapter_of(model).rank
+            rank = check_adapter_of(model).rank
+            self._asked_ranks[checkpoint.name] = max(rank, self._asked_ranks.get(checkpoint.name, 0))
         folder = Path(checkpoint.path)
         read_rules(folder, model.task)
         check_split(checkpoint.name, folder, self._settings.ranks)

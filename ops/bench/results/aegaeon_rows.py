@@ -10,9 +10,11 @@ _COMMAND = ("-m", "ops.bench.papers.aegaeon")
 _WORKLOADS = f"{DATA}/aegaeon/workloads.csv.gz"
 _METRICS = ("service", "token")
 _RIVAL = "request-level-prefetch"
+_DEADLINES = "pooled-both-deadlines"
+_NONE: Mapping[str, int] = {}
 _SYSTEMS = {
     "pooled-both": "pool, aggregated",
-    "pooled-both-deadlines": "pool, aggregated, time slices by deadlines",
+    _DEADLINES: "pool, aggregated, time slices by deadlines",
     "pooled": "pool, disaggregated, 6 + 10 GPUs",
     _RIVAL: "whole requests from one queue, the next model prefetched",
 }
@@ -44,13 +46,16 @@ def _limits_rows(
     *,
     draws: int = 5,
     drawn: str = "",
+    reached: Mapping[str, int] = _NONE,
 ) -> dict[str, ResultRow]:
     """A row for each system in `worse`, which says by which metrics it loses. `drawn`: if there is more to say of the
-    draws.
+    draws. `reached`: systems that keep as many models as were tried, and how many these are.
     """
     return {
         f"{key}-{system}": ResultRow(
-            what=(f"{what}: " if place == 0 else "the same: ") + _SYSTEMS[system],
+            what=(f"{what}: " if place == 0 else "the same: ")
+            + _SYSTEMS[system]
+            + (f", of at most {reached[system]} that were tried" if system in reached else ""),
             arguments=(*_COMMAND, "limits", _WORKLOADS, "--draws", f"{draws}", "--json", *options, "--system", system),
             values=_limits,
             text=_ranges(losses),
@@ -62,10 +67,6 @@ def _limits_rows(
 
 
 _BOTH = "service token"
-_TOO_LONG = (
-    "draws 1 to 5, range of them; in 3 and 5 a prompt of model 95, of model 39 is beyond every context, so no system"
-    " keeps more than 94, 38"
-)
 _LIMITS = {
     **_limits_rows(
         "limits",
@@ -80,65 +81,47 @@ _LIMITS = {
         "the same, without a limit of host memory, which 2 TB a node would be beyond 111 models",
         "the strongest simple rival above",
         ("--least", "100", "--most", "220"),
-        {"pooled-both-deadlines": ""},
+        {_DEADLINES: ""},
     ),
     **_limits_rows(
         "half-objectives",
         "the same with 0.5 times the objectives (Figure 13)",
         "the next row",
         ("--slo-scale", "0.5", "--least", "60", "--most", "140"),
-        {"pooled-both-deadlines": "", _RIVAL: ""},
+        {_DEADLINES: "", _RIVAL: ""},
     ),
     **_limits_rows(
         "third-objectives",
         "the same with 0.3 times the objectives (Figure 13)",
         "the next row",
         ("--slo-scale", "0.3", "--least", "50", "--most", "110"),
-        {"pooled-both-deadlines": "", _RIVAL: ""},
+        {_DEADLINES: "", _RIVAL: ""},
     ),
     **_limits_rows(
         "half-a-request",
         "the same at 0.5 requests/s each (Figure 11b)",
         "paper: 2.5 times as many as request-level switching",
         ("--rate", "0.5", "--least", "4", "--most", "80"),
-        {"pooled-both": "", "pooled": "", _RIVAL: ""},
-    ),
-    **_limits_rows(
-        "half-a-request",
-        "the same, of at most 80 that were tried",
-        "as above",
-        ("--rate", "0.5", "--least", "4", "--most", "80"),
-        {"pooled-both-deadlines": ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: "", _DEADLINES: ""},
+        reached={_DEADLINES: 80},
     ),
     **_limits_rows(
         "long-inputs",
         "the same at 0.1 requests/s each, prompts twice as long (Figure 12)",
         "paper: a slight drop for all",
         ("--scale-inputs", "2", "--least", "8"),
-        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
-        drawn=_TOO_LONG,
-    ),
-    **_limits_rows(
-        "long-inputs",
-        "the same, of at most 160 that were tried",
-        "as above",
-        ("--scale-inputs", "2", "--least", "8"),
-        {"pooled-both-deadlines": ""},
-        drawn=_TOO_LONG,
+        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: "", _DEADLINES: ""},
+        drawn="draws 1 to 5, range of them; in 3 and 5 a prompt of model 95, of model 39 is beyond every context, so no"
+        " system keeps more than 94, 38",
+        reached={_DEADLINES: 160},
     ),
     **_limits_rows(
         "long-outputs",
         "the same at 0.1 requests/s each, answers twice as long (Figure 12)",
         "paper: up to 2.5 times as many as request-level switching",
         ("--scale-outputs", "2", "--least", "8"),
-        {"pooled-both": "", "pooled": "", _RIVAL: ""},
-    ),
-    **_limits_rows(
-        "long-outputs",
-        "the same, of at most 160 that were tried",
-        "as above",
-        ("--scale-outputs", "2", "--least", "8"),
-        {"pooled-both-deadlines": ""},
+        {"pooled-both": "", "pooled": "", _RIVAL: "", _DEADLINES: ""},
+        reached={_DEADLINES: 160},
     ),
 }
 
@@ -154,7 +137,7 @@ _NODES = _limits_rows(
     "the same",
     "as above; without nodes, as above",
     ("--nodes", "2", "--least", "80", "--most", "220"),
-    {"pooled-both-deadlines": ""},
+    {_DEADLINES: ""},
     draws=3,
 )
 _STAGES = ("prefill waiting", "prefill", "KV transfer", "decode", "decode waiting")
@@ -247,7 +230,7 @@ def _busy_rows(systems: Mapping[str, str]) -> dict[str, ResultRow]:
     }
 
 
-_BUSY = _busy_rows({"pooled-both-deadlines": "", "pooled-both": "", "pooled": "", _RIVAL: ""})
+_BUSY = _busy_rows({_DEADLINES: "", "pooled-both": "", "pooled": "", _RIVAL: ""})
 
 
 def _one_size(system: str, what: str, text: str, against: str) -> ResultRow:

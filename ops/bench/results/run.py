@@ -85,7 +85,8 @@ def measured(data: Path) -> Measure:
 
 
 def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, again: bool = False) -> Kept:
-    """Run the rows whose commands have not run as they are now, or all if `again`. Each is kept as soon as it is made.
+    """Run the rows whose commands have not run as they are now, or all if `again`. Each is kept as soon as it is made,
+    beside those that another run has made meanwhile.
 
     Raises:
         ResultsError: a command failed; the rows before it are kept.
@@ -95,7 +96,8 @@ def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, ag
     with progress_bar("rows") as report:
         for number, name in enumerate(wanted):
             report(name, number, len(wanted))
-            kept[name] = _kept(rows[name], measure(rows[name]))
+            made = _kept(rows[name], measure(rows[name]))
+            kept = {**read_kept(file), name: made}
             write_kept(file, kept)
         report("made", len(wanted), len(wanted))
     return kept

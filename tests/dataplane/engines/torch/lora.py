@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from dataplane.protocol.messages import BaseModel, ModelSpec
+from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.tiny import CONTEXT_TOKENS
 
 
@@ -24,6 +27,19 @@ def merged(base: Path, adapter: Path, target: Path) -> Path:
             weights[f"{layer}.weight"] += scale * up @ down
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def adapter_maker(root: Path, checkpoint: Callable[[str], Path]) -> Callable[..., tuple[Path, Path]]:
+    """Makes an adapter of an architecture's checkpoint, and the checkpoint with it merged, when first asked for."""
+
+    def make(architecture: str, name: str, **fields: Any) -> tuple[Path, Path]:
+        adapter, whole = root / architecture / name, root / architecture / f"{name}-merged"
+        if not whole.exists():
+            build_tiny_adapter(adapter, checkpoint(architecture), **fields)
+            merged(checkpoint(architecture), adapter, whole)
+        return adapter, whole
+
+    return make
 
 
 def adapter_spec(name: str, adapter: Path, base: Path, *, base_name: str = "model") -> ModelSpec:

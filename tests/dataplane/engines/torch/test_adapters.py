@@ -19,7 +19,7 @@ from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.schedule import TurnSettings
 from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.dataplane.engines.torch.lora import adapter_spec, merged
+from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec, merged
 from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.test_pooling import engine_of
@@ -36,17 +36,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Callable[..., tuple[Path, Path]]:
-    """An adapter of an architecture's checkpoint, and the checkpoint with it merged; made when first asked for."""
-    root = tmp_path_factory.mktemp("adapters")
-
-    def make(architecture: str, name: str, **fields: Any) -> tuple[Path, Path]:
-        adapter, whole = root / architecture / name, root / architecture / f"{name}-merged"
-        if not whole.exists():
-            build_tiny_adapter(adapter, checkpoint(architecture), **fields)
-            merged(checkpoint(architecture), adapter, whole)
-        return adapter, whole
-
-    return make
+    return adapter_maker(tmp_path_factory.mktemp("adapters"), checkpoint)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -72,6 +72,16 @@ def test_what_was_made_before_a_command_failed_is_kept(tmp_path: Path) -> None:
     assert {name: one.values for name, one in read_kept(file).items()} == {"a": {"n": 5}}
 
 
+def test_rows_that_another_run_makes_meanwhile_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+
+    def measure(_: ResultRow) -> Mapping[str, float]:
+        make_rows({"other": row("2")}, file, lambda _: {"n": 2.0})
+        return {"n": 1.0}
+
+    assert make_rows({"own": row("1")}, file, measure).keys() == {"other", "own"} == read_kept(file).keys()
+
+
 def test_a_command_that_fails_is_named(tmp_path: Path) -> None:
     failing = ResultRow(what="", arguments=("-c", "raise SystemExit(3)"), values=dict, text="", against="")
     with pytest.raises(ResultsError, match=r"python -c raise SystemExit\(3\) ended with status 3"):
