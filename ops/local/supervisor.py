@@ -116,12 +116,13 @@ class Supervisor:
         """Wait until every child is up and ready, for instance after one was killed.
 
         Raises:
-            TimeoutError: the message names those that are not.
+            TimeoutError: the message names those that are not, with the last lines of the first one's log.
         """
         deadline_s = time.monotonic() + timeout_s
-        while late := [name for name, process in self._processes.items() if not process.is_up()]:
+        while late := [process.child for process in self._processes.values() if not process.is_up()]:
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"not ready within {timeout_s:g} s: {', '.join(late)}")
+                names = ", ".join(child.name for child in late)
+                raise TimeoutError(f"not ready within {timeout_s:g} s: {names}\n{log_tail(late[0].log)}")
             time.sleep(TICK_S / 4)
 
     def pids(self) -> dict[str, int]:
