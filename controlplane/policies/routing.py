@@ -2,13 +2,15 @@
 remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what this process has sent since counts as well.
 
 A cached prefix is prefill work that nobody need do again, and without it everybody behind the request would wait
-longer. So a cached token counts for eight of the queue's. But an instance with clearly more requests than the others
-gets no request for what it has cached, so that a prompt that many share becomes no hot spot but spreads:
+longer. So a cached token counts for as many of the queue's as an instance has requests, and for eight at least. But an
+instance with more requests than the others gets none for what it has cached: the only one that has a prompt, up to
+twice the mean of them, so that it moves only where that helps; those that share one, up to the mean, so that a
+beginning of many prompts becomes no hot spot but spreads:
 
     instance   requests   remaining + sent   cached       score
-    a                 9             29,000    3,000       5,000   <- chosen
+    a                 9             38,000    3,000       5,000   <- chosen: a token counts for the mean, 11
     b                 3              6,000        0       6,000
-    c                21             10,000    3,000      10,000   (21 is over 1.5 * 11 + 4: no hit counts)
+    c                21             10,000    3,000      10,000   (two have it, 21 is over 11 + 4: no hit counts)
 
 Where a region has instances of the model with GPUs of their own and others that share their slots, the latter are its
 reserve: they are for what no instance with GPUs of its own, in any region, would begin in time.
@@ -33,18 +35,21 @@ class RoutingSettings:
     """Regions below `utilization_max` are preferred to regions above it; reports older than `stale_s` do not count.
 
     A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. A
-    cached token counts as `hit_weight` fewer in the queue, on instances with at most `hit_load_max` times the mean
-    requests and `hit_requests` more. The home instance of a conversation counts as if it had cached `home_share` of the
-    prompt: another process may have sent the turns before this one there. `switch_s`: about what a slot that models
-    share takes to change its model. `reserve_share`: of the objective for the first token, within which instances with
-    GPUs of their own must make it where a reserve would make it in time.
+    cached token counts as fewer in the queue: as the mean requests of an instance, at least `hit_weight`. It does so on
+    instances with at most `hit_load_max` times the mean requests, `shared_load_max` times where another one has cached
+    `shared_share` of as much too, and `hit_requests` more. The home instance of a conversation counts as if it had
+    cached `home_share` of the prompt: another process may have sent the turns before this one there. `switch_s`: about
+    what a slot that models share takes to change its model. `reserve_share`: of the objective for the first token,
+    within which instances with GPUs of their own must make it where a reserve would make it in time.
     """
 
     utilization_max: float = 0.7
     stale_s: float = 5.0
     return_share: float = 0.5
     hit_weight: float = 8.0
-    hit_load_max: float = 1.5
+    hit_load_max: float = 2.0
+    shared_load_max: float = 1.0
+    shared_share: float = 0.5
     hit_requests: float = 4.0
     home_share: float = 0.3
     switch_s: float = 0.3
@@ -243,15 +248,19 @@ def _precedes(name: str, other: str, home: str) -> bool:
 def _worth_of_hits(
     instances: Sequence[InstanceFacts], facts: RoutingFacts, home: str, settings: RoutingSettings
 ) -> dict[str, float]:
-    """By instance: for how many tokens of its queue its cache makes up. Nothing on instances with clearly more requests
-    than the others.
+    """By instance: for how many tokens of its queue its cache makes up. Nothing on instances with more requests than the
+    others.
     """
     requests = {one.instance_id: one.requests + one.sent_requests for one in instances}
-    most = settings.hit_load_max * sum(requests.values()) / len(requests) + settings.hit_requests
+    mean = sum(requests.values()) / len(requests)
     cached: dict[str, float] = {name: facts.cached_tokens.get(name, 0) for name in requests}
+    alike = settings.shared_share * max(cached.values())
+    shared = alike > 0 and sum(tokens >= alike for tokens in cached.values()) > 1
+    most = (settings.shared_load_max if shared else settings.hit_load_max) * mean + settings.hit_requests
     if home:
         cached[home] = max(cached[home], settings.home_share * facts.input_tokens)
-    return {name: settings.hit_weight * cached[name] for name, count in requests.items() if count <= most}
+    weight = max(settings.hit_weight, mean)
+    return {name: weight * cached[name] for name, count in requests.items() if count <= most}
 
 
 def home_instance(key: bytes, instances: Iterable[InstanceFacts]) -> str:

@@ -21,6 +21,7 @@ import typer
 
 from dataplane.scheduling.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
+from ops.bench.commit import CommitError, commit_of
 from ops.bench.marked_table import PageError
 from ops.bench.planner.strategies_cases import (
     CASES,
@@ -31,7 +32,7 @@ from ops.bench.planner.strategies_cases import (
     case_scenario,
     figures_of,
 )
-from ops.bench.planner.strategies_page import DISTANCES, TABLE, markdown_of, spread, tail, work
+from ops.bench.planner.strategies_page import DISTANCES, NAMES, TABLE, markdown_of, spread, tail, work
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
@@ -59,6 +60,10 @@ FRONTIER: Sequence[str] = (
 
 _REACTIVE = frozenset(name for name in FRONTIER if POINTS[name][0] == "reactive")
 """The points of Reactive's line."""
+DOCS = Path(__file__).parents[2] / "docs"
+RUNS = DOCS / "strategies"
+WRITTEN = (RUNS.name, "results.md", "images")
+"""What these runs write of the documentation."""
 _REFERENCES = ("reactive", "reactive-50-25")
 _RANGED = ("instance_hours", "late", "ttft_p95_s")
 """The figures whose range over seeds is told."""
@@ -226,7 +231,9 @@ class Run:
         result = simulate(scenario, seed=self.seed, report=report).result
         cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
         figures = figures_of(result, thetas_of(scenario), least, cpu_s, until_s - learn_s)
-        document = {"digest": digest_of(scenario), **asdict(figures)}
+        named = {"case": self.case, "variant": self.variant, "seed": self.seed}
+        digest, commit = digest_of(scenario), commit_of(DOCS, WRITTEN)
+        document = named | {"digest": digest, "commit": commit, **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
@@ -245,8 +252,10 @@ def thetas_of(scenario: Scenario) -> dict[str, float]:
 
 
 def digest_of(scenario: Scenario) -> str:
-    """A digest of a scenario, which does not depend on where its recording is."""
-    document = scenario.model_dump(mode="json")
+    """A digest of what a scenario sets, which does not depend on where its recording is, nor on keys that it leaves as
+    they are.
+    """
+    document = scenario.model_dump(mode="json", exclude_defaults=True)
     for traffic in (document["traffic"], *document["traffic"].get("parts", ())):
         traffic.pop("path", None)
     document["fleet"]["profile"] = Path(document["fleet"]["profile"]).name
@@ -276,7 +285,7 @@ def row_of(case: str, variant: str, runs: Sequence[dict[str, Any]]) -> dict[str,
 
 def main(
     data: Annotated[Path, typer.Option(help="Folder of the recordings.", file_okay=False, exists=True)],
-    runs: Annotated[Path, typer.Option(help="Finished runs are kept here and not repeated.", file_okay=False)],
+    runs: Annotated[Path, typer.Option(help="Finished runs are kept here and not repeated.", file_okay=False)] = RUNS,
     case: Annotated[list[str] | None, typer.Option(help=f"By default all: {', '.join(CASES)}.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help=f"By default all: {', '.join(VARIANTS)}.")] = None,
     seed: Annotated[list[int] | None, typer.Option(min=0, help="By default 1.")] = None,
@@ -284,7 +293,7 @@ def main(
     frontier: Annotated[bool, typer.Option("--frontier", help=f"By default {', '.join(FRONTIER)}.")] = False,
     setting: Annotated[list[str] | None, typer.Option("--set", help="A key, as planning.epsilon=1.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hours against lateness, a panel for each case.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the table between its marks in this page.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the table of all finished runs in this page.")] = None,
     kept: Annotated[bool, typer.Option("--kept", help="Simulate nothing: show the finished runs.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -295,8 +304,8 @@ def main(
 
     \b
     Example:
-      python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --case c-day --seed 1 --seed 2
-      python -m ops.bench.planner.strategies --data DATA --runs RUNS --case a-day --frontier --plot a-day.png
+      python -m ops.bench.planner.strategies --data DATA --case a-day --case c-day --seed 1 --seed 2
+      python -m ops.bench.planner.strategies --data DATA --case a-day --frontier --plot a-day.png
     """
     cases = chosen(case, CASES, "--case")
     variants = chosen(strategy, POINTS, "--strategy") if strategy else list(FRONTIER if frontier else VARIANTS)
@@ -315,7 +324,7 @@ def main(
             if kept:
                 wanted = [one for one in wanted if one.figures() is not None]
             measure_missing(wanted)
-    except (ScenarioError, ProfileError, DemandFileError) as error:
+    except (ScenarioError, ProfileError, DemandFileError, CommitError) as error:
         raise typer.BadParameter(str(error)) from error
     rows = [row for name in cases for row in compared([*_rows(name, [one for one in wanted if one.case == name])])]
     if as_json:
@@ -326,7 +335,7 @@ def main(
     if plot is not None:
         draw_frontier(rows, plot)
     if markdown is not None:
-        TABLE.write(markdown, markdown_of(rows))
+        TABLE.write(markdown, markdown_of(kept_rows(runs)))
 
 
 def measure_missing(wanted: Sequence[Run]) -> None:
@@ -357,6 +366,17 @@ def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
         found.setdefault(one.variant, []).append(one.figures() or {})
     for variant, ones in found.items():
         yield row_of(case, variant, ones)
+
+
+def kept_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of all finished runs in a folder, cases and strategies in the order in which they are told."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    cases, variants = list(CASES), [*NAMES, *(name for name in POINTS if name not in NAMES)]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {(case, name): [] for case in cases for name in variants}
+    for one in sorted(runs, key=itemgetter("seed")):
+        found[one["case"], one["variant"]].append(one)
+    rows = {each: row_of(*each, ones) for each, ones in found.items() if ones}
+    return [row for name in cases for row in compared([each for (case, _), each in rows.items() if case == name])]
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -40,6 +40,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
             cells = [
                 f"`{case}`" if not place else "",
                 NAMES.get(row["strategy"], row["strategy"]),
+                f"{row['seeds']}",
                 f"**{hours}**" if dearer else hours,
                 tail(row),
                 work(row),
@@ -52,7 +53,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"{row['redeploys']:.0f}",
             ]
             lines.append(cells)
-    head = ("case", "strategy", "instance hours", "after the end", "work", "to 70/30", "to 50/25")
+    head = ("case", "strategy", "seeds", "instance hours", "after the end", "work", "to 70/30", "to 50/25")
     return table((*head, "late, %", "TTFT p95, s", "slow minutes", "starts", "displacing"), lines)
 
 

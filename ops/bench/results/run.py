@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from ops.bench.commit import CommitError, commit_of
 from ops.bench.marked_table import MarkedTable, PageError
 from ops.bench.results.row import DATA, ResultRow
 from ops.bench.results.rows import ROWS
@@ -105,28 +106,11 @@ def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, ag
 
 def _kept(row: ResultRow, values: Mapping[str, float]) -> KeptRow:
     return KeptRow(
-        command=row.command, commit=commit_of(DOCS), date=f"{datetime.now(UTC):%Y-%m-%d}", values=dict(values)
+        command=row.command,
+        commit=commit_of(DOCS, (PAGE.name, KEPT.name)),
+        date=f"{datetime.now(UTC):%Y-%m-%d}",
+        values=dict(values),
     )
-
-
-def commit_of(docs: Path) -> str:
-    """The commit of the code that runs, with a `+` where files differ from it, but for the page and the kept rows in
-    `docs`, which a run writes itself.
-
-    Raises:
-        ResultsError: git does not say.
-    """
-    git = ["git", "-C", str(docs)]
-    written = (f":(exclude){name}" for name in (PAGE.name, KEPT.name))
-    changed = ["status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written]
-    try:
-        commit, differing = (
-            subprocess.run([*git, *command], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
-            for command in (["rev-parse", "--short", "HEAD"], changed)
-        )
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ResultsError(f"the commit is not known: {error}") from error
-    return f"{commit}{'+' if differing else ''}"
 
 
 def off(row: ResultRow, kept: Mapping[str, float], found: Mapping[str, float]) -> list[str]:
@@ -199,7 +183,7 @@ def main(
         TABLE.split(PAGE)
         kept = make_rows(rows, KEPT, measure, again=again)
         TABLE.write(PAGE, markdown_of(ROWS, kept))
-    except (ResultsError, PageError) as error:
+    except (ResultsError, CommitError, PageError) as error:
         notes().print(str(error), markup=False)
         raise typer.Exit(1) from error
     if as_json:

@@ -160,15 +160,40 @@ def test_a_hit_is_worth_the_prefill_it_saves(
     assert (route.instance_id, route.cached_tokens) == (chosen, cached.get(chosen, 0)), why
 
 
-@pytest.mark.parametrize(("requests", "chosen"), [(20, "a"), (21, "b")])
-def test_an_instance_with_clearly_more_requests_gets_none_for_its_cache(requests: int, chosen: str) -> None:
-    # at most 1.5 * mean + 4: of 20, 9 and 3 requests 20; of 21, 9 and 3 20.5
+@pytest.mark.parametrize(
+    ("cached", "requests", "chosen"),
+    [
+        # alone: at most twice the mean, and 4: of 36, 9 and 3 requests 36; of 37, 9 and 3 36.7
+        ({"a": 4000}, 36, "a"),
+        ({"a": 4000}, 37, "b"),
+        ({"a": 4000, "c": 1999}, 36, "a"),
+        # beside another with half as much: at most the mean, and 4: of 12, 9 and 3 requests 12; of 13, 9 and 3 12.3
+        ({"a": 4000, "c": 2000}, 12, "a"),
+        ({"a": 4000, "c": 2000}, 13, "c"),
+    ],
+)
+def test_an_instance_with_more_requests_than_the_others_gets_none_for_its_cache(
+    cached: dict[str, int], requests: int, chosen: str
+) -> None:
     asked = [
         instance("a", remaining_tokens=100, requests=requests - 5, sent_requests=5),
         instance("b", remaining_tokens=90, requests=9),
         instance("c", remaining_tokens=95, requests=3),
     ]
-    route = choose_route(facts(*asked, input_tokens=5000, cached_tokens={"a": 4000}), 0.0, SETTINGS)
+    route = choose_route(facts(*asked, input_tokens=5000, cached_tokens=cached), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == chosen
+
+
+@pytest.mark.parametrize(("requests", "chosen"), [(0, "b"), (8, "b"), (10, "a")])
+def test_a_cached_token_counts_for_as_many_as_wait_for_it_to_be_computed_and_for_eight_at_least(
+    requests: int, chosen: str
+) -> None:
+    asked = [
+        instance("a", remaining_tokens=9_000, requests=requests),
+        instance("b", remaining_tokens=0, requests=requests),
+    ]
+    route = choose_route(facts(*asked, input_tokens=5000, cached_tokens={"a": 1000}), 0.0, SETTINGS)
     assert isinstance(route, Route)
     assert route.instance_id == chosen
 

@@ -18,6 +18,7 @@ def row(strategy: str, hours: float, late: float, **distances: tuple[float, bool
     return {
         "case": "a-day",
         "strategy": strategy,
+        "seeds": 3,
         "instance_hours": hours,
         "instance_hours_range": [hours - 1, hours + 1],
         "tail_hours": 3.25,
@@ -43,7 +44,7 @@ ROWS = [
 
 def test_losses_are_bold_and_what_is_later_is_in_brackets() -> None:
     *_, reactive, planned = markdown_of(ROWS).strip().splitlines()
-    assert "| 200.0 (199.0 to 201.0) | 3.2 | 150.0 | +0.0% | (-20.0%) | 8.0 | 1.50 | 7 | 30 | 2 |" in reactive
+    assert "| 3 | 200.0 (199.0 to 201.0) | 3.2 | 150.0 | +0.0% | (-20.0%) | 8.0 | 1.50 | 7 | 30 | 2 |" in reactive
     assert reactive.startswith("| `a-day` | Reactive 70/30")
     assert "| **240.0 (239.0 to 241.0)** | 3.2 | 150.0 | +20.0% | - | 5.0 |" in planned
 
@@ -75,3 +76,10 @@ def test_a_page_without_marks_is_refused_before_anything_is_run(tmp_path: Path) 
 def test_the_page_of_results_has_a_place_for_it() -> None:
     text = PAGE.read_text()
     assert text.count(TABLE.begin) == text.count(TABLE.end) == 1
+
+
+def test_the_page_of_results_shows_what_the_kept_runs_say(tmp_path: Path) -> None:
+    page = tmp_path / PAGE.name
+    page.write_text(PAGE.read_text())
+    TABLE.write(page, markdown_of(strategies.kept_rows(strategies.RUNS)))
+    assert page.read_text() == PAGE.read_text(), "write it: python -m ops.bench.planner.strategies --kept --markdown"

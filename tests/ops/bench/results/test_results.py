@@ -1,7 +1,6 @@
 """The rows of results that commands make: kept as made, shown as kept, and checked by running again."""
 
 import json
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,24 +129,6 @@ def test_a_row_names_its_figures_wherever_it_shows_them() -> None:
         what="{n:.0f} things", arguments=(), values=dict, text="{n:.1f}", against="{m:.0f} others", drawn="seed 1"
     )
     assert one.cells({"n": 2.0, "m": 3.0}) == ("2 things", "2.0", "3 others", "seed 1")
-
-
-def test_the_commit_of_a_row_is_marked_where_files_but_the_page_and_its_figures_differ(tmp_path: Path) -> None:
-    docs = tmp_path / "ops" / "docs"
-    docs.mkdir(parents=True)
-    for file in (docs / "results.md", docs / "results.json", tmp_path / "code.py"):
-        file.write_text("before")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "m"]):
-        subprocess.run([*git, *command], check=True)
-    (docs / "results.json").write_text("after")
-    (docs / "results.md").write_text("after")
-    commit = run.commit_of(docs)
-    assert commit.isalnum()
-    (tmp_path / "code.py").write_text("after")
-    assert run.commit_of(docs) == f"{commit}+"
-    with pytest.raises(ResultsError, match="the commit is not known"):
-        run.commit_of(tmp_path / "none")
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
