@@ -248,8 +248,8 @@ def _precedes(name: str, other: str, home: str) -> bool:
 def _worth_of_hits(
     instances: Sequence[InstanceFacts], facts: RoutingFacts, home: str, settings: RoutingSettings
 ) -> dict[str, float]:
-    """By instance: for how many tokens of its queue its cache makes up. Nothing on instances with more requests than the
-    others.
+    """By instance: for how many tokens of its queue its cache makes up. Nothing on an instance with more requests than
+    the others.
     """
     requests = {one.instance_id: one.requests + one.sent_requests for one in instances}
     mean = sum(requests.values()) / len(requests)
