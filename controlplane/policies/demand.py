@@ -2,9 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Backlog, Endpoint
 
 HOUR_S = 3600
+
+
+def serving_endpoint(endpoint: Endpoint, bases: Mapping[str, str]) -> Endpoint:
+    """The endpoint whose instances serve an endpoint's requests, so that its demand counts there. `bases`: of the LoRA
+    adapters that the instances of their bases serve.
+    """
+    base = bases.get(endpoint.model)
+    return endpoint if base is None else Endpoint(model=base, region=endpoint.region)
+
+
+def serving_backlogs(backlogs: Mapping[str, Backlog], bases: Mapping[str, str]) -> dict[str, Backlog]:
+    """Backlogs by the model whose instances work them off: those of adapters add to their bases'."""
+    found: dict[str, Backlog] = {}
+    for model, backlog in backlogs.items():
+        serving = bases.get(model, model)
+        other = found.get(serving)
+        found[serving] = (
+            backlog
+            if other is None
+            else Backlog(
+                tokens=other.tokens + backlog.tokens,
+                due_s=min(other.due_s, backlog.due_s),
+                at_least=other.at_least or backlog.at_least,
+            )
+        )
+    return found
 
 
 def demand_to_plan(

@@ -1,15 +1,47 @@
 """LoRA adapters as models: what they say themselves, and what they take over from their base."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from dataplane.checkpoints.adapters import read_adapter
 from dataplane.protocol.errors import ModelLoadError
 from ops.client.api import Api, CommandError
+from ops.client.screen import Columns, same
 
 _FROM_BASE = ("architecture", "kv_bytes_per_token", "context_tokens", "task", "tool_parser", "reasoning_parser")
+
+WithBase = Annotated[
+    bool,
+    typer.Option(
+        "--with-base",
+        help="Every instance of the base serves the adapter too, and the base's demand includes its own: it gets no"
+        " profiles, regions and instances. vLLM loads it without a restart where it has reserved memory.",
+    ),
+]
+ON_BASE: Columns = {**same("node", "slot", "state"), "why": lambda row: row["error"] or row["waits_for"] or ""}
+"""The table of an adapter's places on instances of its base."""
+
+
+def require_no_place(base: str | None, *, regions: Sequence[str] | None, like: str | None, rates: object) -> None:
+    """Refuse what says where a model is placed, for an adapter that is wherever its base is.
+
+    Raises:
+        typer.BadParameter: so it is, or it is no adapter.
+    """
+    if base is None:
+        raise typer.BadParameter("--with-base is for an adapter: give --base and --adapter")
+    given = (("--region", regions), ("--like", like), ("--tokens-per-s", rates))
+    for option, value in given:
+        if value:
+            raise typer.BadParameter(f"{option} says where a model is placed; with --with-base that is where {base} is")
+
+
+def base_text(model: dict[str, Any]) -> str:
+    """The base of an adapter, and whether its instances serve the adapter."""
+    return f"{model['base']}, whose instances serve it" if model.get("with_base") else str(model["base"])
 
 
 def require_source(path: str | None, base: str | None, adapter: Path | None) -> None:

@@ -12,7 +12,16 @@ from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
-from ops.cli.model_adapters import describe_adapter, require_source, sizes_of, taken_over
+from ops.cli.model_adapters import (
+    ON_BASE,
+    WithBase,
+    base_text,
+    describe_adapter,
+    require_no_place,
+    require_source,
+    sizes_of,
+    taken_over,
+)
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_latencies import LatencyFiles, latencies_of
@@ -123,6 +132,7 @@ models.command("convert")(convert_model)
     "tidepool model add qwen3-8b-r2 --path /models/qwen3-8b-r2 --like qwen3-8b      then tidepool rollout start",
     "tidepool model add my-tune --path /models/my-tune --tool-parser hermes --reasoning-parser none",
     "tidepool model add helpdesk --base qwen3-8b --adapter /models/helpdesk --region us-east      a LoRA adapter",
+    "tidepool model add helpdesk --base qwen3-8b --adapter /models/helpdesk --with-base      on the base's instances",
     "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
 )
 def add_model(
@@ -131,6 +141,7 @@ def add_model(
     path: Source = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="The model that --adapter is added to.")] = None,
     adapter: Adapter = None,
+    with_base: WithBase = False,
     tokens_per_s: Rates = None,
     gpus: Gpus = 1,
     load_time_s: LoadTime = 60.0,
@@ -151,6 +162,8 @@ def add_model(
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     require_source(path, base, adapter)
+    if with_base:
+        require_no_place(base, regions=region, like=like, rates=tokens_per_s)
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
     require_choice("--engine", engine, EngineChoice)
@@ -166,11 +179,16 @@ def add_model(
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         sizes = body if base is None else api.get(f"/admin/models/{base}")
-        body |= parsers if base is None else taken_over(sizes, parsers)
+        body |= parsers if base is None else taken_over(sizes, parsers) | {"with_base": with_base}
+        made: dict[str, Any] = {}
+        if with_base:
+            made = {"model": api.put(f"/admin/models/{name}", body)}
+            print_answer(made, f"model {name} is registered: every instance of {base} serves it", as_json=as_json)
+            return
         latencies = latencies_of(latency or [], list(rates), sizes, gpus=gpus)
         copied = [] if (model := like or base) is None else profiles_of(api, model, but=rates)
         profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
-        made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
+        made = {"model": api.put(f"/admin/models/{name}", body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
         made["profiles"] += copy_profiles(api, copied, name)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
@@ -241,10 +259,11 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         corrections = api.pages("/admin/profile-corrections", model=name)["data"]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
         instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
+        beside = api.pages("/admin/adapter-instances", model=name)["data"] if model.get("with_base") else []
     adapters = [row["name"] for row in summaries if row.get("base") == name]
     if as_json:
         answers = {"profiles": profiles, "corrections": corrections, "endpoints": endpoints, "instances": instances}
-        answers["adapters"] = adapters
+        answers |= {"adapters": adapters, "adapter_instances": beside}
         print_json({"model": model, **answers})
         return
     suggested = "as its chat template suggests"
@@ -253,13 +272,16 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
             ("model", name),
             ("sizes", _sizes_text(model)),
             ("path", model["path"]),
-            *([("LoRA adapter of", model["base"])] if model.get("base") else []),
+            *([("LoRA adapter of", base_text(model))] if model.get("base") else []),
             *([("LoRA adapters", ", ".join(adapters))] if adapters else []),
             ("engine", model["engine"]),
             ("tool parser", model.get("tool_parser") or suggested),
             ("reasoning parser", model.get("reasoning_parser") or suggested),
         ]
     )
+    if model.get("with_base"):
+        print_table(f"On instances of {model['base']}", ON_BASE, beside)
+        return
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",
