@@ -4,7 +4,7 @@ from itertools import chain
 
 from sqlalchemy.orm import Session
 
-from controlplane.policies.demand import serving_endpoint
+from controlplane.policies.demand import serving_model
 from controlplane.policies.facts import Endpoint
 from controlplane.store.adapters import served_bases
 from controlplane.store.demand import IW, NIW, DemandRow, note_measured, put_demand, read_demand
@@ -31,7 +31,8 @@ def measure(session: Session, live: LiveStore, *, now_s: float) -> int:
     rates = dict.fromkeys(((IW, endpoint, start_s) for endpoint in endpoints for start_s in minutes), 0.0)
     bases = served_bases(session)
     for each in chain.from_iterable(counts or () for counts in counted.values()):
-        key = each.kind, serving_endpoint(each.endpoint, bases), each.start_s
+        model, region = serving_model(each.endpoint.model, bases), each.endpoint.region
+        key = each.kind, Endpoint(model=model, region=region), each.start_s
         rates[key] = rates.get(key, 0.0) + each.tokens / _MINUTE_S
     known = {
         (kind, endpoint, start_s): tokens_per_s

@@ -7,19 +7,18 @@ from controlplane.policies.facts import Backlog, Endpoint
 HOUR_S = 3600
 
 
-def serving_endpoint(endpoint: Endpoint, bases: Mapping[str, str]) -> Endpoint:
-    """The endpoint whose instances serve an endpoint's requests, so that its demand counts there. `bases`: of the LoRA
+def serving_model(model: str, bases: Mapping[str, str]) -> str:
+    """The model whose instances serve requests for a model, so that its demand counts there. `bases`: of the LoRA
     adapters that the instances of their bases serve.
     """
-    base = bases.get(endpoint.model)
-    return endpoint if base is None else Endpoint(model=base, region=endpoint.region)
+    return bases.get(model, model)
 
 
 def serving_backlogs(backlogs: Mapping[str, Backlog], bases: Mapping[str, str]) -> dict[str, Backlog]:
     """Backlogs by the model whose instances work them off: those of adapters add to their bases'."""
     found: dict[str, Backlog] = {}
     for model, backlog in backlogs.items():
-        serving = bases.get(model, model)
+        serving = serving_model(model, bases)
         other = found.get(serving)
         found[serving] = (
             backlog

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.policies.demand import demand_to_plan, forecast_at, serving_backlogs, serving_endpoint
+from controlplane.policies.demand import demand_to_plan, forecast_at, serving_backlogs, serving_model
 from controlplane.policies.facts import Backlog, Endpoint
 
 EAST, WEST = Endpoint(model="m", region="east"), Endpoint(model="m", region="west")
@@ -34,9 +34,7 @@ def test_nothing_is_no_forecast() -> None:
 
 
 def test_what_the_instances_of_a_base_serve_counts_there() -> None:
-    adapter = Endpoint(model="a", region="east")
-    assert serving_endpoint(adapter, {"a": "m"}) == EAST
-    assert serving_endpoint(adapter, {"b": "m"}) == adapter
+    assert [serving_model(name, {"a": "m", "b": "m"}) for name in ("a", "m", "x")] == ["m", "m", "x"]
     waiting = {
         "a": Backlog(tokens=1.0, due_s=5.0, at_least=True),
         "b": Backlog(tokens=2.0, due_s=9.0),
