@@ -17,6 +17,7 @@ from ops.cli.model_adapters import (
     WithBase,
     base_text,
     describe_adapter,
+    put_with_base,
     require_no_place,
     require_source,
     sizes_of,
@@ -162,14 +163,10 @@ def add_model(
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     require_source(path, base, adapter)
-    if with_base:
-        require_no_place(base, regions=region, like=like, rates=tokens_per_s)
+    require_no_place(base, with_base=with_base, regions=region, like=like, rates=tokens_per_s)
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
-    require_choice("--engine", engine, EngineChoice)
-    require_choice("--task", task, Task)
-    require_choice("--tool-parser", tool_parser, ToolParserName)
-    require_choice("--reasoning-parser", reasoning_parser, ReasoningParserName)
+    _require_choices(engine, task, tool_parser, reasoning_parser)
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
@@ -179,25 +176,20 @@ def add_model(
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         sizes = body if base is None else api.get(f"/admin/models/{base}")
-        body |= parsers if base is None else taken_over(sizes, parsers) | {"with_base": with_base}
-        made: dict[str, Any] = {}
+        body |= parsers if base is None else taken_over(sizes, parsers, with_base=with_base)
         if with_base:
-            made = {"model": api.put(f"/admin/models/{name}", body)}
-            print_answer(made, f"model {name} is registered: every instance of {base} serves it", as_json=as_json)
+            put_with_base(api, name, body, as_json=as_json)
             return
         latencies = latencies_of(latency or [], list(rates), sizes, gpus=gpus)
         copied = [] if (model := like or base) is None else profiles_of(api, model, but=rates)
         profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
-        made = {"model": api.put(f"/admin/models/{name}", body)}
+        made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
         made["profiles"] += copy_profiles(api, copied, name)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
         made["endpoints"] = _put_endpoints(api, endpoint, region or [])
         made["endpoints"] += [] if like is None else copy_endpoints(api, like, name, but=region or [])
-    if as_json:
-        print_json(made)
-        return
-    _say_added(made, profiled, minimum=minimum)
+    _say_added(made, profiled, minimum=minimum, as_json=as_json)
 
 
 @models.command("profile")
@@ -316,7 +308,17 @@ def reset_profile(context: typer.Context, name: str, gpu_type: str, as_json: AsJ
     print_answer(answer, f"{name} on {gpu_type} counts {rate}, until there is new evidence", as_json=as_json)
 
 
-def _say_added(made: dict[str, Any], profiled: list[str], *, minimum: int) -> None:
+def _require_choices(engine: str, task: str | None, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    require_choice("--engine", engine, EngineChoice)
+    require_choice("--task", task, Task)
+    require_choice("--tool-parser", tool_parser, ToolParserName)
+    require_choice("--reasoning-parser", reasoning_parser, ReasoningParserName)
+
+
+def _say_added(made: dict[str, Any], profiled: list[str], *, minimum: int, as_json: bool) -> None:
+    if as_json:
+        print_json(made)
+        return
     regions = [row["region"] for row in made["endpoints"]]
     typer.echo(f"model {made['model']['name']} is registered: {_sizes_text(made['model'])}")
     typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(regions) or 'none'}")
