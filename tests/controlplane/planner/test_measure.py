@@ -3,8 +3,7 @@
 from controlplane.planner.measure import measure
 from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import IW, NIW, read_demand
-from controlplane.store.fleet import put_model
-from controlplane.store.tables import Model
+from tests.controlplane.store.test_adapters import model, put
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")
@@ -44,10 +43,7 @@ def test_again_rewrites_what_came_late(world: World) -> None:
 
 
 def test_an_adapter_with_its_base_counts_as_that(world: World) -> None:
-    with world.database.transaction() as session:
-        base = session.get_one(Model, "tide")
-        sizes = {name: getattr(base, name) for name in ("architecture", "kv_bytes_per_token", "context_tokens", "task")}
-        put_model(session, Model(name="a", path="/a", weights_bytes=1, base="tide", with_base=True, **sizes))
+    put(world, model("a", with_base=True))
     adapter = Endpoint(model="a", region="us-east")
     world.live.count_demand({(IW, EAST): 120.0, (IW, adapter): 60.0, (NIW, adapter): 30.0}, minute_s=MINUTE_S - 60)
     run(world)

@@ -8,6 +8,7 @@ from controlplane.errors import ConflictError, InUseError, InvalidValueError, No
 from controlplane.policies.fit import AdapterSize, ModelSize
 from controlplane.store import fleet
 from controlplane.store.adapters import served_bases
+from controlplane.store.batch_ends import read_takers
 from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.removal import delete_model
 from controlplane.store.stored_view import stored_view
@@ -190,3 +191,15 @@ def test_an_adapter_becomes_a_model_by_itself_again(world: World) -> None:
     assert wanted(world).keys() == {"tide"}
     with world.database.transaction() as session:
         fleet.put_endpoint(session, model="a", region="us-east", minimum=0, maximum=1)
+
+
+def test_batches_for_an_adapter_run_on_the_instances_of_its_base(world: World) -> None:
+    world.join("n1")
+    host = world.place("n1")
+    put(world, model("a", with_base=True))
+    with world.database.transaction() as session:
+        session.get_one(Instance, host).observed = "ready"
+        session.flush()
+        takers = read_takers(session, alive_s=2**30)
+    assert takers["a"] == takers["tide"]
+    assert takers["a"][0] == 1
