@@ -3,8 +3,8 @@
 import hashlib
 from collections.abc import Collection
 
-from sqlalchemy import Select, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, Select, select, update
+from sqlalchemy.orm import Session, aliased
 
 from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store.rows import require
@@ -112,9 +112,17 @@ def served_bases(session: Session) -> dict[str, str]:
     return {name: base for name, base in rows if base is not None}
 
 
+def serves_adapters() -> ColumnElement[bool]:
+    """Whether the instances of a query's model serve adapters too."""
+    adapter = aliased(Model)
+    return Model.name.in_(select(adapter.base).where(adapter.with_base))
+
+
 def served_with(session: Session, bases: Collection[str]) -> dict[str, list[Model]]:
     """The adapters that the instances of these models serve too, by the base, each in the order of names."""
     found: dict[str, list[Model]] = {}
+    if not bases:
+        return found
     query = select(Model).where(Model.with_base, Model.base.in_(bases)).order_by(Model.name)
     for adapter in session.scalars(query):
         found.setdefault(str(adapter.base), []).append(adapter)

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.engines import TORCH, VLLM
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
-from controlplane.store.adapters import adapter_instance_id, served_with
+from controlplane.store.adapters import adapter_instance_id, served_with, serves_adapters
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.leases import active_leases, end_leases
@@ -173,14 +173,15 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
     """The desired state of a node as it is sent, the oldest instance first. For a node that starts at the Unix time
     `starts_s` and must load everything, endpoints with most interactive demand in the hour before are first.
     """
-    query = select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
-    rows = session.execute(query.order_by(Instance.id)).all()
+    query = select(Instance, Model, serves_adapters()).join(Model, Model.name == Instance.model)
+    found = session.execute(query.where(Instance.node == node, LIVE).order_by(Instance.id)).all()
+    adapters = served_with(session, {model.name for _, model, serves in found if serves})
+    rows = [(instance, model) for instance, model, _ in found]
     if starts_s is not None:
         demand = mean_demand(session, kind=IW, since_s=starts_s - _HOUR_S, until_s=starts_s)
-        rows = sorted(rows, key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
+        rows.sort(key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
     named = {model.base for _, model in rows if model.base is not None}
     bases = {base.name: base for base in session.scalars(select(Model).where(Model.name.in_(named)))} if named else {}
-    adapters = served_with(session, {model.name for _, model in rows})
     lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
     leases = active_leases(session, node=node) if lent else {}
     row = session.get_one(Node, node)

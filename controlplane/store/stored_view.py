@@ -35,7 +35,9 @@ def stored_view(session: Session, *, heard_s: float) -> FleetView:
             pooled=instance.pooled,
         )
         beside = (
-            structs.replace(report, instance_id=adapter_instance_id(instance.id, adapter), model=adapter.name)
+            structs.replace(
+                report, instance_id=adapter_instance_id(instance.id, adapter), model=adapter.name, host=instance.id
+            )
             for adapter in adapters.get(instance.model, ())
         )
         found.setdefault(node.name, (node, []))[1].extend((report, *beside))
