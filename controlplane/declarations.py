@@ -124,6 +124,11 @@ class ModelChange(Body):
         description="the registered model to which this one is a LoRA adapter: path, weights_bytes and parameters are"
         " then the adapter's, the rest is as for the base",
     )
+    with_base: bool = Field(
+        False,
+        description="an adapter that the instances of its base serve too, wherever that is offered: it has no endpoints"
+        " and no instances of its own, and its demand counts as its base's",
+    )
 
 
 class Latency(Body):

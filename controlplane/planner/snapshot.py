@@ -11,7 +11,7 @@ from controlplane.errors import UnavailableError
 from controlplane.planner.correct import profiles_in_force
 from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRef
-from controlplane.policies.demand import forecast_at
+from controlplane.policies.demand import forecast_at, serving_backlogs
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import Profile, StartTimes
@@ -19,6 +19,7 @@ from controlplane.policies.rollout import least_instances
 from controlplane.policies.scaling.facts import StrategyName
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools
 from controlplane.settings import Settings
+from controlplane.store.adapters import served_bases
 from controlplane.store.demand import IW, read_demand, read_forecasts
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.fleet import FleetInventory, fleet_version, read_inventory
@@ -114,7 +115,7 @@ def _to_scale(
         window_start_s=None if plan is None else float(plan.window_start_s),
         observed=_observed(session, now_s),
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
-        backlogs=backlogs(session) if by_backlog else {},
+        backlogs=serving_backlogs(backlogs(session), served_bases(session)) if by_backlog else {},
         last_scaled_s={
             at: row.last_scaled_at.timestamp() for at, row in rows.items() if row.last_scaled_at is not None
         },

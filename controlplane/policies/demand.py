@@ -2,9 +2,34 @@
 
 from collections.abc import Mapping, Sequence
 
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Backlog, Endpoint
 
 HOUR_S = 3600
+
+
+def serving_model(model: str, bases: Mapping[str, str]) -> str:
+    """The model whose instances serve requests for a model, so that its demand counts there. `bases`: of the LoRA
+    adapters that the instances of their bases serve.
+    """
+    return bases.get(model, model)
+
+
+def serving_backlogs(backlogs: Mapping[str, Backlog], bases: Mapping[str, str]) -> dict[str, Backlog]:
+    """Backlogs by the model whose instances work them off: those of adapters add to their bases'."""
+    found: dict[str, Backlog] = {}
+    for model, backlog in backlogs.items():
+        serving = serving_model(model, bases)
+        other = found.get(serving)
+        found[serving] = (
+            backlog
+            if other is None
+            else Backlog(
+                tokens=other.tokens + backlog.tokens,
+                due_s=min(other.due_s, backlog.due_s),
+                at_least=other.at_least or backlog.at_least,
+            )
+        )
+    return found
 
 
 def demand_to_plan(

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 
 from controlplane.policies.batch_ends import BatchEnd, GroupProgress, SpeedSample
 from controlplane.policies.lifecycle import BatchState, InstanceState
+from controlplane.store.adapters import served_bases
 from controlplane.store.batch_tables import Batch, BatchModel, BatchSpeed
 from controlplane.store.fleet import heard_of
 from controlplane.store.tables import Desired, Instance, Node, Profile
@@ -110,7 +111,8 @@ def write_speeds(session: Session, samples: Mapping[str, SpeedSample]) -> None:
 
 def read_takers(session: Session, *, alive_s: float) -> dict[str, tuple[int, int, float | None]]:
     """By model, the instances that take deferred requests: how many are ready, how many are starting, and the input
-    tokens/s of the ready ones by their profiles; None: not known.
+    tokens/s of the ready ones by their profiles; None: not known. Those of its base, for an adapter that is served with
+    that.
     """
     ready = (Instance.observed == InstanceState.READY) & heard_of(alive_s)
     starting = Instance.observed.in_((InstanceState.PENDING, InstanceState.LOADING))
@@ -127,10 +129,11 @@ def read_takers(session: Session, *, alive_s: float) -> dict[str, tuple[int, int
         .where(Instance.desired == Desired.RUNNING, Instance.kind != InstanceKind.IW)
         .group_by(Instance.model)
     )
-    return {
+    takers = {
         model: (taking, loading, float(tokens_per_s) if known and known == taking else None)
         for model, taking, loading, known, tokens_per_s in rows
     }
+    return takers | {name: takers[base] for name, base in served_bases(session).items() if base in takers}
 
 
 def write_ends(session: Session, ends: Mapping[int, BatchEnd], *, now_s: float) -> int:

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
-from controlplane.store.adapters import check_adapter, check_base
+from controlplane.store.adapters import check_adapter, check_base, check_own_endpoint, check_with_base, tell_hosts
 from controlplane.store.aliases import all_aliases, require_free
 from controlplane.store.profile_corrections import drop_correction
 from controlplane.store.rows import Page, Row, matching, page, require
@@ -133,7 +133,8 @@ def put_model(session: Session, model: Model) -> Model:
 
     Raises:
         ConflictError: instances of the name, or of its adapters, run from another path, for another task or on another
-            base; adapters of it have other sizes; or the name is an alias.
+            base; adapters of it have other sizes; the name is an alias; or it is offered by itself and served with its
+            base.
         InvalidValueError: it is no adapter of its base.
         NotFoundError: its base is not registered.
     """
@@ -143,6 +144,8 @@ def put_model(session: Session, model: Model) -> Model:
         require_free(session, model.name)
     if model.base is not None:
         check_adapter(session, model, model.base)
+    if model.with_base:
+        check_with_base(session, present, model)
     if present is not None:
         check_base(session, present, model)
     live = select(Instance.id).where(Instance.model == model.name, Instance.desired != Desired.STOPPED).limit(1)
@@ -155,6 +158,8 @@ def put_model(session: Session, model: Model) -> Model:
         raise ConflictError(f"model '{model.name}' has live instances for task {present.task}", param="task")
     if present is not None and (present.engine, present.path) != (model.engine, model.path):
         session.execute(delete(EngineFailureRow).where(EngineFailureRow.model == model.name))
+    for base in {row.base for row in (present, model) if row is not None and row.with_base and row.base is not None}:
+        tell_hosts(session, base)
     return _put(session, model)
 
 
@@ -174,8 +179,9 @@ def put_endpoint(session: Session, *, model: str, region: str, minimum: int, max
 
     Raises:
         InvalidValueError: the minimum is above the maximum.
+        ConflictError: it is an adapter that is served with its base.
     """
-    require(session, Model, model, param="model")
+    check_own_endpoint(require(session, Model, model, param="model"))
     require(session, Region, region, param="region")
     if minimum > maximum:
         raise InvalidValueError(f"instances_min {minimum} is above instances_max {maximum}", param="instances_min")

@@ -3,17 +3,19 @@
 Letting an instance go ends in one of two ways, and its node's report brings it about: stopped, or lent out as spot.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import uuid_utils
+from msgspec import structs
 from sqlalchemy import func, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from controlplane.policies.engines import TORCH, VLLM
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import INSTANCE, InstanceState, can_move
+from controlplane.store.adapters import adapter_instance_id, served_with, serves_adapters
 from controlplane.store.demand import IW, mean_demand
 from controlplane.store.fleet import fleet_index
 from controlplane.store.leases import active_leases, end_leases
@@ -171,11 +173,13 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
     """The desired state of a node as it is sent, the oldest instance first. For a node that starts at the Unix time
     `starts_s` and must load everything, endpoints with most interactive demand in the hour before are first.
     """
-    query = select(Instance, Model).join(Model, Model.name == Instance.model).where(Instance.node == node, LIVE)
-    rows = session.execute(query.order_by(Instance.id)).all()
+    query = select(Instance, Model, serves_adapters()).join(Model, Model.name == Instance.model)
+    found = session.execute(query.where(Instance.node == node, LIVE).order_by(Instance.id)).all()
+    adapters = served_with(session, {model.name for _, model, serves in found if serves})
+    rows = [(instance, model) for instance, model, _ in found]
     if starts_s is not None:
         demand = mean_demand(session, kind=IW, since_s=starts_s - _HOUR_S, until_s=starts_s)
-        rows = sorted(rows, key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
+        rows.sort(key=lambda row: -demand.get(Endpoint(model=row[0].model, region=row[0].region), 0.0))
     named = {model.base for _, model in rows if model.base is not None}
     bases = {base.name: base for base in session.scalars(select(Model).where(Model.name.in_(named)))} if named else {}
     lent = any(instance.desired == Desired.SPOT for instance, _ in rows)
@@ -187,12 +191,17 @@ def desired_of(session: Session, node: str, *, starts_s: int | None = None) -> D
         term=current_term(session),
         handing_over=row.leaving and _is_handing_over(session, [instance for instance, _ in rows]),
         instances=tuple(
-            _wanted(
-                instance,
-                model_spec(model, instance.engine, base=bases.get(model.base or "")),
-                leases[instance.id].id if instance.id in leases else None,
-            )
+            wanted
             for instance, model in rows
+            for wanted in _with_adapters(
+                _wanted(
+                    instance,
+                    model_spec(model, instance.engine, base=bases.get(model.base or "")),
+                    leases[instance.id].id if instance.id in leases else None,
+                ),
+                model,
+                adapters.get(model.name, ()),
+            )
         ),
     )
 
@@ -230,6 +239,21 @@ def _wanted(instance: Instance, model: ModelSpec, lease_id: str | None) -> Desir
         lease_id=lease_id,
         kind=InstanceKind(instance.kind),
     )
+
+
+def _with_adapters(host: DesiredInstance, base: Model, adapters: Iterable[Model]) -> Iterator[DesiredInstance]:
+    """An instance, and the adapters that it serves. It is lent out without them."""
+    yield host
+    for adapter in adapters:
+        yield structs.replace(
+            host,
+            instance_id=adapter_instance_id(host.instance_id, adapter),
+            model=model_spec(adapter, host.model.engine, base=base),
+            draining=host.draining or host.spot,
+            spot=False,
+            lease_id=None,
+            host=host.instance_id,
+        )
 
 
 def model_spec(model: Model, engine: EngineChoice, *, base: Model | None = None) -> ModelSpec:

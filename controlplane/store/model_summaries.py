@@ -14,8 +14,8 @@ from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Nod
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryRow:
-    """A model. `base`: the one to which it is a LoRA adapter. `endpoints`: regions that offer it; `unplaced`: those of
-    them where instances have no place.
+    """A model. `base`: the one to which it is a LoRA adapter; `with_base`: whose instances serve it. `endpoints`:
+    regions that offer it; `unplaced`: those of them where instances have no place.
     """
 
     name: str
@@ -24,6 +24,7 @@ class SummaryRow:
     weights_bytes: int
     context_tokens: int
     base: str | None
+    with_base: bool
     endpoints: int
     instances: dict[str, int]
     unplaced: int
@@ -84,6 +85,7 @@ def list_summaries(
             weights_bytes=model.weights_bytes,
             context_tokens=model.context_tokens,
             base=model.base,
+            with_base=model.with_base,
             endpoints=offers.get(model.name, (0, 0))[0],
             unplaced=offers.get(model.name, (0, 0))[1],
             instances=dict(instances.get(model.name, {})),

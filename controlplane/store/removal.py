@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InUseError, Use
+from controlplane.store.adapters import tell_hosts
 from controlplane.store.alias_tables import AliasTarget
 from controlplane.store.batch_tables import Batch, BatchModel
 from controlplane.store.fleet import alive_nodes, bump_index, fleet_index
@@ -45,6 +46,8 @@ def delete_model(session: Session, name: str) -> Model:
     Raises:
         NotFoundError: there is none of the name.
         InUseError: endpoints, aliases, adapters, open batches, or keys that are for this model alone use it.
+
+    Instances that serve an adapter with its base drain its requests, and go on.
     """
     fleet_index(session, lock=True)
     model = require(session, Model, name, param="model")
@@ -67,6 +70,8 @@ def delete_model(session: Session, name: str) -> Model:
             _use(session, "key", keys, then="revoke it: it is for this model alone"),
         ],
     )
+    if model.with_base and model.base is not None:
+        tell_hosts(session, model.base)
     return model
 
 

@@ -22,6 +22,7 @@ from controlplane.policies.rollout import (
     shifted_weights,
     total_by_region,
 )
+from controlplane.store.adapters import served_bases
 from controlplane.store.alias_tables import Alias, Rollout
 from controlplane.store.aliases import live_rollout_of, set_weights, weights_of
 from controlplane.store.endpoint_summary import count_instances
@@ -264,8 +265,15 @@ def _locked_weights(session: Session, alias: str) -> dict[str, int]:
 
 
 def _require_offered(session: Session, model: str, replaced: Collection[str]) -> None:
+    bases = served_bases(session)
+    if model in bases:
+        raise ConflictError(
+            f"'{model}' is served by the instances of '{bases[model]}' and has none that a roll-out could wait for:"
+            " change the alias's weights instead",
+            param="model",
+        )
     offered = select(EndpointRow.region).where(EndpointRow.instances_max > 0)
-    there = set(session.scalars(offered.where(EndpointRow.model.in_(replaced))))
+    there = set(session.scalars(offered.where(EndpointRow.model.in_([bases.get(each, each) for each in replaced]))))
     lacking = sorted(there - set(session.scalars(offered.where(EndpointRow.model == model))))
     if lacking:
         raise ConflictError(
@@ -278,7 +286,7 @@ def _require_offered(session: Session, model: str, replaced: Collection[str]) ->
 
 
 def _ready_instances(session: Session, models: Collection[str], *, alive_s: float) -> dict[str, dict[str, int]]:
-    """Instances by model and region."""
+    """Instances by model and region; of an adapter that is served with its base, none are its own."""
     ready: dict[str, dict[str, int]] = {model: {} for model in models}
     for endpoint, states in count_instances(session, alive_s=alive_s, models=models).items():
         if count := states[InstanceState.READY]:

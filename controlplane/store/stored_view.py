@@ -2,10 +2,12 @@
 
 from datetime import timedelta
 
+from msgspec import structs
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.adapters import adapter_instance_id, served_with
 from controlplane.store.redis.live import FleetView, NodeView
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.protocol.messages import Heartbeat, InstanceReport
@@ -14,13 +16,16 @@ from dataplane.protocol.tiers import InstanceKind
 
 def stored_view(session: Session, *, heard_s: float) -> FleetView:
     """Nodes with a heartbeat in the last `heard_s` seconds, and their ready instances. Only Redis has their load: they
-    count as full with unknown waits, so interactive requests are sent there and deferred ones are not.
+    count as full with unknown waits, so interactive requests are sent there and deferred ones are not. Whether an
+    instance serves the adapters of its model as well is tried: only its node knows.
     """
     heard = Node.last_seen_at > func.now() - timedelta(seconds=heard_s)
     ready = (Instance.desired == Desired.RUNNING) & (Instance.observed == InstanceState.READY)
     query = select(Node, Instance).join(Instance, Instance.node == Node.name).where(heard, ready)
     found: dict[str, tuple[Node, list[InstanceReport]]] = {}
-    for node, instance in session.execute(query):
+    rows = session.execute(query).all()
+    adapters = served_with(session, {instance.model for _, instance in rows})
+    for node, instance in rows:
         report = InstanceReport(
             instance_id=instance.id,
             model=instance.model,
@@ -29,7 +34,13 @@ def stored_view(session: Session, *, heard_s: float) -> FleetView:
             kind=InstanceKind(instance.kind),
             pooled=instance.pooled,
         )
-        found.setdefault(node.name, (node, []))[1].append(report)
+        beside = (
+            structs.replace(
+                report, instance_id=adapter_instance_id(instance.id, adapter), model=adapter.name, host=instance.id
+            )
+            for adapter in adapters.get(instance.model, ())
+        )
+        found.setdefault(node.name, (node, []))[1].extend((report, *beside))
     now_s = float(session.scalar(select(func.extract("epoch", func.now()))) or 0)
     views = {
         name: NodeView(

@@ -193,7 +193,8 @@ class Model(Owned, Base):
     None: not known. `slo`: `ttft_s` and `tbt_s` by tier, where they differ
     from the settings. `engine`: what its dedicated instances run on; auto: `policies.engines` decides. `task`: what it
     answers with. `tool_parser`, `reasoning_parser`: see `ModelSpec`. `base`: the model to which it is a LoRA adapter;
-    `path` and sizes are then the adapter's own, those of the KV and the context the base's.
+    `path` and sizes are then the adapter's own, those of the KV and the context the base's. `with_base`: each instance
+    of its base serves it too, wherever that is; it has no endpoints and no instances of its own.
     """
 
     __tablename__ = "models"
@@ -202,6 +203,7 @@ class Model(Owned, Base):
         CheckConstraint("parameters > 0", name="parameters_positive"),
         CheckConstraint("engine IN ('auto', 'torch', 'vllm')", name="engine"),
         CheckConstraint("task IN ('generate', 'embed', 'score')", name="task"),
+        CheckConstraint("NOT with_base OR base IS NOT NULL", name="with_base_of_one"),
     )
     name: Mapped[str] = mapped_column(primary_key=True)
     path: Mapped[str]
@@ -216,6 +218,7 @@ class Model(Owned, Base):
     tool_parser: Mapped[str | None]
     reasoning_parser: Mapped[str | None]
     base: Mapped[str | None] = mapped_column(ForeignKey("models.name"))
+    with_base: Mapped[bool] = mapped_column(default=False, server_default=text("false"))
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -9,6 +9,7 @@ An instance fails in one of two ways:
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -121,7 +122,9 @@ class HostedInstances:
             return f"its checkpoint is fetched: {10 * (10 * done // total)} %" if total else "its checkpoint is fetched"
         if self._send is None:
             return "the worker process is starting"
-        return "its tokenizer is read" if hosted.tokenizer is None else "its weights are loaded"
+        if hosted.tokenizer is None:
+            return "its tokenizer is read"
+        return "its weights are loaded" if self._has_host(hosted) else "its base is loaded"
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Host these instances and no others. One whose model changed is unloaded and loaded again. One whose engine
@@ -189,6 +192,8 @@ class HostedInstances:
         start_s = round(time.monotonic() - hosted.wanted_s, 2)
         log.info("instance loaded", instance=instance_id, model=hosted.desired.model.name, start_s=start_s)
         self._on_change(instance_id)
+        for adapter in self._adapters_of(instance_id):
+            self._send_load(adapter)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
         """The worker could not load an instance; it is tried again later."""
@@ -306,11 +311,34 @@ class HostedInstances:
         waits = hosted.state in ("loading", "draining") and hosted.tokenizer is not None and hosted.load_serial is None
         if self._send is None or not waits or self._hosted.get(hosted.instance_id) is not hosted or hosted.drained:
             return
+        if not self._has_host(hosted):
+            return
         self._serial += 1
         hosted.load_serial = self._serial
         model = _located(hosted.desired.model, hosted.folder)
+        model = msgspec.structs.replace(model, adapters=self._adapter_folders(hosted.instance_id))
         gpus = hosted.desired.gpus or self._worker_gpus
         self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
+
+    def _adapters_of(self, instance_id: str) -> list[HostedInstance]:
+        """The adapters that an instance serves, or is to serve."""
+        return [one for one in self._hosted.values() if one.desired.host == instance_id and not one.drained]
+
+    def _adapter_folders(self, instance_id: str) -> tuple[str, ...]:
+        """The folders of the adapters that an instance is to serve, without those that this node must not read."""
+        folders = []
+        for adapter in self._adapters_of(instance_id):
+            with contextlib.suppress(ModelLoadError):
+                self._sources.check_root(adapter.desired.model.path)
+                folders.append(adapter.desired.model.path)
+        return tuple(folders)
+
+    def _has_host(self, hosted: HostedInstance) -> bool:
+        """Whether the instance that serves an adapter is loaded: the worker then adds the adapter to that. True of what
+        needs none.
+        """
+        host = None if hosted.desired.host is None else self.get(hosted.desired.host)
+        return hosted.desired.host is None or (host is not None and host.state in ("ready", "draining"))
 
     def _fail(self, hosted: HostedInstance, error: str, *, orphaned: bool = False) -> None:
         if self.get(hosted.instance_id) is not hosted:

@@ -15,6 +15,7 @@ from dataplane.agent.answers import Answer, answer_text, engine_request
 from dataplane.agent.constraints import ConstraintChecker
 from dataplane.agent.fences import Fences
 from dataplane.agent.host_files import HostFiles
+from dataplane.agent.hosted_adapters import with_leaving_adapters, with_shared_load
 from dataplane.agent.hosted_instances import HostedInstance
 from dataplane.agent.measures import RequestMeasure, RequestMeasures
 from dataplane.agent.newest_term import NewestTerm
@@ -144,12 +145,13 @@ class Agent:
         self._newest_term.note(desired.term)
         self.generation = desired.generation
         self._handing_over = desired.handing_over
-        self._desired = {instance.instance_id: instance for instance in desired.instances}
+        instances = with_leaving_adapters(desired.instances, self._desired.values(), is_hosted=self._is_hosted)
+        self._desired = {instance.instance_id: instance for instance in instances}
         if desired.layout is not None and self.settings.regroup:
             self.groups.regroup(desired.layout)
         for group in self.groups:
-            group.follow(instance for instance in desired.instances if instance.slot == group.number)
-        self._misplaced = tuple(instance for instance in desired.instances if instance.slot not in self.groups)
+            group.follow(instance for instance in instances if instance.slot == group.number)
+        self._misplaced = tuple(instance for instance in instances if instance.slot not in self.groups)
 
     async def hand_over(self, *, decided_s: float, max_s: float) -> None:
         """Ask for successors of all instances on other nodes, and serve until they have taken over.
@@ -201,7 +203,7 @@ class Agent:
             boot_id=self.boot_id,
             generation=self.generation,
             term=self.term,
-            instances=self.reports(),
+            instances=with_shared_load(self.reports()),
             switches_total=self.switches_total,
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),
             leaving=self._leaving,
@@ -312,6 +314,9 @@ class Agent:
             raise UnknownInstanceError(
                 f"the lease of instance {generate.instance_id} has ended or is another's", param="lease_id"
             )
+
+    def _is_hosted(self, instance_id: str) -> bool:
+        return any(group.has(instance_id) for group in self.groups)
 
     def _group_of(self, instance_id: str) -> WorkerGroup:
         for group in self.groups:

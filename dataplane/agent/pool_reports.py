@@ -16,13 +16,16 @@ SWITCHES_S = 60.0
 
 
 def pool_reports(groups: Iterable[WorkerGroup]) -> tuple[PoolReport, ...]:
-    """The workers of all groups that host several models, by slot; their statistics are what they reported last."""
+    """The workers of all groups that host several instances, not counting adapters that one of them serves, by slot;
+    their statistics are what they reported last.
+    """
     now_s = time.monotonic()
     return tuple(
         _report(group.number, worker, worker.stats.pool, now_s - worker.stats_s)
         for group in groups
         for worker in group.workers
-        if worker.stats.pool is not None and len(worker.stats.instances) > 1
+        if worker.stats.pool is not None
+        and sum(group.host_of(one.instance_id) is None for one in worker.stats.instances) > 1
     )
 
 

@@ -75,6 +75,11 @@ class WorkerGroup:
         """Whether a worker hosts the instance."""
         return bool(self._hosted(instance_id))
 
+    def host_of(self, instance_id: str) -> str | None:
+        """The instance that serves an adapter; None: it has weights of its own, or is not here."""
+        instance = self._desired.get(instance_id)
+        return None if instance is None else instance.host
+
     def ready_instance(self, instance_id: str) -> HostedInstance:
         """An instance that takes requests, as one of its workers hosts it.
 
@@ -136,8 +141,9 @@ class WorkerGroup:
         return [self._report(instance, state, serving) for instance, state in states if state is not None]
 
     def in_use(self, instance_id: str) -> bool:
-        """Whether requests of an instance are in flight."""
-        return self.dispatcher.has(instance_id)
+        """Whether requests of an instance, or of an adapter that it serves, are in flight."""
+        adapters = (one.instance_id for one in self._desired.values() if one.host == instance_id)
+        return self.dispatcher.has(instance_id) or any(self.dispatcher.has(adapter) for adapter in adapters)
 
     def instance_changed(self, instance_id: str) -> None:
         """End the requests of an instance that failed; send those that waited for a worker with it."""
@@ -227,6 +233,7 @@ class WorkerGroup:
             error=self._error(instance.instance_id) if state == "failed" else None,
             waits_for=self._waits_for(instance.instance_id) if state == "loading" else None,
             pooled=not instance.gpus,
+            host=instance.host,
         )
         stats = self._stats(instance.instance_id)
         sums = {name: sum(getattr(one, name) for _, one in stats) for name in _SUMMED}

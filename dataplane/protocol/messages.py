@@ -279,6 +279,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     With a `base` the model is a LoRA adapter: `path` is its folder as PEFT writes it, and `weights_bytes` are its own.
     A node that does not know the field finds no checkpoint in that folder, and so never answers with the base alone.
+    `adapters`: folders of the adapters that are to be loaded beside it, so that an engine that reserves memory for them
+    reserves enough; agents fill it in.
     """
 
     name: str
@@ -291,6 +293,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tool_parser: str | None = None
     reasoning_parser: str | None = None
     base: BaseModel | None = None
+    adapters: tuple[str, ...] = ()
 
     @property
     def checkpoint(self) -> "ModelSpec":
@@ -319,7 +322,8 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
 
     `gpus` 0: a pooled instance, which shares all GPUs of its slot in time slices. `spot`: finish what runs, accept only
     requests with the `lease_id`, and stay loaded. It is set as soon as the instance is to be donated, while requests
-    from before still run.
+    from before still run. `host`: the instance of its base that a LoRA adapter is served by; it has the host's GPUs,
+    engine and kind, and ends with it.
     """
 
     instance_id: str
@@ -330,6 +334,7 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True):
     spot: bool = False
     lease_id: str | None = None
     kind: InstanceKind = InstanceKind.MIXED
+    host: str | None = None
 
 
 class DesiredInstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,7 +361,8 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     of what is free, equal to that of other ready instances of its model; for a pooled instance, both are those of the
     whole slot. `context_tokens`: the limit for prompt and answer together. `batch_max`: sequences that run at once, on
     all its workers. `input_tokens_per_s`: of the prompts received in the last minute. `prefill_s`, `decode_s`: of the
-    steps of `reference_steps`, as observed. `pooled`: it shares its slot. None: not known, not loaded, or older node.
+    steps of `reference_steps`, as observed. `pooled`: it shares its slot. `host`: the instance that serves an adapter,
+    which then reports the load of both, as that does. None: not known, not loaded, or older node.
     """
 
     instance_id: str
@@ -380,6 +386,7 @@ class InstanceReport(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     pooled: bool = False
+    host: str | None = None
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):

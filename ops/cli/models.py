@@ -12,7 +12,17 @@ from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 from ops.cli.deletes import delete_model
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
-from ops.cli.model_adapters import describe_adapter, require_source, sizes_of, taken_over
+from ops.cli.model_adapters import (
+    ON_BASE,
+    WithBase,
+    base_text,
+    describe_adapter,
+    put_with_base,
+    require_no_place,
+    require_source,
+    sizes_of,
+    taken_over,
+)
 from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_latencies import LatencyFiles, latencies_of
@@ -123,6 +133,7 @@ models.command("convert")(convert_model)
     "tidepool model add qwen3-8b-r2 --path /models/qwen3-8b-r2 --like qwen3-8b      then tidepool rollout start",
     "tidepool model add my-tune --path /models/my-tune --tool-parser hermes --reasoning-parser none",
     "tidepool model add helpdesk --base qwen3-8b --adapter /models/helpdesk --region us-east      a LoRA adapter",
+    "tidepool model add helpdesk --base qwen3-8b --adapter /models/helpdesk --with-base      on the base's instances",
     "tidepool model add smol --path SmolLM2-135M-Instruct.Q4_1.gguf --to /models/smol --tokens-per-s cpu=2000",
 )
 def add_model(
@@ -131,6 +142,7 @@ def add_model(
     path: Source = None,
     base: Annotated[str | None, typer.Option(metavar="MODEL", help="The model that --adapter is added to.")] = None,
     adapter: Adapter = None,
+    with_base: WithBase = False,
     tokens_per_s: Rates = None,
     gpus: Gpus = 1,
     load_time_s: LoadTime = 60.0,
@@ -151,12 +163,10 @@ def add_model(
 ) -> None:
     """Register a model. Its sizes are read from config.json and the safetensors headers; no weights are fetched."""
     require_source(path, base, adapter)
+    require_no_place(base, with_base=with_base, regions=region, like=like, rates=tokens_per_s)
     rates = dict(parse_rate(text) for text in tokens_per_s or [])
     measured = parse_engine_rates(engine_rates or [], list(rates))
-    require_choice("--engine", engine, EngineChoice)
-    require_choice("--task", task, Task)
-    require_choice("--tool-parser", tool_parser, ToolParserName)
-    require_choice("--reasoning-parser", reasoning_parser, ReasoningParserName)
+    _require_choices(engine, task, tool_parser, reasoning_parser)
     if minimum > maximum:
         raise typer.BadParameter(f"--min {minimum} is above --max {maximum}")
     objectives = dict(parse_objective(text) for text in slo or [])
@@ -166,7 +176,10 @@ def add_model(
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
         sizes = body if base is None else api.get(f"/admin/models/{base}")
-        body |= parsers if base is None else taken_over(sizes, parsers)
+        body |= parsers if base is None else taken_over(sizes, parsers, with_base=with_base)
+        if with_base:
+            put_with_base(api, name, body, as_json=as_json)
+            return
         latencies = latencies_of(latency or [], list(rates), sizes, gpus=gpus)
         copied = [] if (model := like or base) is None else profiles_of(api, model, but=rates)
         profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
@@ -176,10 +189,7 @@ def add_model(
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
         made["endpoints"] = _put_endpoints(api, endpoint, region or [])
         made["endpoints"] += [] if like is None else copy_endpoints(api, like, name, but=region or [])
-    if as_json:
-        print_json(made)
-        return
-    _say_added(made, profiled, minimum=minimum)
+    _say_added(made, profiled, minimum=minimum, as_json=as_json)
 
 
 @models.command("profile")
@@ -241,10 +251,11 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         corrections = api.pages("/admin/profile-corrections", model=name)["data"]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
         instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
+        beside = api.pages("/admin/adapter-instances", model=name)["data"] if model.get("with_base") else []
     adapters = [row["name"] for row in summaries if row.get("base") == name]
     if as_json:
         answers = {"profiles": profiles, "corrections": corrections, "endpoints": endpoints, "instances": instances}
-        answers["adapters"] = adapters
+        answers |= {"adapters": adapters, "adapter_instances": beside}
         print_json({"model": model, **answers})
         return
     suggested = "as its chat template suggests"
@@ -253,13 +264,16 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
             ("model", name),
             ("sizes", _sizes_text(model)),
             ("path", model["path"]),
-            *([("LoRA adapter of", model["base"])] if model.get("base") else []),
+            *([("LoRA adapter of", base_text(model))] if model.get("base") else []),
             *([("LoRA adapters", ", ".join(adapters))] if adapters else []),
             ("engine", model["engine"]),
             ("tool parser", model.get("tool_parser") or suggested),
             ("reasoning parser", model.get("reasoning_parser") or suggested),
         ]
     )
+    if model.get("with_base"):
+        print_table(f"On instances of {model['base']}", ON_BASE, beside)
+        return
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",
@@ -294,7 +308,17 @@ def reset_profile(context: typer.Context, name: str, gpu_type: str, as_json: AsJ
     print_answer(answer, f"{name} on {gpu_type} counts {rate}, until there is new evidence", as_json=as_json)
 
 
-def _say_added(made: dict[str, Any], profiled: list[str], *, minimum: int) -> None:
+def _require_choices(engine: str, task: str | None, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    require_choice("--engine", engine, EngineChoice)
+    require_choice("--task", task, Task)
+    require_choice("--tool-parser", tool_parser, ToolParserName)
+    require_choice("--reasoning-parser", reasoning_parser, ReasoningParserName)
+
+
+def _say_added(made: dict[str, Any], profiled: list[str], *, minimum: int, as_json: bool) -> None:
+    if as_json:
+        print_json(made)
+        return
     regions = [row["region"] for row in made["endpoints"]]
     typer.echo(f"model {made['model']['name']} is registered: {_sizes_text(made['model'])}")
     typer.echo(f"profiles: {', '.join(profiled)}; regions: {', '.join(regions) or 'none'}")

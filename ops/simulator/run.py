@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from controlplane.policies.admission import AdmissionSettings
+from controlplane.policies.demand import serving_model
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.tiers import Objective
@@ -84,8 +85,11 @@ def build_world(
     log: PoolLog | None = None,
 ) -> tuple[World, Fleet | None, Mapping[str, float]]:
     """The world of a scenario at its beginning, its fleet if it is scaled, and the price of a GPU hour by GPU type."""
-    models = {model.name: model for model in scenario.models}
     traffic = traffic_of(scenario, seed) if given is None else iter(given)
+    if bases := scenario.served_bases:
+        traffic = (replace(request, model=serving_model(request.model, bases)) for request in traffic)
+        scenario = scenario.model_copy(update={"models": [one for one in scenario.models if not one.with_base]})
+    models = {model.name: model for model in scenario.models}
     if not scenario.policy.prefix_cache or scenario.fleet.serving in ("pooled", "static"):
         traffic = (replace(request, blocks=()) if request.blocks else request for request in traffic)
     if isinstance(scenario.traffic, AegaeonPart):

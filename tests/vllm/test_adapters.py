@@ -201,3 +201,21 @@ def test_a_base_that_was_loaded_for_no_adapters_says_so(
     crowded = make_engine(adapters_max=100, adapter_rank_max=128)
     with pytest.raises(ModelLoadError, match="with memory for 100 adapters of rank 128"):
         crowded.load("base", spec_of("model", base))
+
+
+def test_a_base_gets_memory_for_those_that_are_to_be_loaded_beside_it(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], make_engine: Engine, tmp_path: Path
+) -> None:
+    base, vast = checkpoint("qwen3"), str(made("qwen3", "vast", rank=128)[0])
+    beside = [str(made("qwen3", f"r{rank}", rank=rank)[0]) for rank in (17, 3)]
+    for folders, limits in (
+        ([*beside, str(tmp_path / "nowhere")], (2, 32)),
+        ([vast] * 100, (0, 0)),
+    ):
+        engine = make_engine()
+        engine.load("base", replace(spec_of("model", base), adapters=tuple(folders)))
+        got = engine.models["model"].runner.adapters.limits
+        assert (got.count, got.rank) == limits
+    roomy = make_engine(adapters_max=4, adapter_rank_max=8)
+    roomy.load("base", replace(spec_of("model", base), adapters=tuple(beside)))
+    assert roomy.models["model"].runner.adapters.limits.count == 4

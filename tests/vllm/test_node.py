@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 PROMPT_TOKENS = 14
 MAX_TOKENS = 230
 TEMPERATURES = (0.0, 0.8)
+LONG = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
 ENGINES: tuple[EngineChoice, ...] = ("torch", "vllm")
 
 
@@ -52,6 +53,52 @@ def test_a_base_and_its_adapters_share_a_slot_on_vllm(tmp_path: Path) -> None:
                 answers.append([token_ids(events) for events in streams])
             assert answers[0] == answers[1]
             assert len({tuple(tokens) for tokens in answers[1]}) == len(specs)
+
+    asyncio.run(scenario())
+
+
+def test_a_dedicated_instance_serves_its_base_and_adapters(tmp_path: Path) -> None:
+    """The node reserves no memory for adapters, so the instance does for those that it is loaded with: another one that
+    fits in comes in the midst of a stream, and one of a higher rank says what it needs.
+    """
+    base = msgspec.structs.replace(checkpoint(tmp_path / "tide", head_dim=HEAD_DIM), engine="vllm")
+    names = ("one", "two", "three")
+    adapters = {name: adapter_of(base, tmp_path / name) for name in names} | {
+        "high": adapter_of(base, tmp_path / "high", rank=16)
+    }
+    host = DesiredInstance(instance_id="i-tide", slot=0, gpus=1, model=base)
+
+    def on(*served: str) -> list[DesiredInstance]:
+        beside = (
+            DesiredInstance(instance_id=f"i-{name}", slot=0, gpus=1, model=adapters[name], host="i-tide")
+            for name in served
+        )
+        return [host, *beside]
+
+    async def answers(node: Node, request_id: str, *served: str) -> list[list[int]]:
+        streams = await asyncio.gather(*(read(node, body(request_id, 2, name)) for name in ("tide", *served)))
+        return [token_ids(events) for events in streams]
+
+    async def scenario() -> None:
+        async with running_node(torch_settings(1)) as node:
+            (worker,) = node.agent.workers
+            await node.hold(1, *on("one", "two"))
+            assert worker.engine == "vllm"
+            before, ran = await answers(node, "before", "one", "two"), (worker.pid, worker.restarts_total)
+            assert len({tuple(tokens) for tokens in before}) == 3
+
+            asked = generate("long", instance_id="i-one", model="one", sampling=LONG)
+            stream = asyncio.create_task(read(node, asked))
+            await node.until(lambda: node.in_flight() == 1)
+            node.agent.apply(desired(2, *on("two", "three", "high")))
+            await node.until(lambda: node.states().get("i-high") == "failed")
+            (error,) = [one.error for one in node.agent.reports() if one.instance_id == "i-high"]
+            assert error is not None
+            assert "r is 16, and its base is loaded for ranks up to 8 (vllm_adapter_rank_max) until it is" in error
+            assert len(token_ids(await stream)) == MAX_TOKENS
+            await node.until(lambda: "i-one" not in node.states() and node.states()["i-three"] == "ready")
+            assert (await answers(node, "after", "two"))[:2] == [before[0], before[2]]
+            assert (worker.pid, worker.restarts_total) == ran
 
     asyncio.run(scenario())
 

@@ -55,6 +55,7 @@ class Model(OwnedAnswer):
     tool_parser: str | None = Field(examples=["hermes"])
     reasoning_parser: str | None = Field(examples=["qwen3"])
     base: str | None = Field(examples=[None], description="the model to which it is a LoRA adapter")
+    with_base: bool = Field(description="an adapter that the instances of its base serve too")
     created_at: datetime
 
 
@@ -98,6 +99,7 @@ class ModelSummary(BaseModel):
     weights_bytes: int = Field(examples=[16_381_470_720])
     context_tokens: int = Field(examples=[40_960])
     base: str | None = Field(examples=[None], description="the model to which it is a LoRA adapter")
+    with_base: bool = Field(description="an adapter that the instances of its base serve too: these are not counted")
     endpoints: int = Field(description="regions that offer it")
     instances: dict[str, int] = Field(description="live ones by state", examples=[{"ready": 2, "loading": 1}])
     unplaced: int = Field(description="endpoints with instances that have no place")

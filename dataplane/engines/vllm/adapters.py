@@ -6,7 +6,8 @@ cache tells adapters apart by name and path alone: each load has a name of its o
 replaced is not found.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -37,12 +38,14 @@ class AdapterLimits:
     places: int = 0
 
     @classmethod
-    def of(cls, *, adapters_max: int, rank_max: int, asked_rank: int, device: str) -> "AdapterLimits":
-        """By a slot's settings. `asked_rank`: of the adapter for which its base is built, 0 for none."""
+    def of(cls, *, adapters_max: int, rank_max: int, asked: int, asked_rank: int, device: str) -> "AdapterLimits":
+        """By a slot's settings. `asked`: how many adapters its base is built for, and `asked_rank`: their highest rank;
+        0 and 0 for none.
+        """
         wanted = max(rank_max if adapters_max else 0, asked_rank)
         if not wanted:
             return cls()
-        count = max(adapters_max, 1)
+        count = max(adapters_max, asked)
         places = count + 1 if device == "cpu" else count
         return cls(count=count, rank=min(rank for rank in _RANKS if rank >= wanted), places=places)
 
@@ -104,18 +107,28 @@ class Adapters:
         if not self.limits.count:
             raise ModelLoadError(
                 f"{spec.name}: its base is loaded for no adapters; vllm_adapters_max must be 1 at least, and"
-                " vllm_models_max 1"
+                " vllm_models_max 1, or its base be loaded anew"
             )
         if rank > self.limits.rank:
             raise ModelLoadError(
                 f"{spec.name}: r is {rank}, and its base is loaded for ranks up to {self.limits.rank}"
-                " (vllm_adapter_rank_max)"
+                " (vllm_adapter_rank_max) until it is loaded anew"
             )
         if len(self._requests) >= self.limits.count:
             here = ", ".join(sorted(self._requests))
             raise ModelLoadError(
-                f"{spec.name}: its base is loaded for {self.limits.count} adapters (vllm_adapters_max), and has {here}"
+                f"{spec.name}: its base is loaded for {self.limits.count} adapters (vllm_adapters_max), and has {here},"
+                " until it is loaded anew"
             )
+
+
+def readable_ranks(folders: Iterable[str]) -> list[int]:
+    """The ranks of adapters, by their folders, but of those that cannot be read: their own loads fail, and say why."""
+    ranks = []
+    for folder in folders:
+        with suppress(ModelLoadError):
+            ranks.append(read_adapter(Path(folder)).rank)
+    return ranks
 
 
 def check_adapter_of(spec: ModelSpec) -> StoredAdapter:

@@ -27,7 +27,7 @@ from dataplane.engines.core.masks import prepare_masks
 from dataplane.engines.core.sequences import Chunk
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import EngineStats, KvShapeStats, PoolStats, TokenScore
-from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, check_adapter_of
+from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, check_adapter_of, readable_ranks
 from dataplane.engines.vllm.models import VllmKv, VllmKvMemory, VllmModel, VllmSequence
 from dataplane.engines.vllm.pooling import answer_of, pooling_params, read_rules
 from dataplane.engines.vllm.runner import Runner, Step, check_split, read_ahead, stored_bytes
@@ -111,14 +111,8 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         size_bytes = -(-stored_bytes(folder, settings.dtype) // settings.ranks)
         self._sleep_until_fits(size_bytes, keep=None)
         rules = read_rules(folder, spec.task)
-        limits = self._adapter_limits(spec)
+        limits = self._adapter_limits(spec, size_bytes)
         with_adapters = size_bytes + limits.reserved_bytes(folder, settings.item_bytes)
-        if with_adapters > settings.weights_bytes:
-            for_adapters = f"with memory for {limits.count} adapters of rank {limits.rank} (vllm_adapters_max)"
-            raise ModelLoadError(
-                f"{spec.name}: its weights take {with_adapters} bytes {for_adapters}; this slot has"
-                f" weights_bytes={settings.weights_bytes}"
-            )
         kv_bytes = settings.pool_bytes(with_adapters)
         runner = Runner(spec.name, folder, settings, self._cache, spec.task, kv_bytes=kv_bytes, adapters=limits)
         try:
@@ -152,16 +146,32 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._preemptions_before += model.runner.preemptions_total
         model.runner.close()
 
-    def _adapter_limits(self, spec: ModelSpec) -> AdapterLimits:
-        """Of a model that is built now, for itself or for an adapter. Their memory cannot sleep."""
+    def _adapter_limits(self, spec: ModelSpec, size_bytes: int) -> AdapterLimits:
+        """Of a model that is built now, for itself and those that are to be loaded beside it, or for an adapter. Their
+        memory cannot sleep. Where that of all those beside it does not fit, the model serves as many as it would
+        without them.
+
+        Raises:
+            ModelLoadError: the weights, of `size_bytes`, do not fit with what it has to reserve.
+        """
         settings, asked = self._settings, self._asked_ranks.pop(spec.name, 0)
         if spec.task != "generate" or settings.models_max > 1:
             return NO_ADAPTERS
-        return AdapterLimits.of(
-            adapters_max=settings.adapters_max,
-            rank_max=settings.adapter_rank_max,
-            asked_rank=asked,
-            device=settings.device,
+        beside = readable_ranks(spec.adapters)
+        for ranks in ([*beside, asked], [asked]):
+            limits = AdapterLimits.of(
+                adapters_max=settings.adapters_max,
+                rank_max=settings.adapter_rank_max,
+                asked=sum(rank > 0 for rank in ranks),
+                asked_rank=max(ranks),
+                device=settings.device,
+            )
+            needed_bytes = size_bytes + limits.reserved_bytes(Path(spec.path), settings.item_bytes)
+            if needed_bytes <= settings.weights_bytes:
+                return limits
+        raise ModelLoadError(
+            f"{spec.name}: its weights take {needed_bytes} bytes with memory for {limits.count} adapters of rank"
+            f" {limits.rank} (vllm_adapters_max); this slot has weights_bytes={settings.weights_bytes}"
         )
 
     def _load_adapter(self, model: VllmModel, spec: ModelSpec) -> None:

@@ -39,15 +39,23 @@ class ModelPart(Part):
     `tokens_per_s` is what the planner takes one instance to serve within its objectives, in input tokens (theta), on
     `gpus` of a slot: a number, or a table by GPU type. On a type that such a table does not name it is not placed.
     `base`: the model to which it is a LoRA adapter; its `weights_bytes` are then its own, and all else is its base's.
+    `with_base`: the instances of its base serve it, so that its requests are requests of the base.
     """
 
     name: str
     base: str | None = None
+    with_base: bool = False
     weights_bytes: Count
     kv_bytes_per_token: Count
     context_tokens: Count = 32_768
     tokens_per_s: ByGpuType[Positive] | None = None
     gpus: ByGpuType[Count] = 1
+
+    @model_validator(mode="after")
+    def _with_base(self) -> "ModelPart":
+        if self.with_base and self.base is None:
+            raise ValueError("with_base: only a LoRA adapter is served with its base")
+        return self
 
 
 class InstancePart(Part):
@@ -235,8 +243,10 @@ class Scenario(Part):
                 f"fleet.weights_bytes: must be at least {largest.weights_bytes}, those of {largest.name!r}"
             )
         for index, instance in enumerate(self.fleet.instances):
-            if instance.model not in models:
-                raise ValueError(f"fleet.instances.{index}.model: no model {instance.model!r}")
+            if instance.model not in set(models) - self.served_bases.keys():
+                raise ValueError(
+                    f"fleet.instances.{index}.model: no model {instance.model!r} with instances of its own"
+                )
             if instance.region not in regions:
                 raise ValueError(f"fleet.instances.{index}.region: no region {instance.region!r}")
         for key, part in self._traffics():
@@ -261,15 +271,18 @@ class Scenario(Part):
             for key in ("kv_bytes_per_token", "context_tokens"):
                 if getattr(adapter, key) != getattr(base, key):
                     raise ValueError(f"models.{index}.{key}: must be {getattr(base, key)}, that of {base.name!r}")
-            if differing_gpus(adapter.gpus, base.gpus):
-                raise ValueError(f"models.{index}.gpus: must be those of {base.name!r}")
             if isinstance(self.traffic, AegaeonPart):
                 raise ValueError(f"models.{index}.base: traffic.kind = 'aegaeon' names the models itself")
+            if adapter.with_base:
+                continue
+            if differing_gpus(adapter.gpus, base.gpus):
+                raise ValueError(f"models.{index}.gpus: must be those of {base.name!r}")
             if self.fleet.serving in ("request-level", "static"):
                 raise ValueError(f"models.{index}.base: serving = {self.fleet.serving!r} knows whole models only")
             if self.fleet.regroup is not None:
                 raise ValueError(f"models.{index}.base: fleet.regroup counts whole models only")
-        adapters_bytes = sum(model.weights_bytes for model in self.models if model.base is not None)
+        own = [model for model in self.models if model.base is not None and not model.with_base]
+        adapters_bytes = sum(model.weights_bytes for model in own)
         if adapters_bytes > self.fleet.adapters_bytes:
             raise ValueError(f"fleet.adapters_bytes: must be at least {adapters_bytes}, those of all adapters")
         return self
@@ -295,7 +308,7 @@ class Scenario(Part):
         if self.planning.layouts and not any(node.layout for node in self.fleet.nodes):
             raise ValueError("planning.layouts: needs a layout in fleet.nodes")
         for index, each in enumerate(self.models):
-            if each.tokens_per_s is None:
+            if each.tokens_per_s is None and not each.with_base:
                 raise ValueError(f"models.{index}.tokens_per_s: is needed where [scaling] is")
         return self
 
@@ -351,6 +364,11 @@ class Scenario(Part):
     def checkpoint_of(self, model: ModelPart) -> ModelPart:
         """The model whose weights a model needs: the base of an adapter, or itself."""
         return next(one for one in self.models if one.name == (model.base or model.name))
+
+    @property
+    def served_bases(self) -> dict[str, str]:
+        """The bases of the adapters that are served with them, by the adapter's name."""
+        return {model.name: model.base for model in self.models if model.with_base and model.base is not None}
 
     @property
     def origins(self) -> set[str]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
@@ -164,3 +165,25 @@ def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: W
     assert (tide["model"], ebb["model"], ebb["began_s"] - tide["began_s"]) == ("tide", "ebb", pytest.approx(1.0))
     assert ask("GET", "/admin/pools?region=us-west")["data"] == []
     assert names(ask("GET", "/admin/pools?node=east-1"), "node") == ["east-1"]
+
+
+def test_adapters_are_listed_by_the_instances_that_serve_them(ask: Ask, world: World, api: TestClient) -> None:
+    world.join("east-1")
+    reports = [InstanceReport(instance_id="i1", model="tide", slot=1, state="ready")]
+    reports += [
+        InstanceReport(instance_id=f"{host}+{name}", model=name, slot=1, state=state, host=host, error=error)
+        for host in ("i1", "i2")
+        for name, state, error in (("a", "ready", None), ("b", "failed", "r is 64"))
+    ]
+    beat = Heartbeat(node="east-1", boot_id="b", generation=0, instances=tuple(reports))
+    world.live.write_heartbeat(beat, region="us-east", gpu_type="H800", url="http://127.0.0.1:9")
+    api.app.state.tidepool.fleet.read_view()  # type: ignore[attr-defined]
+    first = ask("GET", "/admin/adapter-instances?limit=3", role="viewer")
+    assert (names(first, "instance_id"), first["has_more"]) == (["i1+a", "i1+b", "i2+a"], True)
+    rest = ask("GET", f"/admin/adapter-instances?limit=3&after={quote(first['next'])}", role="viewer")
+    assert (names(rest, "instance_id"), rest["has_more"], rest["next"]) == (["i2+b"], False, None)
+    failed = ask("GET", "/admin/adapter-instances?model=b", role="viewer")["data"]
+    assert [(row["host"], row["node"], row["region"], row["error"]) for row in failed] == [
+        ("i1", "east-1", "us-east", "r is 64"),
+        ("i2", "east-1", "us-east", "r is 64"),
+    ]

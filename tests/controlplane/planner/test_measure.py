@@ -3,6 +3,7 @@
 from controlplane.planner.measure import measure
 from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import IW, NIW, read_demand
+from tests.controlplane.store.test_adapters import model, put
 from tests.controlplane.world import World
 
 EAST, WEST = Endpoint(model="tide", region="us-east"), Endpoint(model="tide", region="us-west")
@@ -39,3 +40,13 @@ def test_again_rewrites_what_came_late(world: World) -> None:
     world.live.count_demand({(IW, EAST): 60.0}, minute_s=MINUTE_S - 60)
     assert run(world) == 1
     assert series(world, IW, EAST) == [(-1, 2.0)]
+
+
+def test_an_adapter_with_its_base_counts_as_that(world: World) -> None:
+    put(world, model("a", with_base=True))
+    adapter = Endpoint(model="a", region="us-east")
+    world.live.count_demand({(IW, EAST): 120.0, (IW, adapter): 60.0, (NIW, adapter): 30.0}, minute_s=MINUTE_S - 60)
+    run(world)
+    assert series(world, IW, EAST) == [(-1, 3.0)]
+    assert series(world, NIW, EAST) == [(-1, 0.5)]
+    assert series(world, IW, adapter) == []

@@ -18,6 +18,7 @@ from controlplane.store.alias_tables import Rollout
 from controlplane.store.events import Event
 from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
 from controlplane.store.tables import Desired, EndpointRow, Instance, Profile
+from tests.controlplane.store.test_adapters import model, put
 from tests.controlplane.store.test_aliases import add_model
 from tests.controlplane.world import World
 
@@ -248,6 +249,9 @@ def test_what_no_roll_out_may_be(fleet_of_two: World, settings: Settings) -> Non
         fleet.put_endpoint(session, model="embedder", region="us-east", minimum=0, maximum=1)
     with pytest.raises(InvalidValueError, match="does not answer with what tide does"):
         begin(world, model="embedder")
+    put(world, model("beside", with_base=True))
+    with pytest.raises(ConflictError, match="'beside' is served by the instances of 'tide' and has none"):
+        begin(world, model="beside")
     assert weights(world) == {}, "nothing was made"
     begin(world)
     with pytest.raises(ConflictError, match="is not over"):

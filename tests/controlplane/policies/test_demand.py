@@ -2,8 +2,8 @@
 
 import pytest
 
-from controlplane.policies.demand import demand_to_plan, forecast_at
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.demand import demand_to_plan, forecast_at, serving_backlogs, serving_model
+from controlplane.policies.facts import Backlog, Endpoint
 
 EAST, WEST = Endpoint(model="m", region="east"), Endpoint(model="m", region="west")
 
@@ -31,3 +31,18 @@ def test_the_median_of_the_window_that_runs_and_of_the_last_one_for_another_hour
 def test_nothing_is_no_forecast() -> None:
     assert forecast_at((), peak_q50=1.0, peak_upper=1.0, late_s=0.0) is None
     assert forecast_at((0.0,), peak_q50=0.0, peak_upper=0.0, late_s=0.0) is None
+
+
+def test_what_the_instances_of_a_base_serve_counts_there() -> None:
+    assert [serving_model(name, {"a": "m", "b": "m"}) for name in ("a", "m", "x")] == ["m", "m", "x"]
+    waiting = {
+        "a": Backlog(tokens=1.0, due_s=5.0, at_least=True),
+        "b": Backlog(tokens=2.0, due_s=9.0),
+        "m": Backlog(tokens=4.0, due_s=7.0),
+        "x": Backlog(tokens=8.0, due_s=1.0),
+    }
+    assert serving_backlogs(waiting, {"a": "m", "b": "m"}) == {
+        "m": Backlog(tokens=7.0, due_s=5.0, at_least=True),
+        "x": waiting["x"],
+    }
+    assert serving_backlogs(waiting, {}) == waiting

@@ -7,11 +7,14 @@ import pytest
 from controlplane.errors import ConflictError, InUseError, InvalidValueError, NotFoundError
 from controlplane.policies.fit import AdapterSize, ModelSize
 from controlplane.store import fleet
-from controlplane.store.instances import desired_of
+from controlplane.store.adapters import served_bases
+from controlplane.store.batch_ends import read_takers
+from controlplane.store.instances import desired_of, set_desired
 from controlplane.store.removal import delete_model
-from controlplane.store.tables import Model
+from controlplane.store.stored_view import stored_view
+from controlplane.store.tables import Desired, Instance, Model, Node
 from controlplane.store.weights import sizes_of
-from dataplane.protocol.messages import BaseModel
+from dataplane.protocol.messages import BaseModel, DesiredInstance
 from tests.controlplane.world import World
 
 
@@ -101,3 +104,102 @@ def test_a_base_stays_what_its_adapters_need(world: World) -> None:
         put(world, model("a", base="other"))
     with pytest.raises(InUseError, match="adapter"), world.database.transaction() as session:
         delete_model(session, "tide")
+
+
+def wanted(world: World, node: str = "n1") -> dict[str, DesiredInstance]:
+    """What a node shall host, by the model."""
+    with world.database.transaction() as session:
+        return {one.model.name: one for one in desired_of(session, node).instances}
+
+
+def generation(world: World, node: str = "n1") -> int:
+    with world.database.transaction() as session:
+        return session.get_one(Node, node).generation
+
+
+def test_the_instances_of_its_base_serve_an_adapter(world: World) -> None:
+    for node in ("n1", "n2"):
+        world.join(node)
+    host = world.place("n1")
+    before = generation(world), generation(world, "n2")
+    put(world, model("a", with_base=True))
+    assert (generation(world) - before[0], generation(world, "n2") - before[1]) == (1, 0), "whom it concerns"
+    told = wanted(world)
+    assert (told["a"].host, told["tide"].host, wanted(world, "n2")) == (host, None, {})
+    assert told["a"].model.base == BaseModel(name="tide", path="/x", weights_bytes=1)
+    assert (told["a"].gpus, told["a"].slot, told["a"].draining) == (told["tide"].gpus, told["tide"].slot, False)
+    assert told["a"].instance_id.startswith(f"{host}+a@")
+    with world.database.transaction() as session:
+        assert served_bases(session) == {"a": "tide"}
+        delete_model(session, "a")
+    assert wanted(world).keys() == {"tide"}
+    assert generation(world) == before[0] + 2
+    put(world, model("a", path="/b", with_base=True))
+    assert wanted(world)["a"].instance_id != told["a"].instance_id, "the former may still drain"
+
+
+@pytest.mark.parametrize("desired", [Desired.DRAINING, Desired.SPOT])
+def test_an_adapter_drains_with_its_host_and_is_not_lent_out(world: World, desired: Desired) -> None:
+    world.join("n1")
+    host = world.place("n1")
+    put(world, model("a", with_base=True))
+    with world.database.transaction() as session:
+        set_desired(session, [host], desired)
+    told = wanted(world)
+    assert (told["a"].draining, told["a"].spot, told["a"].lease_id) == (True, False, None)
+    assert told["tide"].spot == (desired == Desired.SPOT)
+
+
+def test_a_gateway_that_starts_without_redis_tries_hosts(world: World) -> None:
+    world.join("n1")
+    host = world.place("n1")
+    put(world, model("a", with_base=True))
+    with world.database.transaction() as session:
+        session.get_one(Instance, host).observed = "ready"
+        (node,) = stored_view(session, heard_s=2**30).nodes.values()
+    told = wanted(world)
+    assert {(one.instance_id, one.model) for one in node.heartbeat.instances} == {
+        (told[name].instance_id, name) for name in ("tide", "a")
+    }
+
+
+def test_what_an_adapter_with_its_base_cannot_have_is_refused(world: World) -> None:
+    world.add_model("own")
+    put(world, model("own"))
+    with pytest.raises(ConflictError, match="'own' is offered by itself in us-east, us-west: delete these endpoints"):
+        put(world, model("own", with_base=True))
+    with pytest.raises(InvalidValueError, match="with_base: only a LoRA adapter"):
+        put(world, model("tide", path="/x", weights_bytes=1, base=None, with_base=True))
+    put(world, model("a", with_base=True))
+    with (
+        pytest.raises(ConflictError, match="'a' is served by the instances of 'tide', wherever that is offered"),
+        world.database.transaction() as session,
+    ):
+        fleet.put_endpoint(session, model="a", region="us-east", minimum=0, maximum=1)
+    put(world, model("a", path="/moved", with_base=True))
+    world.join("n1")
+    world.place("n1")
+    with pytest.raises(ConflictError, match="'a' is served from /moved by live instances"):
+        put(world, model("a", with_base=True))
+
+
+def test_an_adapter_becomes_a_model_by_itself_again(world: World) -> None:
+    world.join("n1")
+    world.place("n1")
+    put(world, model("a", with_base=True))
+    put(world, model("a", with_base=False))
+    assert wanted(world).keys() == {"tide"}
+    with world.database.transaction() as session:
+        fleet.put_endpoint(session, model="a", region="us-east", minimum=0, maximum=1)
+
+
+def test_batches_for_an_adapter_run_on_the_instances_of_its_base(world: World) -> None:
+    world.join("n1")
+    host = world.place("n1")
+    put(world, model("a", with_base=True))
+    with world.database.transaction() as session:
+        session.get_one(Instance, host).observed = "ready"
+        session.flush()
+        takers = read_takers(session, alive_s=2**30)
+    assert takers["a"] == takers["tide"]
+    assert takers["a"][0] == 1

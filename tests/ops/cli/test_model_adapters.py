@@ -82,3 +82,31 @@ def test_memory_is_planned_with_adapters(run: Run, tmp_path: Path) -> None:
     broken = run("node", "plan-memory", model.folder, "--adapter", tmp_path, "--card", "L4")
     assert broken.status == 1
     assert "adapter_config.json does not exist" in broken.err
+
+
+def test_an_adapter_is_served_with_its_base(fleet: Run, tmp_path: Path) -> None:
+    folder = write(tmp_path / "help")
+    said = add(fleet, folder, "--with-base")
+    assert (said.status, "every instance of m serves it" in said.out) == (0, True), said.err
+    shown = fleet("model", "show", "help", "--json").json
+    assert (shown["model"]["with_base"], shown["endpoints"], shown["profiles"]) == (True, [], [])
+    assert shown["adapter_instances"] == []
+    text = fleet("model", "show", "help").out
+    assert "m, whose instances serve it" in text
+    assert "Profiles" not in text
+    for more, message in (
+        (("--region", "us-east"), "--region says where a model is placed; with --with-base that is where m is"),
+        (("--like", "m"), "--like says where a model is placed"),
+        (("--tokens-per-s", "H800=900"), "--tokens-per-s says where a model is placed"),
+    ):
+        assert message in " ".join(add(fleet, folder, "--with-base", *more).err.split())
+    alone = fleet("model", "add", "x", "--path", folder, "--with-base")
+    assert "--with-base is for an adapter" in " ".join(alone.err.split())
+    refused = fleet("endpoint", "set", "help", "us-east", "--max", "2")
+    assert "'help' is served by the instances of 'm', wherever that is offered" in refused.err, refused.err
+    exported = tmp_path / "exported.yaml"
+    exported.write_text(fleet("export").out)
+    assert "with_base: true" in exported.read_text()
+    assert fleet("model", "delete", "help", "--yes").status == 0
+    assert fleet("apply", "-f", exported, "--json").status == 0
+    assert fleet("model", "show", "help", "--json").json["model"]["with_base"]

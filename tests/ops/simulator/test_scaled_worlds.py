@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
 from controlplane.policies.facts import Endpoint
@@ -286,3 +287,16 @@ def test_offered_load_counts_each_request_once_whatever_refuses_or_interrupts_it
     assert outcome.result.totals.interrupted > 0
     assert any(reason.startswith("refused") for reason in outcome.result.failures)
     assert offered == counted
+
+
+def test_requests_of_an_adapter_with_its_base_are_requests_of_the_base() -> None:
+    whole = scaled()
+    models = [model.model_dump(exclude_unset=True) for model in whole.models]
+    beside = {"name": "x", "base": "a", "with_base": True, "weights_bytes": 10**8, "kv_bytes_per_token": 800_000}
+    both = scaled(models=[*models, beside], traffic={"zipf": 0.0})
+    requests = list(traffic_of(both, 1))
+    assert any(request.model == "x" for request in requests)
+    renamed = [replace(one, model="a") if one.model == "x" else one for one in requests]
+    result, same = simulate(both, seed=1).result, simulate(whole, seed=1, traffic=renamed).result
+    assert result.event_log_hash == same.event_log_hash
+    assert {row.model for row in result.rows} == {"a", "b"}

@@ -115,6 +115,13 @@ def with_adapter(serving: str, fleet: dict[str, Any], **changes: Any) -> Scenari
         ("both", {"adapter_steps": [[4, 1.1], [1, 1.0]]}, {}, "adapter_steps: must be in rising order"),
         ("static", {"gpus": 1}, {}, "models.1.base: serving = 'static' knows whole models only"),
         ("request-level", {"gpus": 1}, {}, "models.1.base: serving = 'request-level' knows whole models only"),
+        ("both", {}, {"base": None, "with_base": True}, "with_base: only a LoRA adapter is served with its base"),
+        (
+            "dedicated",
+            {"instances": [{"model": "b", "region": "east"}]},
+            {"with_base": True},
+            "fleet.instances.0.model: no model 'b' with instances of its own",
+        ),
     ],
 )
 def test_an_adapter_is_as_its_base(serving: str, fleet: dict[str, Any], changes: dict[str, Any], said: str) -> None:

@@ -1,0 +1,50 @@
+"""LoRA adapters that an instance of their base serves: pure rules of what a node follows and reports of them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+
+from dataplane.protocol.messages import DesiredInstance, InstanceReport
+
+
+def with_leaving_adapters(
+    wanted: Sequence[DesiredInstance], before: Iterable[DesiredInstance], *, is_hosted: Callable[[str], bool]
+) -> tuple[DesiredInstance, ...]:
+    """What a node follows: the instances that are `wanted`, and of those `before` the adapters that are wanted no more
+    while their host is. These drain first, so that no answer breaks. `is_hosted`: whether an instance is still here.
+    """
+    ids = {instance.instance_id for instance in wanted}
+    leaving = (
+        msgspec.structs.replace(instance, draining=True)
+        for instance in before
+        if instance.host in ids and instance.instance_id not in ids and is_hosted(instance.instance_id)
+    )
+    return (*wanted, *leaving)
+
+
+def with_shared_load(reports: Sequence[InstanceReport]) -> tuple[InstanceReport, ...]:
+    """Reports in which an instance and the adapters that it serves each have the load of all of them: they share its
+    batches and its KV memory, and a request waits for the others' whichever of the models it is for.
+    """
+    families: dict[str, list[InstanceReport]] = defaultdict(list)
+    for report in reports:
+        families[report.host or report.instance_id].append(report)
+    return tuple(_shared(report, families[report.host or report.instance_id]) for report in reports)
+
+
+def _shared(report: InstanceReport, family: Sequence[InstanceReport]) -> InstanceReport:
+    """One with the load of its family. Pooled instances report the KV memory of their slot as it is."""
+    if len(family) == 1 or not report.kv_capacity_bytes:
+        return report
+    used_bytes = report.kv_used_bytes if report.pooled else sum(each.kv_used_bytes for each in family)
+    received = [each.input_tokens_per_s for each in family if each.input_tokens_per_s is not None]
+    return msgspec.structs.replace(
+        report,
+        kv_used_bytes=used_bytes,
+        kv_capacity_bytes=used_bytes + report.kv_capacity_bytes - report.kv_used_bytes,
+        remaining_tokens=sum(each.remaining_tokens for each in family),
+        running=sum(each.running for each in family),
+        waiting=sum(each.waiting for each in family),
+        input_tokens_per_s=sum(received) if received else None,
+    )
