@@ -37,7 +37,7 @@ ROWS_OF_FOUR: dict[str, dict[str, int]] = {
 Checkpoint = Callable[[str], Path]
 
 
-def engine_of(ranks: int, cache: Path) -> TorchEngine:
+def engine_of(ranks: int, cache: Path, **changes: Any) -> TorchEngine:
     settings = TorchEngineSettings(
         weights_bytes=2**19,
         kv_bytes=2**17,
@@ -45,6 +45,7 @@ def engine_of(ranks: int, cache: Path) -> TorchEngine:
         prefill_tokens_per_step_max=16,
         ranks=ranks,
         cache_folder=cache,
+        **changes,
     )
     return TorchEngine(settings, Ticks(), other_ranks=start_threads(ranks - 1))
 
