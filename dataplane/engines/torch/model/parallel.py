@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from dataplane.engines.torch.model.linear import is_quick, transposed_product
+from dataplane.engines.torch.model.quantized import QuantizedLinear
 from dataplane.engines.torch.model.split import Split
 
 
@@ -115,13 +116,21 @@ def parallelize(model: Any, splits: Mapping[str, Split], rank: Rank, vocabulary:
             tokens = _Tokens(rank, module.num_embeddings)
             module.register_forward_pre_hook(tokens.before)
             module.register_forward_hook(tokens.after)
-        elif isinstance(module, torch.nn.Linear):
+        elif isinstance(module, torch.nn.Linear | QuantizedLinear):
             if split.dim == 1:
-                _become(module, RowParallelLinear)
+                _make_partial(module)
                 module.register_forward_hook(partial(_sum_outputs, collectives))
         else:
             assert name.endswith(("q_norm", "k_norm")), f"{name} is split, and nothing joins its parts"
             _become(module, ParallelRMSNorm, rank=rank)
+
+
+def _make_partial(module: torch.nn.Linear | QuantizedLinear) -> None:
+    """Let the output of a linear layer be a part of a sum."""
+    if isinstance(module, QuantizedLinear):
+        module.is_partial = True
+    else:
+        _become(module, RowParallelLinear)
 
 
 def _become(module: Any, kind: type[torch.nn.Module], **attributes: object) -> None:

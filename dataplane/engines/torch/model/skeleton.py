@@ -286,8 +286,6 @@ def build_skeleton(
     described = read_json(folder / "config.json")
     _check_supported(folder, described)
     quantization = read_quantization(folder, described)
-    if quantization is not None and rank is not None and rank.count > 1:
-        raise ModelLoadError(f"{folder}: a quantized model runs on one GPU, not on {rank.count}")
     register()
     splits: dict[str, Split] = {}
     try:
@@ -303,7 +301,7 @@ def build_skeleton(
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
     if quantization is not None:
-        quantize(folder, model, quantization, list_tensors(folder, task))
+        splits |= quantize(folder, model, quantization, list_tensors(folder, task), splits)
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
