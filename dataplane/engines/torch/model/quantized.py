@@ -7,8 +7,8 @@ Formats of published checkpoints; q are packed integers, z zero points, s scales
     gptq   W[i, o] = (q - z[g(i), o] - 1) s[g(i), o]      4 or 8 bits; 32 / bits inputs to an int32; `gptq_v2`: no - 1
     fp8    W[o, i] = q s[o // rows, i // columns]         E4M3 with a scale for each block, or one for the tensor
 
-On several ranks each has whole groups, blocks and packed integers: its part of a tensor follows from that of the layer's
-weights. Where rows are in groups in any order, a rank of some rows may need any group, and has them all.
+On several ranks each has whole groups, blocks and packed integers: its part of a tensor follows from its part of the
+layer's weights. Where rows are in groups in any order, a rank of some rows may need any group, and has them all.
 
 Activations are not quantized, whatever a checkpoint recommends: tokens may differ from those of kernels that do.
 """
@@ -101,8 +101,8 @@ def _block(where: str, given: Any) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """A side of a stored tensor: `size` outputs or inputs, `per` of which share an entry. `dim`: the side of the weights
-    `[outputs, inputs]` with which it is divided among ranks, None: with none. `limit`: the field of
+    """A side of a stored tensor: `size` outputs or inputs, `per` of which share an entry. `dim`: the side of the
+    weights `[outputs, inputs]` with which it is divided among ranks, None: with none. `limit`: the field of
     `quantization_config` that says `per`.
     """
 
@@ -141,8 +141,8 @@ class QuantizedLinear(torch.nn.Module, ABC):
         types: Mapping[str, torch.dtype],
         split: Split | None = None,
     ) -> None:
-        """`types`: of its Parameters, by name; `split`: how the weights are divided among ranks, of which `like` has the
-        part of one.
+        """`types`: of its Parameters, by name; `split`: how the weights are divided among ranks, of which `like` has
+        the part of one.
         """
         super().__init__()
         self.in_features, self.out_features = like.in_features, like.out_features
@@ -288,8 +288,8 @@ def quantize(
     splits: Mapping[str, Split],
 ) -> dict[str, Split]:
     """Replace the linear layers whose weights the checkpoint holds quantized. The others, often the output embedding,
-    stay as they are. `splits`: how weights are divided among ranks, by name. Returns those of the tensors instead of the
-    weights.
+    stay as they are. `splits`: how weights are divided among ranks, by name. Returns those of the tensors that hold
+    them instead.
 
     Raises:
         ModelLoadError: a layer cannot be divided as its format demands, has tensors of a type that is not supported,

@@ -109,8 +109,8 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True, tag="bind"):
 
 
 class Adapt(msgspec.Struct, frozen=True, kw_only=True, tag="adapt"):
-    """Serve a LoRA adapter of rank `rank` beside a model. `layers`: the bytes of the receiver's parts of the two factors
-    of each layer, down and up, by its name, in the data type of the slot.
+    """Serve a LoRA adapter of rank `rank` beside a model. `layers`: the bytes of the receiver's parts of the factors of
+    each layer, down and up, by its name, in the data type of the slot.
     """
 
     model: int

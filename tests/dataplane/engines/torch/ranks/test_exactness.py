@@ -37,15 +37,14 @@ Checkpoint = Callable[[str], Path]
 
 
 def engine_of(ranks: int, cache: Path, **changes: Any) -> TorchEngine:
-    settings = TorchEngineSettings(
-        weights_bytes=2**19,
-        kv_bytes=2**17,
-        slab_bytes=2**14,
-        prefill_tokens_per_step_max=16,
-        ranks=ranks,
-        cache_folder=cache,
+    given: dict[str, Any] = {
+        "weights_bytes": 2**19,
+        "kv_bytes": 2**17,
+        "slab_bytes": 2**14,
+        "prefill_tokens_per_step_max": 16,
         **changes,
-    )
+    }
+    settings = TorchEngineSettings(ranks=ranks, cache_folder=cache, **given)
     return TorchEngine(settings, Ticks(), other_ranks=start_threads(ranks - 1))
 
 
