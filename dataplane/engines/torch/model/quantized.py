@@ -300,9 +300,10 @@ def quantize(
     for prefix, module in list(model.named_modules()):
         if prefix in left and type(module) is torch.nn.Linear:
             left.remove(prefix)
-            _check_sides(folder, prefix, module, quantization)
-            parent, _, name = prefix.rpartition(".")
             split = splits.get(f"{prefix}.weight")
+            outputs = split.size if split is not None and split.dim == 0 else module.out_features
+            _check_outputs(folder, prefix, outputs, quantization)
+            parent, _, name = prefix.rpartition(".")
             replacement = layer(module, quantization, _types(prefix, stored), split)
             if split is not None:
                 made |= _tensor_splits(folder, prefix, replacement, split)
@@ -339,10 +340,11 @@ def _quantized(quantization: Quantization, stored: Mapping[str, StoredTensor]) -
     return {name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")}
 
 
-def _check_sides(folder: Path, prefix: str, module: torch.nn.Linear, quantization: Quantization) -> None:
+def _check_outputs(folder: Path, prefix: str, outputs: int, quantization: Quantization) -> None:
+    """`outputs`: of all ranks."""
     per = _INT_BITS // quantization.bits
-    if quantization.method != "fp8" and module.out_features % per:
-        sides = f"{module.out_features} outputs are no multiple of {per}"
+    if quantization.method != "fp8" and outputs % per:
+        sides = f"{outputs} outputs are no multiple of {per}"
         raise ModelLoadError(f"{folder}: {prefix} cannot be quantized in {quantization.bits} bits: its {sides}")
 
 
