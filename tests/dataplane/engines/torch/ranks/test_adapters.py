@@ -141,6 +141,22 @@ def test_what_was_replaced_answers_on_all_ranks(two: TorchEngine, checkpoint: Ch
     two.unload("base")
 
 
+def test_bfloat16(checkpoint: Checkpoint, made: Made, tmp_path: Path) -> None:
+    """The base's tokens are the same whether the request beside it has an adapter or not."""
+    base, (adapter, _) = checkpoint("llama"), made("llama", "all")
+    tokens = []
+    for spec in (spec_of("model", base), adapter_spec("one", adapter, base)):
+        engine = engine_of(2, tmp_path / "models", dtype="bfloat16")
+        engine.load("x", spec)
+        engine.load("base", spec_of("model", base))
+        engine.add(request("x", prompt_of(5, 3), instance_id="x", max_tokens=20, ignore_eos=True))
+        engine.add(request("r", prompt_of(4, 25), instance_id="base", max_tokens=20, ignore_eos=True))
+        tokens.append(drain(engine).tokens)
+        engine.close()
+    assert tokens[0]["r"] == tokens[1]["r"]
+    assert tokens[0]["x"] != tokens[1]["x"]
+
+
 def test_they_outlive_switches_prefetches_and_preemption(checkpoint: Checkpoint, made: Made, tmp_path: Path) -> None:
     """Two bases in memory for one, of which each takes turns with the other while its requests decode."""
     bases = {name: checkpoint(name) for name in ("llama", "qwen3")}
