@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+_STORED_BYTES_MIN = 2
+"""Of an element as it is stored, on average, where weights are not quantized."""
 _MIB = 2**20
 
 
@@ -46,12 +48,19 @@ UNKNOWN_MEMORY = WeightsMemory()
 
 
 def needed_bytes(size: ModelSize, memory: WeightsMemory) -> int | None:
-    """What the weights take on such a slot; None: not known."""
-    if memory.dtype is None:
+    """What the weights take on such a slot, on all its GPUs together; None: not known. Quantized weights stay as they
+    are stored, but for those of other layers where the node computes in float32.
+    """
+    if memory.dtype is None or is_quantized(size):
         return size.weights_bytes
     if size.parameters is None or memory.dtype not in _ELEMENT_BYTES:
         return None
     return size.parameters * _ELEMENT_BYTES[memory.dtype]
+
+
+def is_quantized(size: ModelSize) -> bool:
+    """Whether the weights are stored in fewer bytes than any data type of a node has."""
+    return size.parameters is not None and size.weights_bytes < _STORED_BYTES_MIN * size.parameters
 
 
 def fits(size: ModelSize, memory: WeightsMemory) -> bool:
@@ -110,6 +119,6 @@ def _halved(size: ModelSize, memory: WeightsMemory) -> bool:
 
 
 def _size_message(size: ModelSize, gpu_type: str, memory: WeightsMemory) -> str:
-    kept = "as stored" if memory.dtype is None else f"in {memory.dtype}"
+    kept = "as stored" if memory.dtype is None or is_quantized(size) else f"in {memory.dtype}"
     needed, most = needed_bytes(size, memory) or 0, memory.weights_bytes or 0
     return f"{-(-needed // _MIB):,} MiB {kept}, the largest slot of {gpu_type} has {most // _MIB:,} MiB for weights"

@@ -87,7 +87,7 @@ class AgentSettings(BaseSettings):
     host_kv_bytes: int | None = Field(None, ge=0)
     """host memory for offloaded KV cache, per worker; unset: as much as its KV cache on the device"""
     adapters_bytes: int = Field(2**28, ge=0)
-    """memory for LoRA adapters on each worker's device, taken as they are loaded, beside the worker's memory_bytes"""
+    """memory for LoRA adapters on each GPU of a worker, taken as they are loaded, beside the worker's memory_bytes"""
     prefix_cache: bool = True
     """keep the KV cache of ended requests for requests that begin with the same tokens"""
     cache_dir: Path | None = None

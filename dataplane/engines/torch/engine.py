@@ -163,8 +163,6 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         Raises:
             ModelLoadError: the checkpoint cannot be used, or does not fit; nothing is kept of it.
         """
-        if model.base is not None:
-            self.adapters.check_ranks(model.name)
         base = self._prepared(model.checkpoint)
         if model.base is not None:
             self.adapters.prepare(model, base)

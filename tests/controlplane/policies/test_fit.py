@@ -31,6 +31,18 @@ def test_weights_count_in_the_type_of_the_node(where: WeightsMemory, needed_mib:
     assert fits(STORED, where) is fitting
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
+def test_quantized_weights_count_as_they_are_stored(dtype: str | None) -> None:
+    """72 million parameters in 4 bits with their scales, on a slot whose memory is that of two GPUs."""
+    packed = ModelSize(weights_bytes=40 * MIB, parameters=72 * MIB)
+    assert needed_bytes(packed, room(64, dtype)) == 40 * MIB
+    assert fits(packed, room(40, dtype))
+    assert not fits(packed, room(39, dtype))
+    reason = why_unfit("m", packed, [("H800", room(39, dtype))], "us-east") or ""
+    assert "40 MiB as stored, the largest slot of H800 has 39 MiB" in reason
+    assert "TIDEPOOL_AGENT_DTYPE" not in reason, "it would not help"
+
+
 def test_what_is_not_known_is_not_held_against_a_model() -> None:
     unknown = ModelSize(weights_bytes=257 * MIB)
     assert needed_bytes(unknown, room(256)) is None

@@ -1,7 +1,8 @@
 """The LoRA adapters of a slot: read by any thread, and on the device from their load to their unload.
 
 They are small beside the weights of their bases, and have memory of their own, of a size that is set. Switching to
-another model leaves them where they are.
+another model leaves them where they are. On a slot of several GPUs this process reads them, once, and each rank gets
+its part.
 """
 
 import threading
@@ -12,7 +13,7 @@ import torch
 
 from dataplane.checkpoints.adapters import read_adapter
 from dataplane.engines.torch.memory.host_models import HostModel
-from dataplane.engines.torch.model.adapters import Adapter, read_factors
+from dataplane.engines.torch.model.adapters import Adapter, check_layers, part_bytes, read_factors
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 
@@ -30,22 +31,22 @@ class _Source:
 
 
 class AdapterStore:
-    """Adapters on `device`, of `size_max_bytes` together and of ranks up to `rank_max`. The thread that constructs this
-    is the engine's; `prepare` may run on others.
+    """Adapters on `device`, of `size_max_bytes` together and of ranks up to `rank_max`; on a slot of several GPUs, of
+    `ranks`, the parts of them that are on this one. The thread that constructs this is the engine's; `prepare` may run
+    on others.
     """
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, *, size_max_bytes: int, rank_max: int, ranks: int = 1
     ) -> None:
-        """`ranks`: of the slot, which must be one."""
         self._dtype = dtype
         self._device = device
         self._size_max_bytes = size_max_bytes
         self._rank_max = rank_max
         self._ranks = ranks
         self._lock = threading.Lock()
-        self._prepared: dict[str, tuple[_Source, Adapter]] = {}
-        """Read, and not on the device yet."""
+        self._prepared: dict[str, tuple[_Source, tuple[Adapter, ...]]] = {}
+        """Read, and not on the device yet: the parts of all ranks."""
         self._loaded: dict[str, tuple[_Source, int]] = {}
         """The bytes of those on the device."""
 
@@ -54,15 +55,6 @@ class AdapterStore:
         """Their device memory."""
         with self._lock:
             return sum(size_bytes for _, size_bytes in self._loaded.values())
-
-    def check_ranks(self, name: str) -> None:
-        """Refuse an adapter before its base is read.
-
-        Raises:
-            ModelLoadError: the slot has several GPUs.
-        """
-        if self._ranks > 1:
-            raise ModelLoadError(f"{name}: an adapter runs on slots of one GPU, not of {self._ranks}")
 
     def prepare(self, spec: ModelSpec, base: HostModel) -> None:
         """Read an adapter of a model into host memory. Idempotent.
@@ -79,17 +71,20 @@ class AdapterStore:
         if loaded is not None or (prepared is not None and prepared[0] == source):
             return
         stored = read_adapter(source.folder, rank_max=self._rank_max)
-        size_bytes = stored.parameters * self._dtype.itemsize
-        if size_bytes > self._size_max_bytes:
-            raise self._too_large(spec.name, size_bytes)
         if base.skeleton.task != "generate":
             raise ModelLoadError(f"{spec.name}: {base.name} is for the task {base.skeleton.task}; adapters generate")
-        adapter = read_factors(spec.name, stored, base.skeleton.adaptable_layers(), self._dtype)
+        layers, splits = base.skeleton.adaptable_layers(), base.skeleton.layer_splits()
+        check_layers(spec.name, stored, layers, splits)
+        size_bytes = part_bytes(stored, layers, self._dtype)
+        if size_bytes > self._size_max_bytes:
+            raise self._too_large(spec.name, size_bytes)
+        adapter = read_factors(spec.name, stored, self._dtype)
+        parts = tuple(adapter.part(splits, rank) for rank in range(self._ranks))
         with self._lock:
-            self._prepared[spec.name] = source, adapter
+            self._prepared[spec.name] = source, parts
 
     def load(self, spec: ModelSpec, base: HostModel) -> None:
-        """Bring a prepared adapter to the device. Idempotent.
+        """Bring a prepared adapter to the device, and its other parts to the other ranks. Idempotent.
 
         Raises:
             ModelLoadError: there is no memory for it.
@@ -98,7 +93,7 @@ class AdapterStore:
         if spec.name in adapters:
             return
         with self._lock:
-            source, adapter = self._prepared.pop(spec.name)
+            source, (adapter, *others) = self._prepared.pop(spec.name)
         if adapter.size_bytes + self.used_bytes > self._size_max_bytes:
             raise self._too_large(spec.name, adapter.size_bytes)
         try:
@@ -106,15 +101,20 @@ class AdapterStore:
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(f"{spec.name}: no memory for {adapter.size_bytes} bytes on {self._device}") from error
         adapters.add(on_device, base.skeleton.adaptable_layers())
+        if base.skeleton.mirror is not None:
+            base.skeleton.mirror.adapt(others)
         with self._lock:
             self._loaded[spec.name] = source, adapter.size_bytes
 
     def unload(self, name: str, base: HostModel) -> None:
         """Free an adapter's memory."""
         base.skeleton.adapters.remove(name)
+        if base.skeleton.mirror is not None:
+            base.skeleton.mirror.drop_adapter(name)
         with self._lock:
             self._loaded.pop(name, None)
 
     def _too_large(self, name: str, size_bytes: int) -> ModelLoadError:
         used = f"of adapters_bytes={self._size_max_bytes} of the slot, {self.used_bytes} are in use"
-        return ModelLoadError(f"{name}: its factors take {size_bytes} bytes; {used}")
+        each = "" if self._ranks == 1 else f" on each of {self._ranks} GPUs"
+        return ModelLoadError(f"{name}: its factors take {size_bytes} bytes{each}; {used}")

@@ -10,11 +10,16 @@ made:
 
 A row without an adapter thus gets zeros added, and its output is the base's, bit for bit. Factors are finite, which is
 checked when they are read, so that no row changes another one's.
+
+Of a layer that is divided among ranks, each has the factors' rows or columns that belong to its own:
+
+    column parallel   up by outputs, down whole     each rank adds to its own outputs
+    row parallel      down by inputs, up whole      each rank adds to its part of the sum, before the ranks' are summed
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +32,7 @@ from dataplane.checkpoints.adapters import StoredAdapter
 from dataplane.engines.core.uploads import upload
 from dataplane.engines.torch.model.checkpoint import read_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput
+from dataplane.engines.torch.model.split import Split
 from dataplane.protocol.errors import ModelLoadError
 
 
@@ -39,6 +45,14 @@ class Factors:
 
     def to(self, device: torch.device) -> "Factors":
         return Factors(down=self.down.to(device), up=self.up.to(device))
+
+    def part(self, split: Split | None, rank: int) -> "Factors":
+        """Those of one of the ranks among which the weights of the layer are divided."""
+        if split is None:
+            return self
+        whole = self.up if split.dim == 0 else self.down
+        mine = torch.cat([whole.narrow(split.dim, cut.start, cut.count) for cut in split.cuts(rank)], dim=split.dim)
+        return Factors(down=self.down, up=mine) if split.dim == 0 else Factors(down=mine, up=self.up)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,8 +70,11 @@ class Adapter:
 
     def to(self, device: torch.device) -> "Adapter":
         """The same on a device."""
-        layers = {name: factors.to(device) for name, factors in self.layers.items()}
-        return Adapter(name=self.name, key=self.key, rank=self.rank, layers=layers)
+        return replace(self, layers={name: factors.to(device) for name, factors in self.layers.items()})
+
+    def part(self, splits: Mapping[str, Split], rank: int) -> "Adapter":
+        """That of one rank. `splits`: how layers are divided, by name."""
+        return replace(self, layers={name: one.part(splits.get(name), rank) for name, one in self.layers.items()})
 
 
 class Adapters:
@@ -75,11 +92,12 @@ class Adapters:
         return self._adapters[name].key
 
     def add(self, adapter: Adapter, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Serve an adapter. `layers`: those of the model, by name."""
+        """Serve an adapter. `layers`: those of the model, by name. What joins the outputs of ranks comes after it."""
         self._adapters[adapter.name] = adapter
         for name in adapter.layers:
             if name not in self._hooks:
-                self._hooks[name] = layers[name].register_forward_hook(partial(self._add_products, name))
+                add_products = partial(self._add_products, name)
+                self._hooks[name] = layers[name].register_forward_hook(add_products, prepend=True)
 
     def remove(self, name: str) -> None:
         """Serve an adapter no more. Layers that no other one changes are as they were."""
@@ -136,15 +154,12 @@ class _Rows:
         return kept
 
 
-def read_factors(
-    name: str, stored: StoredAdapter, layers: Mapping[str, torch.nn.Module], dtype: torch.dtype
-) -> Adapter:
-    """Read an adapter into host memory. `layers`: those of its model that an adapter may change.
+def read_factors(name: str, stored: StoredAdapter, dtype: torch.dtype) -> Adapter:
+    """Read an adapter into host memory.
 
     Raises:
-        ModelLoadError: it changes another layer, or one of another shape; or a number is not finite.
+        ModelLoadError: a file cannot be read, or a number is not finite.
     """
-    _check_layers(name, stored, layers)
     read: dict[str, Factors] = {}
     pairs = []
     for layer, one in stored.layers.items():
@@ -162,7 +177,15 @@ def read_factors(
     return Adapter(name=name, key=_key(made), rank=stored.rank, layers=made)
 
 
-def _check_layers(name: str, stored: StoredAdapter, layers: Mapping[str, torch.nn.Module]) -> None:
+def check_layers(
+    name: str, stored: StoredAdapter, layers: Mapping[str, torch.nn.Module], splits: Mapping[str, Split]
+) -> None:
+    """Check that an adapter is of a model. `layers`: those of it that an adapter may change; `splits`: how they are
+    divided among ranks, both by name.
+
+    Raises:
+        ModelLoadError: it changes another layer, or one of another shape.
+    """
     for layer, factors in stored.layers.items():
         module: Any = layers.get(layer)
         if module is None:
@@ -171,11 +194,26 @@ def _check_layers(name: str, stored: StoredAdapter, layers: Mapping[str, torch.n
                 f"{name}: {stored.folder} changes {layer}, which is no linear layer of a decoder layer of its base;"
                 f" supported are {known}"
             )
-        found, wanted = (factors.up.shape[0], factors.down.shape[1]), (module.out_features, module.in_features)
+        found, wanted = (factors.up.shape[0], factors.down.shape[1]), _whole_shape(module, splits.get(layer))
         if found != wanted:
             raise ModelLoadError(
                 f"{name}: {stored.folder} is of another base: it changes {layer} of shape {found}, not {wanted}"
             )
+
+
+def _whole_shape(module: Any, split: Split | None) -> tuple[int, int]:
+    """The outputs and inputs of a linear layer on all ranks together."""
+    mine = [module.out_features, module.in_features]
+    if split is not None:
+        mine[split.dim] = split.size
+    return mine[0], mine[1]
+
+
+def part_bytes(stored: StoredAdapter, layers: Mapping[str, torch.nn.Module], dtype: torch.dtype) -> int:
+    """What a rank's part of an adapter of its model takes. `layers`: those of the rank, by name."""
+    modules: list[Any] = [layers[name] for name in stored.layers]
+    sides: int = sum(module.out_features + module.in_features for module in modules)
+    return stored.rank * sides * dtype.itemsize
 
 
 def _key(layers: Mapping[str, Factors]) -> str:

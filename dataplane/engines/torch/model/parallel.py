@@ -1,18 +1,21 @@
 """Tensor parallelism in a model's modules: what a rank computes in part is summed or gathered over all ranks.
 
 A decoder layer sums twice, after attention and after the MLP or its experts, and each rank continues from the same
-hidden states. The embedding is split by tokens, as is the output embedding, which may be the same weight: a rank looks
-up the tokens that it has, and the sum over the ranks is exact, since all but one of them add zeros.
+hidden states. What a LoRA adapter adds to a part of a sum, it adds before the parts are summed. The embedding is split
+by tokens, as is the output embedding, which may be the same weight: a rank looks up the tokens that it has, and the sum
+over the ranks is exact, since all but one of them add zeros.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import linear
 
 from dataplane.engines.torch.model.linear import is_quick, transposed_product
+from dataplane.engines.torch.model.quantized import QuantizedLinear
 from dataplane.engines.torch.model.split import Split
 
 
@@ -46,15 +49,18 @@ class Unconnected:
 
 
 class RowParallelLinear(torch.nn.Linear):
-    """A linear layer whose input columns are divided among the ranks. The bias is added to the sum, once."""
-
-    collectives: Collectives
+    """A linear layer whose input columns are divided among the ranks. Its output is a part of the sum."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
-        """`[..., in_features of this rank]` to `[..., out_features]`."""
+        """`[..., in_features of this rank]` to `[..., out_features]`, without the bias."""
         product = transposed_product if is_quick(self.weight, input) else linear
-        out = self.collectives.all_reduce(product(input, self.weight))
-        return out if self.bias is None else out + self.bias
+        return product(input, self.weight)
+
+
+def _sum_outputs(collectives: Collectives, layer: Any, _: Any, out: torch.Tensor) -> torch.Tensor:
+    """The hook of a row parallel layer. The bias is added to the sum, once."""
+    out = collectives.all_reduce(out)
+    return out if layer.bias is None else out + layer.bias
 
 
 class ParallelRMSNorm(torch.nn.Module):
@@ -110,12 +116,21 @@ def parallelize(model: Any, splits: Mapping[str, Split], rank: Rank, vocabulary:
             tokens = _Tokens(rank, module.num_embeddings)
             module.register_forward_pre_hook(tokens.before)
             module.register_forward_hook(tokens.after)
-        elif isinstance(module, torch.nn.Linear):
+        elif isinstance(module, torch.nn.Linear | QuantizedLinear):
             if split.dim == 1:
-                _become(module, RowParallelLinear, collectives=collectives)
+                _make_partial(module)
+                module.register_forward_hook(partial(_sum_outputs, collectives))
         else:
             assert name.endswith(("q_norm", "k_norm")), f"{name} is split, and nothing joins its parts"
             _become(module, ParallelRMSNorm, rank=rank)
+
+
+def _make_partial(module: torch.nn.Linear | QuantizedLinear) -> None:
+    """Let the output of a linear layer be a part of a sum."""
+    if isinstance(module, QuantizedLinear):
+        module.is_partial = True
+    else:
+        _become(module, RowParallelLinear)
 
 
 def _become(module: Any, kind: type[torch.nn.Module], **attributes: object) -> None:

@@ -7,13 +7,16 @@ Formats of published checkpoints; q are packed integers, z zero points, s scales
     gptq   W[i, o] = (q - z[g(i), o] - 1) s[g(i), o]      4 or 8 bits; 32 / bits inputs to an int32; `gptq_v2`: no - 1
     fp8    W[o, i] = q s[o // rows, i // columns]         E4M3 with a scale for each block, or one for the tensor
 
+On several ranks each has whole groups, blocks and packed integers: its part of a tensor follows from its part of the
+layer's weights. Where rows are in groups in any order, a rank of some rows may need any group, and has them all.
+
 Activations are not quantized, whatever a checkpoint recommends: tokens may differ from those of kernels that do.
 """
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +25,7 @@ from torch.nn.functional import linear
 
 from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.model.checkpoint import DTYPES
+from dataplane.engines.torch.model.split import Segment, Split
 from dataplane.protocol.errors import ModelLoadError
 
 Method = Literal["awq", "gptq", "fp8"]
@@ -95,22 +99,63 @@ def _block(where: str, given: Any) -> tuple[int, int] | None:
     raise ModelLoadError(f"{where}.weight_block_size must be two whole numbers above 0; it is {given!r}")
 
 
-class QuantizedLinear(torch.nn.Module, ABC):
-    """Computes as `torch.nn.Linear` with dequantized weights. Its Parameters are named as checkpoints name them."""
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """A side of a stored tensor: `size` outputs or inputs, `per` of which share an entry. `dim`: the side of the
+    weights `[outputs, inputs]` with which it is divided among ranks, None: with none. `limit`: the field of
+    `quantization_config` that says `per`.
+    """
 
-    def __init__(self, like: torch.nn.Linear, quantization: Quantization, types: Mapping[str, torch.dtype]) -> None:
-        """`types`: of its Parameters, by name."""
+    size: int
+    per: int = 1
+    dim: int | None
+    limit: str = ""
+
+    @property
+    def entries(self) -> int:
+        return -(-self.size // self.per)
+
+    def divided(self, split: Split) -> tuple[Segment, ...]:
+        """Segments of entries, where the weights are divided as `split` says.
+
+        Raises:
+            ValueError: says which entries a rank would have a part of.
+        """
+        for segment in split.segments:
+            if segment.share % self.per:
+                raise ValueError(f"{segment.share} {('outputs', 'inputs')[split.dim]} are no multiple of {self.per}")
+        return tuple(replace(segment, size=-(-segment.size // self.per)) for segment in split.segments)
+
+
+class QuantizedLinear(torch.nn.Module, ABC):
+    """Computes as `torch.nn.Linear` with dequantized weights. Its Parameters are named as checkpoints name them.
+    `is_partial`: its output is a rank's part of a sum, to which the bias is added later.
+    """
+
+    is_partial = False
+
+    def __init__(
+        self,
+        like: torch.nn.Linear,
+        quantization: Quantization,
+        types: Mapping[str, torch.dtype],
+        split: Split | None = None,
+    ) -> None:
+        """`types`: of its Parameters, by name; `split`: how the weights are divided among ranks, of which `like` has
+        the part of one.
+        """
         super().__init__()
         self.in_features, self.out_features = like.in_features, like.out_features
+        self.inputs_of_all_ranks = split.size if split is not None and split.dim == 1 else like.in_features
         self.quantization = quantization
-        for name, shape in self.shapes().items():
-            empty = torch.empty(shape, dtype=types[name], device="meta")
+        for name, sides in self.sides().items():
+            empty = torch.empty([side.entries for side in sides], dtype=types[name], device="meta")
             self.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
         self.bias: torch.nn.Parameter | None = like.bias
 
     @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The Parameters beside the bias, and their shapes."""
+    def sides(self) -> dict[str, tuple[Side, ...]]:
+        """The Parameters beside the bias, and their sides."""
 
     @abstractmethod
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +163,18 @@ class QuantizedLinear(torch.nn.Module, ABC):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """As `torch.nn.Linear`: `[..., in_features]` to `[..., out_features]`."""
-        return linear(input, self.dense(input.dtype), self.bias)
+        return linear(input, self.dense(input.dtype), None if self.is_partial else self.bias)
+
+    def _outputs(self, per: int = 1, limit: str = "") -> Side:
+        return Side(size=self.out_features, per=per, dim=0, limit=limit)
+
+    def _inputs(self, per: int = 1, limit: str = "") -> Side:
+        return Side(size=self.in_features, per=per, dim=1, limit=limit)
+
+    def _packed(self, side: Callable[[int, str], Side]) -> Side:
+        """A side whose integers are packed into int32."""
+        bits = self.quantization.bits
+        return side(_INT_BITS // bits, f"bits={bits}")
 
 
 class GroupedLinear(QuantizedLinear):
@@ -129,8 +185,13 @@ class GroupedLinear(QuantizedLinear):
         return self.quantization.group or self.in_features
 
     @property
-    def _groups(self) -> int:
-        return -(-self.in_features // self._group)
+    def _groups(self) -> Side:
+        if not self.quantization.group:
+            return Side(size=1, dim=None)
+        limit = f"group_size={self._group}"
+        if self.quantization.by_index:
+            return Side(size=self.inputs_of_all_ranks, per=self._group, dim=None, limit=limit)
+        return self._inputs(self._group, limit)
 
     def _scaled(self, integers: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         """`(q - z) s`, in place: `integers` `[in_features, out_features]`, `zeros` `[groups, out_features]`."""
@@ -145,12 +206,12 @@ class GroupedLinear(QuantizedLinear):
 class AwqLinear(GroupedLinear):
     """AutoAWQ's `gemm` version."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        packed = self.out_features // 8
+    def sides(self) -> dict[str, tuple[Side, ...]]:
+        packed = self._packed(self._outputs)
         return {
-            "qweight": (self.in_features, packed),
+            "qweight": (self._inputs(), packed),
             "qzeros": (self._groups, packed),
-            "scales": (self._groups, self.out_features),
+            "scales": (self._groups, self._outputs()),
         }
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -166,13 +227,12 @@ class AwqLinear(GroupedLinear):
 class GptqLinear(GroupedLinear):
     """AutoGPTQ's and GPTQModel's format."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        per = _INT_BITS // self.quantization.bits
+    def sides(self) -> dict[str, tuple[Side, ...]]:
         return {
-            "qweight": (-(-self.in_features // per), self.out_features),
-            "qzeros": (self._groups, self.out_features // per),
-            "scales": (self._groups, self.out_features),
-            "g_idx": (self.in_features,),
+            "qweight": (self._packed(self._inputs), self._outputs()),
+            "qzeros": (self._groups, self._packed(self._outputs)),
+            "scales": (self._groups, self._outputs()),
+            "g_idx": (self._inputs(),),
         }
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
@@ -191,12 +251,12 @@ class GptqLinear(GroupedLinear):
 class Fp8Linear(QuantizedLinear):
     """E4M3 weights with scales of blocks, as DeepSeek and Qwen publish them, or with one scale."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        weight, block = (self.out_features, self.in_features), self.quantization.block
+    def sides(self) -> dict[str, tuple[Side, ...]]:
+        weight, block = (self._outputs(), self._inputs()), self.quantization.block
         if block is None:
             return {"weight": weight, "weight_scale": ()}
-        rows, columns = block
-        return {"weight": weight, "weight_scale_inv": (-(-weight[0] // rows), -(-weight[1] // columns))}
+        limit = f"weight_block_size={list(block)}"
+        return {"weight": weight, "weight_scale_inv": (self._outputs(block[0], limit), self._inputs(block[1], limit))}
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         weight, block = self.get_parameter("weight").to(dtype), self.quantization.block
@@ -221,28 +281,55 @@ def _integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def quantize(
-    folder: Path, model: torch.nn.Module, quantization: Quantization, stored: Mapping[str, StoredTensor]
-) -> None:
+    folder: Path,
+    model: torch.nn.Module,
+    quantization: Quantization,
+    stored: Mapping[str, StoredTensor],
+    splits: Mapping[str, Split],
+) -> dict[str, Split]:
     """Replace the linear layers whose weights the checkpoint holds quantized. The others, often the output embedding,
-    stay as they are.
+    stay as they are. `splits`: how weights are divided among ranks, by name. Returns those of the tensors that hold
+    them instead.
 
     Raises:
         ModelLoadError: a layer cannot be divided as its format demands, has tensors of a type that is not supported,
             or is no linear layer.
     """
+    made: dict[str, Split] = {}
     layer, left = _LAYERS[quantization.method], _quantized(quantization, stored)
     for prefix, module in list(model.named_modules()):
         if prefix in left and type(module) is torch.nn.Linear:
             left.remove(prefix)
-            _check_sides(folder, prefix, module, quantization)
+            split = splits.get(f"{prefix}.weight")
+            outputs = split.size if split is not None and split.dim == 0 else module.out_features
+            _check_outputs(folder, prefix, outputs, quantization)
             parent, _, name = prefix.rpartition(".")
-            replacement = layer(module, quantization, _types(prefix, stored))
+            replacement = layer(module, quantization, _types(prefix, stored), split)
+            if split is not None:
+                made |= _tensor_splits(folder, prefix, replacement, split)
             model.get_submodule(parent).register_module(name, replacement)
     if left:
         first = min(left)
         raise ModelLoadError(
             f"{folder}: {first} is quantized, which is supported of linear layers only, not of experts"
         )
+    return made
+
+
+def _tensor_splits(folder: Path, prefix: str, layer: QuantizedLinear, split: Split) -> dict[str, Split]:
+    """How a layer's tensors are divided, by name, where its weights are divided as `split` says."""
+    made = {}
+    for name, sides in layer.sides().items():
+        for number, side in enumerate(sides):
+            if side.dim == split.dim:
+                try:
+                    made[f"{prefix}.{name}"] = replace(split, dim=number, segments=side.divided(split))
+                except ValueError as error:
+                    raise ModelLoadError(
+                        f"{folder}: {prefix} cannot be divided among {split.ranks} GPUs: the {error}, which"
+                        f" quantization_config.{side.limit} keeps together"
+                    ) from error
+    return made
 
 
 def _quantized(quantization: Quantization, stored: Mapping[str, StoredTensor]) -> set[str]:
@@ -253,10 +340,11 @@ def _quantized(quantization: Quantization, stored: Mapping[str, StoredTensor]) -
     return {name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")}
 
 
-def _check_sides(folder: Path, prefix: str, module: torch.nn.Linear, quantization: Quantization) -> None:
+def _check_outputs(folder: Path, prefix: str, outputs: int, quantization: Quantization) -> None:
+    """`outputs`: of all ranks."""
     per = _INT_BITS // quantization.bits
-    if quantization.method != "fp8" and module.out_features % per:
-        sides = f"{module.out_features} outputs are no multiple of {per}"
+    if quantization.method != "fp8" and outputs % per:
+        sides = f"{outputs} outputs are no multiple of {per}"
         raise ModelLoadError(f"{folder}: {prefix} cannot be quantized in {quantization.bits} bits: its {sides}")
 
 

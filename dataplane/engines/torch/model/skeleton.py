@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from dataplane.checkpoints.eos import read_eos_ids
 from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
-from dataplane.engines.torch.model.adapters import Adapters
+from dataplane.engines.torch.model.adapters import Adapter, Adapters
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
@@ -135,6 +135,12 @@ class Mirror(Protocol):
     def bound(self, shard: int, buffer: torch.Tensor) -> None:
         """A shard was bound to a buffer of the arena."""
 
+    def adapt(self, parts: Sequence[Adapter]) -> None:
+        """Serve an adapter: those of the other ranks, in order."""
+
+    def drop_adapter(self, name: str) -> None:
+        """Serve an adapter no more."""
+
     def step(self, wanted: Wanted, inputs: Sequence[ChunkInput]) -> AbstractContextManager[None]:
         """Let the other ranks run a forward pass, while this one does."""
 
@@ -170,9 +176,10 @@ class Skeleton:
         self.passed_shard: Callable[[int], None] | None = None
         self.mirror: Mirror | None = None
         self.adapters = Adapters()
+        self._splits = splits or {}
         slots = _parameter_slots(model)
         stages = _stages(model)
-        self.places, self.shards = _lay_out(slots, stages, splits or {})
+        self.places, self.shards = _lay_out(slots, stages, self._splits)
         self.size_bytes = sum(shard.size_bytes for shard in self.shards)
         self.addresses: tuple[int, ...] = (0,) * len(self.shards)
         self.can_have_graphs = not any(name.endswith("experts") for name, _ in model.named_modules())
@@ -204,6 +211,11 @@ class Skeleton:
             for name, module in self.model.named_modules()
             if id(module) in inside and isinstance(module, torch.nn.Linear | QuantizedLinear)
         }
+
+    def layer_splits(self) -> dict[str, Split]:
+        """How the weights of layers are divided among ranks, by the name of the layer."""
+        end = ".weight"
+        return {name.removesuffix(end): split for name, split in self._splits.items() if name.endswith(end)}
 
     def slabs(self, slab_bytes: int) -> int:
         """How many slabs the weights take on the device, where each shard begins a slab."""
@@ -274,8 +286,6 @@ def build_skeleton(
     described = read_json(folder / "config.json")
     _check_supported(folder, described)
     quantization = read_quantization(folder, described)
-    if quantization is not None and rank is not None and rank.count > 1:
-        raise ModelLoadError(f"{folder}: a quantized model runs on one GPU, not on {rank.count}")
     register()
     splits: dict[str, Split] = {}
     try:
@@ -291,7 +301,7 @@ def build_skeleton(
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
     if quantization is not None:
-        quantize(folder, model, quantization, list_tensors(folder, task))
+        splits |= quantize(folder, model, quantization, list_tensors(folder, task), splits)
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)

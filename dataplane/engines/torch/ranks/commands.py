@@ -21,7 +21,7 @@ import msgspec
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.protocol.messages import Task
 
-VERSION = 1
+VERSION = 2
 """Increment it when the meaning of a command changes: both ends must be of one version."""
 STREAMS = ("weights", "layers", "kv_in", "kv_out")
 """The copy streams of an engine. Commands number them, and the submissions of each, from 0."""
@@ -108,6 +108,24 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True, tag="bind"):
     offset_bytes: int
 
 
+class Adapt(msgspec.Struct, frozen=True, kw_only=True, tag="adapt"):
+    """Serve a LoRA adapter of rank `rank` beside a model. `layers`: the bytes of the receiver's parts of the factors of
+    each layer, down and up, by its name, in the data type of the slot.
+    """
+
+    model: int
+    name: str
+    rank: int
+    layers: dict[str, tuple[bytes, bytes]]
+
+
+class DropAdapter(msgspec.Struct, frozen=True, kw_only=True, tag="drop_adapter"):
+    """Serve an adapter no more, and free its memory."""
+
+    model: int
+    name: str
+
+
 class Forward(msgspec.Struct, frozen=True, kw_only=True, tag="forward"):
     """Run a forward pass. `gated`: before each shard, obey further commands up to its `Gate`."""
 
@@ -128,7 +146,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     """Rank 0 does not get the next shard: end the forward pass here."""
 
 
-Command = Setup | Build | Forget | Hold | Release | Transfer | Bind | Forward | Gate | Abort
+Command = Setup | Build | Forget | Hold | Release | Transfer | Bind | Adapt | DropAdapter | Forward | Gate | Abort
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

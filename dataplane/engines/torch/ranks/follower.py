@@ -24,6 +24,7 @@ from dataplane.engines.torch.copies.base import Copy, CopyStream, Line
 from dataplane.engines.torch.copies.open import make_stream, pinned, record_event, unpinned
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
 from dataplane.engines.torch.memory.models import kv_shape
+from dataplane.engines.torch.model.adapters import Adapter, Factors
 from dataplane.engines.torch.model.parallel import Rank
 from dataplane.engines.torch.model.runner import forward_logits, forward_states
 from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
@@ -37,9 +38,11 @@ from dataplane.engines.torch.ranks.commands import (
     STREAMS,
     VERSION,
     Abort,
+    Adapt,
     Bind,
     Build,
     Command,
+    DropAdapter,
     Forget,
     Forward,
     Gate,
@@ -165,8 +168,24 @@ class Follower:
                 self._release(command.model)
             case Forget():
                 del self._models[command.model]
+            case Adapt():
+                self._adapt(self._models[command.model].skeleton, command)
+            case DropAdapter():
+                self._models[command.model].skeleton.adapters.remove(command.name)
             case Setup() | Gate() | Abort():
                 raise AssertionError(f"{command} is not expected here")
+
+    def _adapt(self, skeleton: Skeleton, command: Adapt) -> None:
+        """The key, which is that of KV, is rank 0's to know."""
+        layers = {
+            name: Factors(down=self._factor(down, (command.rank, -1)), up=self._factor(up, (-1, command.rank)))
+            for name, (down, up) in command.layers.items()
+        }
+        adapter = Adapter(name=command.name, key="", rank=command.rank, layers=layers)
+        skeleton.adapters.add(adapter.to(self._device), skeleton.adaptable_layers())
+
+    def _factor(self, sent: bytes, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.frombuffer(bytearray(sent), dtype=self._dtype).view(shape)
 
     def _transfer(self, command: Transfer) -> None:
         source, target = self._region(command.source), self._region(command.target)

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from dataplane.engines.torch.copies.base import Copy, CopyStream
+from dataplane.engines.torch.model.adapters import Adapter
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.parallel import Rank
 from dataplane.engines.torch.model.skeleton import Skeleton
@@ -24,9 +25,11 @@ from dataplane.engines.torch.ranks.commands import (
     REPORT,
     STREAMS,
     Abort,
+    Adapt,
     Bind,
     Build,
     Command,
+    DropAdapter,
     Forget,
     Forward,
     Gate,
@@ -118,8 +121,12 @@ class Leader:
         Raises:
             DeviceLostError: one is gone, or has not read its commands for the timeout.
         """
+        self.send_each([command] * len(self._connections))
+
+    def send_each(self, commands: Sequence[Command]) -> None:
+        """As `send`, with a command for each of the other ranks."""
         with self._lock:
-            for number, connection in enumerate(self._connections, start=1):
+            for number, (connection, command) in enumerate(zip(self._connections, commands, strict=True), start=1):
                 try:
                     send_command(connection, command)
                 except OSError as error:
@@ -260,6 +267,22 @@ class ModelMirror:
         _, address = self._leader.regions.find(buffer)
         self._leader.send(Bind(model=self._number, shard=shard, offset_bytes=buffer.data_ptr() - address))
 
+    def adapt(self, parts: Sequence[Adapter]) -> None:
+        self._leader.send_each(
+            [
+                Adapt(
+                    model=self._number,
+                    name=part.name,
+                    rank=part.rank,
+                    layers={name: (_bytes(one.down), _bytes(one.up)) for name, one in part.layers.items()},
+                )
+                for part in parts
+            ]
+        )
+
+    def drop_adapter(self, name: str) -> None:
+        self._leader.send(DropAdapter(model=self._number, name=name))
+
     @contextmanager
     def step(self, wanted: Wanted, inputs: Sequence[ChunkInput]) -> Iterator[None]:
         """Let the other ranks run a forward pass, while this one does.
@@ -290,6 +313,10 @@ class ModelMirror:
             self._leader.send(Abort())
             raise
         self._leader.send(Gate(shard=shard))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _unwrapped(event: Event) -> Iterator[Event]:

@@ -157,7 +157,7 @@ def test_they_can_be_disabled() -> None:
 
 def test_weights_must_fit_on_every_slot() -> None:
     small = NodeSlot(gpus=1, weights=WeightsMemory(weights_bytes=60, dtype="float32"))
-    sizes = {"a": ModelSize(weights_bytes=10, parameters=15), "b": ModelSize(weights_bytes=20, parameters=16)}
+    sizes = {"a": ModelSize(weights_bytes=30, parameters=15), "b": ModelSize(weights_bytes=32, parameters=16)}
     given_facts = facts(nodes=(replace(NODE, slots=(ONE_GPU, small)),), sizes=sizes)
     pools = choose_poolable(given_facts, PoolableSettings())
     assert pools.left_out == {ModelGpu(model="b", gpu_type="H800"): "the weights do not fit on every slot with H800"}

@@ -11,17 +11,14 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from dataplane.checkpoints.adapters import WEIGHTS_FILE
-from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model.adapters import Adapters
 from dataplane.engines.torch.model.inputs import ChunkInput
-from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.schedule import TurnSettings
 from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec, merged
 from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
-from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.test_pooling import engine_of
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
@@ -330,13 +327,3 @@ def test_numbers_that_are_not_finite_are_refused(checkpoint: Checkpoint, tmp_pat
     save_file(factors, adapter / WEIGHTS_FILE)
     with pytest.raises(ModelLoadError, match="are not all finite numbers"):
         engine_of().load("a", adapter_spec("one", adapter, checkpoint("llama")))
-
-
-def test_slots_of_several_gpus_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    settings = TorchEngineSettings(
-        weights_bytes=2**22, kv_bytes=2**20, slab_bytes=2**15, ranks=2, cache_folder=tmp_path / "models"
-    )
-    engine = TorchEngine(settings, lambda: 0.0, other_ranks=start_threads(1))
-    with pytest.raises(ModelLoadError, match="an adapter runs on slots of one GPU, not of 2"):
-        engine.load("a", adapter_spec("one", tmp_path, checkpoint("llama")))
-    engine.close()

@@ -13,7 +13,6 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.engines.torch.deep import Ticks
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.pooled import (
     pooled_spec,
     reference_embedding,
@@ -37,15 +36,15 @@ ROWS_OF_FOUR: dict[str, dict[str, int]] = {
 Checkpoint = Callable[[str], Path]
 
 
-def engine_of(ranks: int, cache: Path) -> TorchEngine:
-    settings = TorchEngineSettings(
-        weights_bytes=2**19,
-        kv_bytes=2**17,
-        slab_bytes=2**14,
-        prefill_tokens_per_step_max=16,
-        ranks=ranks,
-        cache_folder=cache,
-    )
+def engine_of(ranks: int, cache: Path, **changes: Any) -> TorchEngine:
+    given: dict[str, Any] = {
+        "weights_bytes": 2**19,
+        "kv_bytes": 2**17,
+        "slab_bytes": 2**14,
+        "prefill_tokens_per_step_max": 16,
+        **changes,
+    }
+    settings = TorchEngineSettings(ranks=ranks, cache_folder=cache, **given)
     return TorchEngine(settings, Ticks(), other_ranks=start_threads(ranks - 1))
 
 
@@ -137,12 +136,6 @@ def test_what_cannot_be_divided_is_refused_and_nothing_is_kept_of_it(
     with pytest.raises(ModelLoadError, match=reason):
         two.load("a", spec_of("a", folder))
     check_greedy(two, "llama", checkpoint("llama"))
-
-
-def test_a_quantized_model_is_refused(two: TorchEngine, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    quantized, _ = quantized_pair(checkpoint("llama"), tmp_path, *FORMATS["gptq"])
-    with pytest.raises(ModelLoadError, match="a quantized model runs on one GPU, not on 2"):
-        two.load("a", spec_of("a", quantized))
 
 
 def test_kv_heads_that_neither_divide_nor_repeat_are_refused(four: TorchEngine, tmp_path: Path) -> None:
