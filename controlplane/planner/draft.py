@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from controlplane.planner.correct import ProfilesInForce
 from controlplane.planner.expected import Expected
-from controlplane.policies.facts import RegionGpu
+from controlplane.policies.facts import PoolKey
 from controlplane.policies.hour import HourPlan
 from controlplane.policies.lifecycle import PlanState
 from controlplane.policies.placement.decision import Placement, PlacementStatus
@@ -178,15 +178,16 @@ def pools_record(hour: HourPlan) -> list[dict[str, object]]:
         {
             "region": pool.region,
             "gpu_type": pool.gpu_type,
+            "worker_gpus": pool.worker_gpus,
             "before": pool.before,
             "after": pool.after,
             "pooled": [
                 {"model": p.endpoint.model, "occupancy": p.occupancy, "before": p.before, "reason": p.reason}
                 for p in hour.placement.pooled
-                if p.key.place == pool.place
+                if p.pool == pool.key
             ],
         }
-        | _reserve_record(hour.reserve, pool.place)
+        | _reserve_record(hour.reserve, pool.key)
         for pool in hour.pool_sizes
     ]
 
@@ -227,20 +228,20 @@ def _layout_inputs(hour: HourPlan, settings: Settings) -> dict[str, object] | No
     return {"hold_s": settings.plan_layout_hold_s, "places": places}
 
 
-def _reserve_record(reserve: Reserve, place: RegionGpu) -> dict[str, object]:
-    """The reserve of a place with the endpoints that it holds; nothing where there is none."""
+def _reserve_record(reserve: Reserve, pool: PoolKey) -> dict[str, object]:
+    """The reserve that is a part of a pool, with the endpoints that it holds; nothing where there is none."""
     held = [
         {"model": one.key.model, "instances": one.instances, "reason": one.reason}
         for one in reserve.endpoints
-        if one.key.place == place
+        if one.pool == pool
     ]
     if not held:
         return {}
-    size = next((size for size in reserve.sizes if size.place == place), None)
+    size = next((size for size in reserve.sizes if size.pool == pool), None)
     found = {
         "gpus": 0 if size is None else size.gpus,
         "missing_gpus": 0 if size is None else size.missing_gpus,
         "reason": "own instances suffice" if size is None else size.reason,
     }
-    left_out = {at.model: reason for at, reason in sorted(reserve.left_out.items()) if at.region == place.region}
+    left_out = {at.model: reason for at, reason in sorted(reserve.left_out.items()) if at.region == pool.region}
     return {"reserve": found | {"held": held, "left_out": left_out}}

@@ -12,7 +12,7 @@ from controlplane.planner.correct import profiles_in_force
 from controlplane.policies.assignment.evacuation import NodePresence, choose_leaving
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRef
 from controlplane.policies.demand import forecast_at, serving_backlogs
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, NodeSlot, PoolKey
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.facts import Profile, StartTimes
 from controlplane.policies.rollout import least_instances
@@ -111,7 +111,7 @@ def _to_scale(
     return replace(
         snapshot,
         planned=None if plan is None else _planned(session, plan.id, rows),
-        pools=PlanPools() if plan is None else _pools(plan, poolable),
+        pools=PlanPools() if plan is None else _pools(plan, poolable, snapshot.gpus),
         window_start_s=None if plan is None else float(plan.window_start_s),
         observed=_observed(session, now_s),
         forecast=_forecast(session, plan.window_start_s, now_s) if plan is not None and beyond_plan else {},
@@ -295,21 +295,27 @@ def _planned(session: Session, plan_id: str, endpoints: Container[Endpoint]) -> 
     return planned
 
 
-def _pools(plan: Plan, poolable: Container[Endpoint]) -> PlanPools:
+def _pools(plan: Plan, poolable: Container[Endpoint], gpus_of: Mapping[ModelGpu, int]) -> PlanPools:
     """A plan's pools and reserves. An override takes its endpoint out of them, and so does its deletion, or a maximum
-    of 0: only what is `poolable` is in them.
+    of 0: only what is `poolable` is in them. `gpus_of`: of an instance of each model. A plan of an older
+    release does not say how many GPUs the workers of a pool have: as many as its models take.
     """
-    gpus: dict[RegionGpu, int] = {}
+    gpus: dict[PoolKey, int] = {}
     occupancy: dict[EndpointGpu, float] = {}
     held: set[EndpointGpu] = set()
     for pool in plan.pools:
         region, gpu_type = pool["region"], pool["gpu_type"]
-        gpus[RegionGpu(region=region, gpu_type=gpu_type)] = pool["after"]
+        held_here = pool.get("reserve", {}).get("held", ())
+        sizes = (
+            gpus_of.get(ModelGpu(model=each["model"], gpu_type=gpu_type), 1) for each in (*pool["pooled"], *held_here)
+        )
+        size = pool.get("worker_gpus") or min(sizes, default=1)
+        gpus[PoolKey(region=region, gpu_type=gpu_type, worker_gpus=size)] = pool["after"]
         for each in pool["pooled"]:
             key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
             if key.endpoint in poolable:
                 occupancy[key] = each["occupancy"]
-        for each in pool.get("reserve", {}).get("held", ()):
+        for each in held_here:
             key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
             if key.endpoint in poolable:
                 held.add(key)

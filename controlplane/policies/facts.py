@@ -32,6 +32,18 @@ class RegionGpu(Struct, frozen=True, kw_only=True, order=True):
     gpu_type: str
 
 
+class PoolKey(Struct, frozen=True, kw_only=True, order=True):
+    """A pool: a GPU type in a region, and the GPUs of each worker of its slots, as many as each of its models needs."""
+
+    region: str
+    gpu_type: str
+    worker_gpus: int = 1
+
+    @property
+    def place(self) -> RegionGpu:
+        return RegionGpu(region=self.region, gpu_type=self.gpu_type)
+
+
 class ModelGpu(Struct, frozen=True, kw_only=True, order=True):
     """A model on a GPU type."""
 
@@ -58,6 +70,10 @@ class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
     def pair(self) -> ModelGpu:
         return ModelGpu(model=self.model, gpu_type=self.gpu_type)
 
+    def pool(self, gpus: int) -> PoolKey:
+        """The pool for an endpoint whose model needs so many GPUs."""
+        return PoolKey(region=self.region, gpu_type=self.gpu_type, worker_gpus=gpus)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSlot:
@@ -70,6 +86,10 @@ class NodeSlot:
     workers: int = 1
     weights: WeightsMemory = UNKNOWN_MEMORY
     going: bool = False
+
+    @property
+    def worker_gpus(self) -> int:
+        return self.gpus // self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +129,31 @@ class NodeFacts:
         """The sizes of its workers, as they are or are to be."""
         if self.layout is not None:
             return self.layout
-        return tuple(slot.gpus // slot.workers for slot in self.slots for _ in range(slot.workers))
+        return tuple(slot.worker_gpus for slot in self.slots for _ in range(slot.workers))
 
     @property
     def possible_slots(self) -> tuple[NodeSlot, ...]:
-        """Its slots, and the largest that plans may group its GPUs into."""
-        largest = 1 << (self.gpus.bit_length() - 1) if self.regroups else 0
+        """Its slots, and one of each other size that plans may group its GPUs into."""
         slot = max(self.slots, key=lambda each: each.gpus, default=None)
-        if slot is None or slot.gpus >= largest:
+        if slot is None or not self.regroups:
             return self.slots
-        weights_bytes = slot.weights.weights_bytes
-        if weights_bytes is not None:
-            weights_bytes = memory_like(largest, of_bytes=weights_bytes, of_gpus=slot.gpus)
-        weights = WeightsMemory(weights_bytes=weights_bytes, dtype=slot.weights.dtype)
-        return (*self.slots, NodeSlot(gpus=largest, weights=weights))
+        present = {each.worker_gpus for each in self.slots}
+        sizes = (1 << power for power in range(self.gpus.bit_length()))
+        return (*self.slots, *(_slot_like(slot, size) for size in sizes if size not in present))
+
+    def gpus_for(self, worker_gpus: int) -> int:
+        """GPUs that its slots with workers of so many GPUs have, or would have if plans made as many as possible."""
+        now = sum(slot.gpus for slot in self.slots if slot.worker_gpus == worker_gpus)
+        possible = any(slot.worker_gpus == worker_gpus for slot in self.possible_slots)
+        return max(now, self.gpus - self.gpus % worker_gpus if self.regroups and possible else 0)
+
+
+def _slot_like(slot: NodeSlot, gpus: int) -> NodeSlot:
+    """A slot of so many of the same GPUs."""
+    weights_bytes = slot.weights.weights_bytes
+    if weights_bytes is not None:
+        weights_bytes = memory_like(gpus, of_bytes=weights_bytes, of_gpus=slot.gpus)
+    return NodeSlot(gpus=gpus, weights=WeightsMemory(weights_bytes=weights_bytes, dtype=slot.weights.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)

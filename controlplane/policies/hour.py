@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from msgspec import structs
+
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement, PlacementEntry, PlacementStatus, PoolSize
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
@@ -46,19 +48,19 @@ class HourPlan:
     pools: PlannedPools
     reserve: Reserve
     placement: Placement
-    pools_before: Mapping[RegionGpu, int]
+    pools_before: Mapping[PoolKey, int]
     layouts: PlannedLayouts = field(default_factory=PlannedLayouts)
 
     @property
     def pool_sizes(self) -> tuple[PoolSize, ...]:
         """The GPUs that models share in pools and reserves, wherever there are any or endpoints are held."""
-        after: Counter[RegionGpu] = Counter(self.reserve.gpus)
+        after: Counter[PoolKey] = Counter(self.reserve.gpus)
         for pool in self.placement.pools:
-            after[pool.place] += pool.after
-        places = {*self.pools_before, *after, *(key.place for key in self.reserve.held)}
+            after[pool.key] += pool.after
+        keys = {*self.pools_before, *after, *(one.pool for one in self.reserve.endpoints)}
         return tuple(
-            PoolSize(region=at.region, gpu_type=at.gpu_type, before=self.pools_before.get(at, 0), after=after[at])
-            for at in sorted(places)
+            PoolSize(**structs.asdict(key), before=self.pools_before.get(key, 0), after=after[key])
+            for key in sorted(keys)
         )
 
 
@@ -86,8 +88,7 @@ def choose_hour(
         return hour
     placed = PlacedHour(
         placement=hour.placement,
-        sharing=hour.reserve.held | {one.key for one in hour.placement.pooled},
-        shared_gpus={size.place: size.after for size in hour.pool_sizes},
+        pool_gpus={size.key: size.after for size in hour.pool_sizes},
     )
     layouts = plan_layouts(snapshot, placed, now_s, settings.layouts, stale_s=settings.stale_s)
     return replace(hour, layouts=layouts)
@@ -153,7 +154,7 @@ def _cost(entries: Iterable[PlacementEntry], placement: Placement, reserve: Rese
     prices = facts.gpu_cost_per_hour
     gpus = [(entry.gpu_type, _gpus(entry, facts)) for entry in entries]
     gpus += [(pool.gpu_type, pool.after) for pool in placement.pools]
-    gpus += [(place.gpu_type, count) for place, count in reserve.gpus.items()]
+    gpus += [(pool.gpu_type, count) for pool, count in reserve.gpus.items()]
     return math.fsum(prices[gpu_type] * count for gpu_type, count in gpus)
 
 

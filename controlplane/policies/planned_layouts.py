@@ -19,7 +19,7 @@ from controlplane.policies.assignment.layouts import (
     LayoutSettings,
     choose_layouts,
 )
-from controlplane.policies.facts import EndpointGpu, NodeFacts, RegionGpu
+from controlplane.policies.facts import NodeFacts, PoolKey, RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.snapshot import FleetSnapshot
 
@@ -52,11 +52,10 @@ class PlannedLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedHour:
-    """What a plan places. `sharing`: endpoints that pools serve or reserves hold; `shared_gpus`: of these, by place."""
+    """What a plan places. `pool_gpus`: of its pools and reserves."""
 
     placement: Placement
-    sharing: frozenset[EndpointGpu] = frozenset()
-    shared_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+    pool_gpus: Mapping[PoolKey, int] = field(default_factory=dict)
 
 
 def plan_layouts(
@@ -95,10 +94,9 @@ def taken_gpus(snapshot: FleetSnapshot, placed: PlacedHour) -> dict[RegionGpu, d
         if entry.after:
             size = snapshot.gpus[entry.key.pair]
             taken[entry.key.place][size] += entry.after * size
-    for place, gpus in placed.shared_gpus.items():
-        sizes = {snapshot.gpus[key.pair] for key in placed.sharing if key.place == place}
-        if gpus and sizes:
-            taken[place][min(sizes)] += gpus
+    for pool, gpus in placed.pool_gpus.items():
+        if gpus:
+            taken[pool.place][pool.worker_gpus] += gpus
     return {place: {size: float(gpus) for size, gpus in sorted(sizes.items())} for place, sizes in taken.items()}
 
 

@@ -14,7 +14,16 @@ from functools import cached_property
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
-from controlplane.policies.facts import Backlog, Endpoint, EndpointGpu, InstanceFacts, ModelGpu, NodeFacts, RegionGpu
+from controlplane.policies.facts import (
+    Backlog,
+    Endpoint,
+    EndpointGpu,
+    InstanceFacts,
+    ModelGpu,
+    NodeFacts,
+    PoolKey,
+    RegionGpu,
+)
 from controlplane.policies.fit import ModelSize, WeightsMemory, why_too_small, why_unfit
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
@@ -31,11 +40,11 @@ NO_STEPS: Mapping[ModelGpu, tuple[float, float]] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanPools:
-    """The pools of a plan: GPUs by region and GPU type, and the share of one GPU that each pooled endpoint takes.
+    """The pools of a plan: GPUs by pool, and the share of one GPU that each pooled endpoint takes.
     `held`: endpoints of pools that are the reserve of their region, and have instances of their own beside it.
     """
 
-    gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+    gpus: Mapping[PoolKey, int] = field(default_factory=dict)
     occupancy: Mapping[EndpointGpu, float] = field(default_factory=dict)
     held: frozenset[EndpointGpu] = frozenset()
 
@@ -179,6 +188,7 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
     }
     return PoolSlotFacts(
         pool_gpus=snapshot.pools.gpus,
+        gpus=snapshot.gpus,
         occupancy=snapshot.pools.occupancy,
         held=snapshot.pools.held,
         leaving=frozenset(key for key in snapshot.pools.held if not wanted.get(key)),
@@ -340,10 +350,10 @@ def _by_gpu_type(instances: Iterable[PlacedInstance]) -> Counter[str]:
 def poolable_facts(snapshot: FleetSnapshot, demand: Demand, *, stale_s: float) -> PoolableFacts:
     """The facts for `choose_poolable`. `stale_s`: a node silent for longer does not serve."""
     pooled = [each for each in snapshot.pooled if each.serving]
-    slot_gpus = {(node.name, slot.number): slot.gpus for node in snapshot.nodes for slot in node.slots}
-    present: Counter[RegionGpu] = Counter()
-    for slot, at in {each.ref: each.key.place for each in pooled}.items():
-        present[at] += slot_gpus[slot]
+    slots = {(node.name, slot.number): slot for node in snapshot.nodes for slot in node.slots}
+    present: Counter[PoolKey] = Counter()
+    for ref, key in {each.ref: each.key for each in pooled}.items():
+        present[key.pool(slots[ref].worker_gpus)] += slots[ref].gpus
     return PoolableFacts(
         profiles={
             key: PoolProfile(gpus=profile.gpus, latency=snapshot.latencies.get(key))
@@ -393,7 +403,7 @@ def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
     """
     slots: dict[RegionGpu, set[tuple[int, WeightsMemory]]] = defaultdict(set)
     for node in snapshot.nodes:
-        slots[node.place] |= {(slot.gpus // slot.workers, slot.weights) for slot in node.possible_slots}
+        slots[node.place] |= {(slot.worker_gpus, slot.weights) for slot in node.possible_slots}
     unfit = {}
     for pair, gpus in snapshot.gpus.items():
         for at, found in slots.items():

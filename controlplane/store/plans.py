@@ -318,19 +318,26 @@ def _restored_entries(plan_id: str, now: Sequence[PlanEntry], before: Sequence[P
 
 
 def _restored_pools(now: Sequence[Json], before: Sequence[Json]) -> list[Any]:
-    present = {(pool["region"], pool["gpu_type"]): pool for pool in now}
-    wanted = {(pool["region"], pool["gpu_type"]): pool for pool in before}
+    """Pools that lead from one plan's sizes back to those of the plan before it. A plan of an older release does not
+    say how many GPUs the workers of a pool have, nor does what restores it.
+    """
+    present, wanted = _by_key(now), _by_key(before)
     return [
         {
-            "region": place[0],
-            "gpu_type": place[1],
-            "before": present[place]["after"] if place in present else 0,
-            "after": wanted[place]["after"] if place in wanted else 0,
-            "pooled": wanted[place]["pooled"] if place in wanted else [],
+            "region": key[0],
+            "gpu_type": key[1],
+            "before": present[key]["after"] if key in present else 0,
+            "after": wanted[key]["after"] if key in wanted else 0,
+            "pooled": wanted[key]["pooled"] if key in wanted else [],
         }
-        | ({"reserve": wanted[place]["reserve"]} if "reserve" in wanted.get(place, {}) else {})
-        for place in sorted({*present, *wanted})
+        | ({"worker_gpus": key[2]} if key[2] else {})
+        | ({"reserve": wanted[key]["reserve"]} if "reserve" in wanted.get(key, {}) else {})
+        for key in sorted({*present, *wanted})
     ]
+
+
+def _by_key(pools: Sequence[Json]) -> dict[tuple[str, str, int], Json]:
+    return {(pool["region"], pool["gpu_type"], pool.get("worker_gpus", 0)): pool for pool in pools}
 
 
 def _restored_layouts(plan: Plan) -> list[Any]:

@@ -33,7 +33,7 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
     }
     print_table(title, columns, answer["entries"])
     for pool in answer["pools"]:
-        _show_pool(pool)
+        _show_pool(pool, answer["pools"])
     for one in answer.get("layouts", ()):  # a gateway of the release before has none
         slots = " -> ".join(",".join(map(str, one[when])) for when in ("before", "after"))
         output().print(f"slots of node {one['node']}: {slots}; {one['reason']}", markup=False)
@@ -41,9 +41,12 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
         output().print("not served:", _unserved_text(unserved), markup=False)
 
 
-def _show_pool(pool: dict[str, Any]) -> None:
+def _show_pool(pool: dict[str, Any], pools: list[dict[str, Any]]) -> None:
+    """`pools`: all of the plan; where several are of one place, the size of its slots tells which this is."""
     names = ", ".join(each["model"] for each in pool["pooled"])
     place = f"{pool['gpu_type']} in {pool['region']}"
+    if sum((each["region"], each["gpu_type"]) == (pool["region"], pool["gpu_type"]) for each in pools) > 1:
+        place += f", slots of {pool.get('worker_gpus', 1)}"
     of = f" for {names}" if names else ""
     output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs{of}", markup=False)
     if (reserve := pool.get("reserve")) is None:

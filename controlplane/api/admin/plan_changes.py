@@ -79,6 +79,9 @@ class PoolChange(BaseModel):
 
     region: str
     gpu_type: str
+    worker_gpus: int | None = Field(
+        None, description="GPUs of each worker of its slots, which each of its models takes; null: an older plan"
+    )
     before: int
     after: int
     endpoints: int = Field(description="that the pool serves")
@@ -264,7 +267,11 @@ def _pool(pool: dict[str, Any]) -> PoolChange:
     joined = [each["model"] for each in pool["pooled"] if not each["before"]]
     size = {name: pool[name] for name in ("region", "gpu_type", "before", "after")}
     return PoolChange(
-        **size, endpoints=len(pool["pooled"]), joined=joined[:POOL_MODELS_MAX], reserve=_reserve(pool.get("reserve"))
+        **size,
+        worker_gpus=pool.get("worker_gpus"),
+        endpoints=len(pool["pooled"]),
+        joined=joined[:POOL_MODELS_MAX],
+        reserve=_reserve(pool.get("reserve")),
     )
 
 

@@ -82,7 +82,8 @@ class PlanWhole(BaseModel):
     entries: list[EntryView]
     unserved: list[Any]
     pools: list[Any] = Field(
-        description="pool GPUs by region and GPU type, with the endpoints each serves or holds in reserve"
+        description="pool GPUs by region, GPU type and GPUs of a worker, with the endpoints each serves or"
+        " holds in reserve"
     )
     layouts: list[LayoutChange] = Field(description="nodes whose GPUs it groups into other slots")
     index: int = Field(description="send this when applying")

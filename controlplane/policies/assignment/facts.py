@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, PoolKey
 from controlplane.policies.fit import UNKNOWN_MEMORY, ModelSize, WeightsMemory
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
@@ -44,6 +44,11 @@ class SlotRoom:
     def worker_gpus(self) -> int:
         """The most GPUs that an instance may take here."""
         return self.gpus // self.workers
+
+    @property
+    def pool(self) -> PoolKey:
+        """The pool that it may be in."""
+        return PoolKey(region=self.region, gpu_type=self.gpu_type, worker_gpus=self.worker_gpus)
 
     @property
     def ref(self) -> SlotRef:

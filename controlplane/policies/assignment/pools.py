@@ -1,8 +1,10 @@
 """Which slots make up a plan's pools, and the slot of each pooled endpoint.
 
 A slot belongs to the pool while it holds pooled instances; all its GPUs then belong to the pool. An endpoint has one
-pooled instance in a region, and its slot switches between the models it holds (Aegaeon). Pooled instances keep their
-slots, so that host copies of weights are reused; an instance that moves is drained only when its replacement is ready.
+pooled instance in a region, and its slot switches between the models it holds (Aegaeon). A worker runs each model on
+all of its GPUs, so a place has a pool for each size of workers, on slots of that size alone. Pooled instances keep
+their slots, so that host copies of weights are reused; an instance that moves is drained only when its replacement is
+ready.
 
 A pool grows by slots that are in it already, then by free slots, then by slots that hold only instances of endpoints
 that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last: these are
@@ -19,7 +21,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRef, SlotRoom, Unplaced
 from controlplane.policies.assignment.pool_sizes import Holds, Rank, whole_slots
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey
 from controlplane.policies.fit import ModelSize, fits, why_unfit
 
 
@@ -28,7 +30,7 @@ class PoolSlotFacts:
     """The plan's pools and the fleet now.
 
     Attributes:
-        pool_gpus: GPUs that the plan gives to the pool of a region and GPU type.
+        pool_gpus: GPUs that the plan gives to each pool.
         occupancy: endpoints that the plan pools, with the share of one GPU each takes there.
         held: endpoints of pools that are reserves.
         leaving: of these, the ones that are to have no instance of their own.
@@ -39,9 +41,10 @@ class PoolSlotFacts:
         dedicated: instances with GPUs of their own, draining and donated ones included.
         missing: dedicated instances that are wanted and do not exist yet, by endpoint and GPU type.
         sizes: sizes of models' weights; a missing model fits on every slot.
+        gpus: that an instance of each model takes, which are those of a worker of its pool; 1 where missing.
     """
 
-    pool_gpus: Mapping[RegionGpu, int]
+    pool_gpus: Mapping[PoolKey, int]
     occupancy: Mapping[EndpointGpu, float]
     slots: tuple[SlotRoom, ...]
     instances: tuple[PlacedInstance, ...]
@@ -51,6 +54,11 @@ class PoolSlotFacts:
     held: frozenset[EndpointGpu] = frozenset()
     leaving: frozenset[EndpointGpu] = frozenset()
     sizes: Mapping[str, ModelSize] = field(default_factory=dict)
+    gpus: Mapping[ModelGpu, int] = field(default_factory=dict)
+
+    def pool(self, key: EndpointGpu) -> PoolKey:
+        """The pool that an endpoint is to be in."""
+        return key.pool(self.gpus.get(key.pair, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +113,8 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
         stale_s: no instance starts on a node that is silent for longer.
     """
     filling = _Filling(facts, stale_s)
-    for place in sorted({*facts.pool_gpus, *(key.place for key in (*facts.occupancy, *facts.held))}):
-        filling.fill(place)
+    for pool in sorted({*facts.pool_gpus, *(facts.pool(key) for key in (*facts.occupancy, *facts.held))}):
+        filling.fill(pool)
     dedicates = tuple(filling.dedicates())
     staying = {change.instance_id for change in dedicates}
     return PoolSlotDecision(
@@ -131,10 +139,10 @@ class _Filling:
         self.kept: dict[str, PlacedInstance] = {}
         self.chosen: dict[SlotRef, _PoolSlot] = {}
         self._facts = facts
-        self._usable: dict[RegionGpu, list[SlotRoom]] = defaultdict(list)
+        self._usable: dict[PoolKey, list[SlotRoom]] = defaultdict(list)
         for slot in facts.slots:
             if slot.accepting and slot.age_s <= stale_s:
-                self._usable[RegionGpu(region=slot.region, gpu_type=slot.gpu_type)].append(slot)
+                self._usable[slot.pool].append(slot)
         self._pooled_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         self._pooled_of: dict[EndpointGpu, list[PlacedInstance]] = defaultdict(list)
         for each in sorted(facts.instances, key=lambda each: each.instance_id):
@@ -143,20 +151,20 @@ class _Filling:
         self._dedicated_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         for placed in facts.dedicated:
             self._dedicated_on[placed.ref].append(placed)
-        self._keys: dict[RegionGpu, list[EndpointGpu]] = defaultdict(list)
+        self._keys: dict[PoolKey, list[EndpointGpu]] = defaultdict(list)
         for key in sorted({*facts.occupancy, *facts.held}):
-            self._keys[key.place].append(key)
+            self._keys[facts.pool(key)].append(key)
 
-    def fill(self, place: RegionGpu) -> None:
+    def fill(self, pool: PoolKey) -> None:
         """Choose the slots of one pool and a slot for each of its endpoints: first for endpoints that have one already,
         then by falling occupancy. Endpoints that a reserve holds are on all of them.
         """
-        slots = {slot.room.ref: slot for slot in self._sized(place)}
+        slots = {slot.room.ref: slot for slot in self._sized(pool)}
         self.chosen |= slots
         open_slots = {at: slot for at, slot in slots.items() if not slot.leased}
-        self._hold(place, open_slots.values())
+        self._hold(pool, open_slots.values())
         occupancy = self._facts.occupancy
-        pooled = [key for key in self._keys[place] if key in occupancy]
+        pooled = [key for key in self._keys[pool] if key in occupancy]
         for key in sorted(pooled, key=lambda key: (key not in self._pooled_of, -occupancy[key], key)):
             fitting = {at: slot for at, slot in open_slots.items() if self._holds_weights(key, slot.room)}
             slot = self._keep(key, fitting) or self._start(key, fitting)
@@ -165,7 +173,8 @@ class _Filling:
                 slot.weights.add(self._weights_of(key))
             else:
                 unfit = self._why_unfit(key, open_slots.values())
-                what = f"slot of {place.gpu_type} in {place.region} for the pool"
+                size = f" with {pool.worker_gpus} GPUs" if pool.worker_gpus > 1 else ""
+                what = f"slot of {pool.gpu_type}{size} in {pool.region} for the pool"
                 reason = unfit or (f"no {what} but leased ones" if slots else f"no free {what}")
                 self.unplaced.append(Unplaced(endpoint=key.endpoint, gpu_type=key.gpu_type, count=1, reason=reason))
 
@@ -173,14 +182,14 @@ class _Filling:
         """Instances that stay, of endpoints that have no others."""
         return (each for each in self.kept.values() if each.key in self._facts.occupancy)
 
-    def _hold(self, place: RegionGpu, slots: Iterable[_PoolSlot]) -> None:
+    def _hold(self, pool: PoolKey, slots: Iterable[_PoolSlot]) -> None:
         """Keep or start an instance of each endpoint that a reserve holds on each of its slots."""
         for slot in slots:
             here: dict[EndpointGpu, PlacedInstance] = {}
             for each in self._pooled_on[slot.room.ref]:
                 if each.key not in here or here[each.key].draining:
                     here[each.key] = each
-            for key in self._keys[place]:
+            for key in self._keys[pool]:
                 if key not in self._facts.held or not self._holds_weights(key, slot.room):
                     continue
                 if (mine := here.get(key)) is None:
@@ -242,13 +251,13 @@ class _Filling:
             if replaced:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
 
-    def _sized(self, place: RegionGpu) -> list[_PoolSlot]:
+    def _sized(self, pool: PoolKey) -> list[_PoolSlot]:
         """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
-        wanted = self._facts.pool_gpus.get(place, 0) if self._keys[place] else 0
-        if any(key in self._facts.occupancy for key in self._keys[place]):
+        wanted = self._facts.pool_gpus.get(pool, 0) if self._keys[pool] else 0
+        if any(key in self._facts.occupancy for key in self._keys[pool]):
             wanted = max(1, wanted)
         ranked = sorted(
-            ((rank, slot) for slot in self._usable[place] if (rank := self._rank(slot)) is not None),
+            ((rank, slot) for slot in self._usable[pool] if (rank := self._rank(slot)) is not None),
             key=lambda each: each[0],
         )
         return [_PoolSlot(room=slot, leased=self._is_leased(slot)) for slot in whole_slots(ranked, wanted)]

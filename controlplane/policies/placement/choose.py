@@ -8,6 +8,8 @@ answers, the present instances stay.
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
 from controlplane.policies.placement.decision import (
     Placement,
@@ -166,9 +168,10 @@ def _entries(grid: Grid, answer: Answer, explanation: Explanation, marginals: Ma
 
 def _pools(grid: Grid, answer: Answer) -> tuple[PoolSize, ...]:
     return tuple(
-        PoolSize(region=row.place.region, gpu_type=row.place.gpu_type, before=row.pool_before, after=after)
+        PoolSize(**structs.asdict(pool.key), before=pool.before, after=after)
         for row in grid.places
-        if (after := answer.pool_gpus.get(row.place, 0)) or row.pool_before
+        for pool in row.pools
+        if (after := answer.pool_gpus.get(pool.key, 0)) or pool.before
     )
 
 
@@ -177,6 +180,7 @@ def _pooled(grid: Grid, answer: Answer, explanation: Explanation, marginals: Mar
         PooledEndpoint(
             endpoint=row.endpoint,
             gpu_type=option.key.gpu_type,
+            worker_gpus=option.pool.worker_gpus,
             occupancy=option.occupancy,
             before=option.before,
             reason=explanation.of_pooled(row),
@@ -195,7 +199,7 @@ def _unchanged(facts: PlacementFacts, now_s: float, grid: Grid, error: str) -> P
     answer = Answer(
         counts={cell.key: cell.present for cell in grid.cells},
         pooled=frozenset() if facts.pool is None else facts.pool.pooled,
-        pool_gpus={row.place: row.pool_before for row in grid.places},
+        pool_gpus={pool.key: pool.before for row in grid.places for pool in row.pools},
     )
     shares = {} if facts.pool is None else facts.pool.occupancy
     return Placement(
@@ -225,6 +229,7 @@ def _unchanged(facts: PlacementFacts, now_s: float, grid: Grid, error: str) -> P
             PooledEndpoint(
                 endpoint=key.endpoint,
                 gpu_type=key.gpu_type,
+                worker_gpus=1 if facts.pool is None else facts.pool.pool(key).worker_gpus,
                 occupancy=shares.get(key, 0.0),
                 before=True,
                 reason=why,

@@ -13,8 +13,8 @@ minimum.
 import math
 from collections.abc import Mapping, Set
 
-from controlplane.policies.facts import EndpointGpu
-from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow
+from controlplane.policies.facts import EndpointGpu, PoolKey
+from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow, PoolRow
 
 ROUNDING = 1e-6
 
@@ -24,7 +24,7 @@ def grid_cost(grid: Grid, answer: Answer) -> float:
     `gpu_cost_per_hour`.
     """
     by_model = (model_cost(grid, row, answer.counts, answer.pooled) for row in grid.models)
-    by_place = (place_cost(grid, row, answer.counts, answer.pool_gpus.get(row.place, 0)) for row in grid.places)
+    by_place = (place_cost(grid, row, answer.counts, answer.pool_gpus) for row in grid.places)
     return math.fsum((*by_model, *by_place))
 
 
@@ -61,10 +61,13 @@ def endpoint_cost(
     return cost, throughput
 
 
-def place_cost(grid: Grid, row: PlaceRow, counts: Mapping[EndpointGpu, int], pool_gpus: int) -> float:
-    """A place's share: its pool, less what its donated instances save in starts."""
-    pool = row.gpu_price * pool_gpus + grid.move_price * abs(pool_gpus - row.pool_before)
-    return pool - donated_saving(row, counts)
+def place_cost(grid: Grid, row: PlaceRow, counts: Mapping[EndpointGpu, int], pool_gpus: Mapping[PoolKey, int]) -> float:
+    """A place's share: its pools, less what its donated instances save in starts."""
+    pools = 0.0
+    for pool in row.pools:
+        gpus = pool_gpus.get(pool.key, 0)
+        pools += row.gpu_price * gpus + grid.move_price * abs(gpus - pool.before)
+    return pools - donated_saving(row, counts)
 
 
 def donated_saving(row: PlaceRow, counts: Mapping[EndpointGpu, int]) -> float:
@@ -92,23 +95,23 @@ def _donated_offers(cells: tuple[Cell, ...], counts: Mapping[EndpointGpu, int]) 
     return offers
 
 
-def pool_gpus_needed(grid: Grid, row: PlaceRow, pooled: Set[EndpointGpu]) -> int:
-    """Fewest pool GPUs that hold the pooled endpoints of a place, in whole slots: by occupancy, and by host memory for
+def pool_gpus_needed(grid: Grid, row: PlaceRow, pool: PoolRow, pooled: Set[EndpointGpu]) -> int:
+    """Fewest GPUs of a pool that hold its pooled endpoints, in whole slots: by occupancy, and by host memory for
     weights.
     """
-    here = [option for option in row.options if option.key in pooled]
+    here = [option for option in pool.options if option.key in pooled]
     if not here:
         return 0
     by_share = math.ceil(math.fsum(option.occupancy for option in here) / grid.fill - ROUNDING)
     weights_bytes = sum(option.weights_bytes for option in here)
     by_memory = -(-weights_bytes // row.host_bytes_per_gpu) if weights_bytes else 0
-    return -(-max(1, by_share, by_memory) // row.pool_step) * row.pool_step
+    return -(-max(1, by_share, by_memory) // pool.step) * pool.step
 
 
 def fleet_cost(grid: Grid, answer: Answer) -> float:
     """Price per hour of the instances and pool GPUs alone: what gaps are relative to."""
     instances = (cell.price_per_hour * answer.counts.get(cell.key, 0) for cell in grid.cells)
-    pools = (row.gpu_price * answer.pool_gpus.get(row.place, 0) for row in grid.places)
+    pools = (row.gpu_price * answer.pool_gpus.get(pool.key, 0) for row in grid.places for pool in row.pools)
     return math.fsum((*instances, *pools))
 
 
@@ -128,14 +131,12 @@ def violations_of(grid: Grid, answer: Answer) -> tuple[str, ...]:
     found = [f"{key}: instances where none can stand" for key in sorted(placed - {cell.key for cell in grid.cells})]
     found += [f"{key}: cannot be pooled" for key in sorted(pooled - {option.key for option in grid.options})]
     for row in grid.places:
-        gpus, needed = pool_gpus.get(row.place, 0), pool_gpus_needed(grid, row, pooled)
-        used = sum(cell.profile.gpus * counts.get(cell.key, 0) for cell in row.cells) + gpus
+        used = sum(cell.profile.gpus * counts.get(cell.key, 0) for cell in row.cells)
+        used += sum(pool_gpus.get(pool.key, 0) for pool in row.pools)
         if used > row.capacity:
             found.append(f"{row.place}: {used} GPUs of {row.capacity}")
-        if gpus < needed:
-            found.append(f"{row.place}: a pool of {gpus} GPUs, its endpoints need {needed}")
-        if gpus % row.pool_step:
-            found.append(f"{row.place}: a pool of {gpus} GPUs, slots have {row.pool_step}")
+        for pool in row.pools:
+            found += _violations_of_pool(pool, pool_gpus.get(pool.key, 0), pool_gpus_needed(grid, row, pool, pooled))
     for model in grid.models:
         for endpoint in model.endpoints:
             instances = sum(counts.get(cell.key, 0) for cell in endpoint.cells)
@@ -145,3 +146,14 @@ def violations_of(grid: Grid, answer: Answer) -> tuple[str, ...]:
             if pools > 1 or (pools and instances):
                 found.append(f"{endpoint.endpoint}: in {pools} pools, and {instances} instances")
     return tuple(found)
+
+
+def _violations_of_pool(pool: PoolRow, gpus: int, needed: int) -> list[str]:
+    found = []
+    if gpus < needed:
+        found.append(f"{pool.key}: a pool of {gpus} GPUs, its endpoints need {needed}")
+    if gpus % pool.step:
+        found.append(f"{pool.key}: a pool of {gpus} GPUs, slots have {pool.step}")
+    if gpus > pool.most:
+        found.append(f"{pool.key}: a pool of {gpus} GPUs of {pool.most}")
+    return found

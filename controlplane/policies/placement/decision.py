@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey, RegionGpu
 
 
 class PlacementStatus(StrEnum):
@@ -62,10 +62,11 @@ class PlacementEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSize:
-    """GPUs of a type in a region that are given to the pool, before and after."""
+    """GPUs of a type in a region that are given to the pool whose workers have so many GPUs, before and after."""
 
     region: str
     gpu_type: str
+    worker_gpus: int = 1
     before: int
     after: int
 
@@ -73,12 +74,17 @@ class PoolSize:
     def place(self) -> RegionGpu:
         return RegionGpu(region=self.region, gpu_type=self.gpu_type)
 
+    @property
+    def key(self) -> PoolKey:
+        return PoolKey(region=self.region, gpu_type=self.gpu_type, worker_gpus=self.worker_gpus)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PooledEndpoint:
     """An endpoint that a pool serves.
 
     Attributes:
+        worker_gpus: of each worker of the pool's slots.
         occupancy: its share of one GPU there.
         before: it was pooled there already.
         cost_if_not: what the objective rises by, per hour, if it is not; 0 where it was before.
@@ -86,6 +92,7 @@ class PooledEndpoint:
 
     endpoint: Endpoint
     gpu_type: str
+    worker_gpus: int = 1
     occupancy: float
     before: bool
     reason: str
@@ -94,6 +101,10 @@ class PooledEndpoint:
     @property
     def key(self) -> EndpointGpu:
         return EndpointGpu(model=self.endpoint.model, region=self.endpoint.region, gpu_type=self.gpu_type)
+
+    @property
+    def pool(self) -> PoolKey:
+        return self.key.pool(self.worker_gpus)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,13 @@
 """Placement problems between JSON documents and facts. The schema is in `document_schema.py`."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement import document_schema as schema
 from controlplane.policies.placement.document_check import check
 from controlplane.policies.placement.document_schema import DocumentError, Problem, decode
@@ -122,14 +124,32 @@ def _pool(pool: PoolFacts) -> schema.Pool:
     return schema.Pool(
         fill=pool.fill,
         occupancy=[schema.PoolShare(**_names(key), share=share) for key, share in sorted(pool.occupancy.items())],
-        slots=_gpus_of_places(pool.slot_gpus),
-        present=_gpus_of_places(pool.present),
+        slots=_gpus_of_pools(pool, pool.slot_gpus),
+        most=_gpus_of_pools(pool, pool.most),
+        present=_gpus_of_pools(pool, pool.present),
         pooled=[schema.PooledNow(**_names(key)) for key in sorted(pool.pooled)],
     )
 
 
-def _gpus_of_places(gpus: Mapping[RegionGpu, int]) -> list[schema.PoolGpus]:
-    return [schema.PoolGpus(**_names(place), gpus=count) for place, count in sorted(gpus.items())]
+def _gpus_of_pools(pool: PoolFacts, gpus: Mapping[PoolKey, int]) -> list[schema.PoolGpus]:
+    sizes = _worker_gpus(pool.occupancy, pool.worker_gpus)
+    return [
+        schema.PoolGpus(
+            region=key.region,
+            gpu=key.gpu_type,
+            gpus=count,
+            worker_gpus=0 if key.worker_gpus == sizes.get(key.place, 1) else key.worker_gpus,
+        )
+        for key, count in sorted(gpus.items())
+    ]
+
+
+def _worker_gpus(keys: Iterable[EndpointGpu], worker_gpus: Mapping[ModelGpu, int]) -> dict[RegionGpu, int]:
+    """The GPUs of each worker of a place's pool, where all models that it may serve need as many."""
+    sizes: defaultdict[RegionGpu, set[int]] = defaultdict(set)
+    for key in keys:
+        sizes[key.place].add(worker_gpus.get(key.pair, 1))
+    return {place: min(found) for place, found in sizes.items() if len(found) == 1}
 
 
 def _facts(problem: Problem) -> PlacementFacts:
@@ -186,13 +206,18 @@ def _pool_facts(problem: Problem, pool: schema.Pool) -> PoolFacts:
             raise DocumentError(f"$.pool.loads[{number}].{error}") from None
         if share:
             occupancy[_cell(each)] = share
+    worker_gpus = {ModelGpu(model=each.model, gpu_type=each.gpu): each.gpus for each in problem.instance}
+    worker_gpus |= {ModelGpu(model=each.model, gpu_type=each.gpu): each.gpus for each in pool.loads}
+    sizes = _worker_gpus(occupancy, worker_gpus)
     return PoolFacts(
         occupancy=occupancy,
         weights_bytes={model.name: model.memory_bytes for model in problem.models if model.memory_bytes},
         host_bytes_per_gpu={gpu.name: gpu.host_bytes for gpu in problem.gpus if gpu.host_bytes},
         fill=pool.fill,
-        slot_gpus=_gpus_by_place(pool.slots),
-        present=_gpus_by_place(pool.present),
+        worker_gpus={pair: gpus for pair, gpus in worker_gpus.items() if gpus > 1},
+        slot_gpus=_gpus_by_pool(pool.slots, sizes),
+        most=_gpus_by_pool(pool.most, sizes),
+        present=_gpus_by_pool(pool.present, sizes),
         pooled=frozenset(_cell(each) for each in pool.pooled),
     )
 
@@ -210,8 +235,12 @@ def _settings(problem: Problem) -> PlacementSettings:
     )
 
 
-def _gpus_by_place(entries: Iterable[schema.PoolGpus]) -> dict[RegionGpu, int]:
-    return {RegionGpu(region=each.region, gpu_type=each.gpu): each.gpus for each in entries}
+def _gpus_by_pool(entries: Iterable[schema.PoolGpus], sizes: Mapping[RegionGpu, int]) -> dict[PoolKey, int]:
+    places = ((RegionGpu(region=each.region, gpu_type=each.gpu), each) for each in entries)
+    return {
+        PoolKey(**structs.asdict(place), worker_gpus=each.worker_gpus or sizes.get(place, 1)): each.gpus
+        for place, each in places
+    }
 
 
 def _names(at: Endpoint | EndpointGpu | RegionGpu) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def check(problem: Problem) -> None:
         "$.pool.occupancy": pool.occupancy,
         "$.pool.loads": pool.loads,
         "$.pool.slots": pool.slots,
+        "$.pool.most": pool.most,
         "$.pool.present": pool.present,
         "$.pool.pooled": pool.pooled,
     }

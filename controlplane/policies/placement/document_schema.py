@@ -140,11 +140,14 @@ class PoolLoadOf(_OfCell, frozen=True, kw_only=True):
 
 
 class PoolGpus(_Section, frozen=True, kw_only=True):
-    """GPUs of a type in a region."""
+    """GPUs of a pool."""
 
     region: Name
     gpu: Name
     gpus: Count
+    worker_gpus: Annotated[
+        int, Meta(ge=0, description="of each worker of its slots; 0: those that models need there, if all need as many")
+    ] = 0
 
 
 class PooledNow(_OfCell, frozen=True, kw_only=True):
@@ -158,7 +161,12 @@ class Pool(_Section, frozen=True, kw_only=True):
     fill: Annotated[float, Meta(gt=0, le=1, description="share of pool GPUs that may be occupied")] = 0.8
     occupancy: list[PoolShare] = []
     loads: list[PoolLoadOf] = []
-    slots: Annotated[list[PoolGpus], Meta(description="GPUs of a slot: pools take slots whole; 1 where missing")] = []
+    slots: Annotated[
+        list[PoolGpus], Meta(description="GPUs of a slot: pools take slots whole; those of a worker where missing")
+    ] = []
+    most: Annotated[
+        list[PoolGpus], Meta(description="GPUs of all its slots; where missing, all of the type there")
+    ] = []
     present: Annotated[list[PoolGpus], Meta(description="GPUs of the pool now")] = []
     pooled: list[PooledNow] = []
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from dataplane.protocol.tiers import Tier
 
 
@@ -72,7 +72,9 @@ class PoolFacts:
         weights_bytes: by model; for every model in `occupancy`.
         host_bytes_per_gpu: by GPU type, host memory for weights per pool GPU; 0 where missing.
         fill: share of a pool's GPUs that occupancies may add up to (eta).
-        slot_gpus: GPUs of a slot, of which a pool takes whole ones only; 1 where missing.
+        worker_gpus: GPUs of each worker of the slots that a model is pooled on; 1 where missing.
+        slot_gpus: GPUs of a slot, of which a pool takes whole ones only; those of a worker where missing.
+        most: GPUs that a pool may have; where missing, all of its region and GPU type.
         present: pool GPUs now.
         pooled: endpoints pooled now.
 
@@ -84,8 +86,10 @@ class PoolFacts:
     weights_bytes: Mapping[str, int]
     host_bytes_per_gpu: Mapping[str, int]
     fill: float = 0.8
-    slot_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
-    present: Mapping[RegionGpu, int] = field(default_factory=dict)
+    worker_gpus: Mapping[ModelGpu, int] = field(default_factory=dict)
+    slot_gpus: Mapping[PoolKey, int] = field(default_factory=dict)
+    most: Mapping[PoolKey, int] = field(default_factory=dict)
+    present: Mapping[PoolKey, int] = field(default_factory=dict)
     pooled: frozenset[EndpointGpu] = frozenset()
 
     def __post_init__(self) -> None:
@@ -101,12 +105,23 @@ class PoolFacts:
             for word, size in sizes.items():
                 if size < 0:
                     raise ValueError(f"pool.{name}[{word}] must not be negative, got {size}")
-        for place, gpus in self.slot_gpus.items():
+        self._check_pools()
+
+    def _check_pools(self) -> None:
+        for pair, gpus in self.worker_gpus.items():
             if gpus < 1:
-                raise ValueError(f"pool.slot_gpus[{place.gpu_type} in {place.region}] must be above 0, got {gpus}")
-        for place, gpus in self.present.items():
-            if gpus < 0:
-                raise ValueError(f"pool.present[{place.gpu_type} in {place.region}] must not be negative, got {gpus}")
+                raise ValueError(f"pool.worker_gpus[{pair.model} on {pair.gpu_type}] must be above 0, got {gpus}")
+        for pool, gpus in self.slot_gpus.items():
+            if gpus < 1:
+                raise ValueError(f"pool.slot_gpus[{pool.gpu_type} in {pool.region}] must be above 0, got {gpus}")
+        for name, counts in (("most", self.most), ("present", self.present)):
+            for pool, gpus in counts.items():
+                if gpus < 0:
+                    raise ValueError(f"pool.{name}[{pool.gpu_type} in {pool.region}] must not be negative, got {gpus}")
+
+    def pool(self, key: EndpointGpu) -> PoolKey:
+        """The pool that an endpoint would be in."""
+        return key.pool(self.worker_gpus.get(key.pair, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +192,9 @@ class PlacementFacts:
         if self.pool is not None:
             named += [
                 ("pool.occupancy", self.pool.occupancy),
-                ("pool.slot_gpus", self.pool.slot_gpus),
-                ("pool.present", self.pool.present),
+                ("pool.slot_gpus", [pool.place for pool in self.pool.slot_gpus]),
+                ("pool.most", [pool.place for pool in self.pool.most]),
+                ("pool.present", [pool.place for pool in self.pool.present]),
                 ("pool.pooled", sorted(self.pool.pooled)),
             ]
         for name, keys in named:

@@ -7,8 +7,8 @@ Everything is in sorted order: the same facts give the same grid, in whatever or
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
-from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, Profile
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
+from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, PoolFacts, Profile
 
 LEAST_SHARE = 1 / 50
 """A demand row that is not served at all costs at least this times its tier's ratio in dearest instances: else a model
@@ -49,9 +49,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOption:
-    """An endpoint that could be pooled on a GPU type. `before`: it is now."""
+    """An endpoint that could be pooled on a GPU type, in the pool of its size. `before`: it is now."""
 
     key: EndpointGpu
+    pool: PoolKey
     occupancy: float
     weights_bytes: int
     before: bool
@@ -89,20 +90,31 @@ class ModelRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRow:
+    """A pool. `before`: its GPUs now. `step`: those of a slot, of which it takes whole ones. `most`: of all slots that
+    it may have.
+    """
+
+    key: PoolKey
+    before: int
+    step: int
+    most: int
+    options: tuple[PoolOption, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlaceRow:
-    """A GPU type in a region. `donated_gpus`: held by donated instances. `pool_before`: pool GPUs now; `pool_step`:
-    those of a slot, of which a pool takes whole ones.
+    """A GPU type in a region. `donated_gpus`: held by donated instances. `pools`: one for each size of workers that any
+    endpoint needs or that a pool has now.
     """
 
     place: RegionGpu
     capacity: int
     gpu_price: float
     donated_gpus: int
-    pool_before: int
-    pool_step: int
     host_bytes_per_gpu: int
     cells: tuple[Cell, ...]
-    options: tuple[PoolOption, ...]
+    pools: tuple[PoolRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +135,7 @@ class Answer:
 
     counts: Mapping[EndpointGpu, int]
     pooled: frozenset[EndpointGpu] = frozenset()
-    pool_gpus: Mapping[RegionGpu, int] = field(default_factory=dict)
+    pool_gpus: Mapping[PoolKey, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,30 +258,37 @@ def _options(facts: PlacementFacts, endpoint: Endpoint) -> Iterable[PoolOption]:
         occupancy = facts.pool.occupancy.get(key)
         if occupancy is None:
             continue
-        place = RegionGpu(region=endpoint.region, gpu_type=gpu_type)
-        capacity = facts.capacity.get(place, 0)
-        capacity -= capacity % facts.pool.slot_gpus.get(place, 1)
-        host_bytes = facts.pool.host_bytes_per_gpu.get(gpu_type, 0) * capacity
+        pool = facts.pool.pool(key)
+        most = _pool_most(facts, pool)
+        host_bytes = facts.pool.host_bytes_per_gpu.get(gpu_type, 0) * most
         weights_bytes = facts.pool.weights_bytes[endpoint.model]
-        if occupancy <= facts.pool.fill * capacity and weights_bytes <= host_bytes:
+        if occupancy <= facts.pool.fill * most and weights_bytes <= host_bytes:
             before = key in facts.pool.pooled
-            yield PoolOption(key=key, occupancy=occupancy, weights_bytes=weights_bytes, before=before)
+            yield PoolOption(key=key, pool=pool, occupancy=occupancy, weights_bytes=weights_bytes, before=before)
+
+
+def _pool_step(facts: PoolFacts, pool: PoolKey) -> int:
+    return facts.slot_gpus.get(pool, pool.worker_gpus)
+
+
+def _pool_most(facts: PlacementFacts, pool: PoolKey) -> int:
+    """GPUs of all slots that a pool may have."""
+    assert facts.pool is not None, "the caller asked"
+    capacity = facts.capacity.get(pool.place, 0)
+    most = min(capacity, facts.pool.most.get(pool, capacity))
+    return most - most % _pool_step(facts.pool, pool)
 
 
 def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[PoolOption]) -> tuple[PlaceRow, ...]:
     cells_at: dict[RegionGpu, list[Cell]] = {}
-    options_at: dict[RegionGpu, list[PoolOption]] = {}
     donated_gpus: dict[RegionGpu, int] = {}
     for cell in cells:
         cells_at.setdefault(cell.place, []).append(cell)
-    for option in options:
-        options_at.setdefault(option.key.place, []).append(option)
     for key, count in facts.donated.items():
         place = key.place
         gpus = facts.profiles[key.pair].gpus if count else 0
         donated_gpus[place] = donated_gpus.get(place, 0) + gpus * count
-    pool_before: Mapping[RegionGpu, int] = facts.pool.present if facts.pool is not None else {}
-    pool_step: Mapping[RegionGpu, int] = facts.pool.slot_gpus if facts.pool is not None else {}
+    pools = _pool_rows(facts, options)
     host_bytes: Mapping[str, int] = facts.pool.host_bytes_per_gpu if facts.pool is not None else {}
     return tuple(
         PlaceRow(
@@ -277,11 +296,28 @@ def _places(facts: PlacementFacts, cells: Iterable[Cell], options: Iterable[Pool
             capacity=facts.capacity.get(place, 0),
             gpu_price=facts.gpu_cost_per_hour[place.gpu_type],
             donated_gpus=donated_gpus.get(place, 0),
-            pool_before=pool_before.get(place, 0),
-            pool_step=pool_step.get(place, 1),
             host_bytes_per_gpu=host_bytes.get(place.gpu_type, 0),
             cells=tuple(cells_at.get(place, ())),
-            options=tuple(options_at.get(place, ())),
+            pools=tuple(pools.get(place, ())),
         )
-        for place in sorted({*facts.capacity, *cells_at, *pool_before})
+        for place in sorted({*facts.capacity, *cells_at, *pools})
     )
+
+
+def _pool_rows(facts: PlacementFacts, options: Iterable[PoolOption]) -> dict[RegionGpu, list[PoolRow]]:
+    rows: dict[RegionGpu, list[PoolRow]] = {}
+    if facts.pool is None:
+        return rows
+    options_of: dict[PoolKey, list[PoolOption]] = {}
+    for option in options:
+        options_of.setdefault(option.pool, []).append(option)
+    for key in sorted({*options_of, *facts.pool.present}):
+        row = PoolRow(
+            key=key,
+            before=facts.pool.present.get(key, 0),
+            step=_pool_step(facts.pool, key),
+            most=_pool_most(facts, key),
+            options=tuple(options_of.get(key, ())),
+        )
+        rows.setdefault(key.place, []).append(row)
+    return rows

@@ -49,10 +49,11 @@ class Marginals:
         option = next(each for each in endpoint.options if each.key in self._answer.pooled)
         if option.before:
             return 0.0
-        place = option.key.place
+        place, row = option.key.place, self._places[option.key.place]
         pooled = self._answer.pooled - {option.key}
-        before = self._answer.pool_gpus.get(place, 0)
-        gpus = min(before, pool_gpus_needed(self._grid, self._places[place], pooled))
+        before = self._answer.pool_gpus.get(option.pool, 0)
+        pool = next(each for each in row.pools if each.key == option.pool)
+        gpus = min(before, pool_gpus_needed(self._grid, row, pool, pooled))
         counts: dict[EndpointGpu, int] = {}
         left = endpoint.most
         for cell in endpoint.cells:
@@ -60,7 +61,7 @@ class Marginals:
             fits = min(cell.present, cell.most, free // cell.profile.gpus)
             counts[cell.key] = fits if left is None else min(fits, left)
             left = None if left is None else left - counts[cell.key]
-        return self._rise(endpoint, Answer(counts=counts, pooled=pooled, pool_gpus={place: gpus}))
+        return self._rise(endpoint, Answer(counts=counts, pooled=pooled, pool_gpus={option.pool: gpus}))
 
     def _taken_back(self, cell: Cell, endpoint: EndpointRow) -> Answer:
         count = self._count(cell)
@@ -79,12 +80,14 @@ class Marginals:
         before, served_before = endpoint_cost(self._grid, endpoint, self._counts, self._answer.pooled)
         after, served_after = endpoint_cost(self._grid, endpoint, counts, trial.pooled)
         rise = after - before + unserved_cost(row, served - served_before + served_after) - unserved_cost(row, served)
-        touched = {cell.place for cell in endpoint.cells if cell.key in trial.counts} | set(trial.pool_gpus)
+        pool_gpus = ChainMap(dict(trial.pool_gpus), dict(self._answer.pool_gpus))
+        resized = {pool.place for pool in trial.pool_gpus}
+        touched = {cell.place for cell in endpoint.cells if cell.key in trial.counts} | resized
         for place in sorted(touched):
-            gpus, here = self._answer.pool_gpus.get(place, 0), self._places[place]
-            if here.donated_gpus or place in trial.pool_gpus:
-                rise += place_cost(self._grid, here, counts, trial.pool_gpus.get(place, gpus))
-                rise -= place_cost(self._grid, here, self._counts, gpus)
+            here = self._places[place]
+            if here.donated_gpus or place in resized:
+                rise += place_cost(self._grid, here, counts, pool_gpus)
+                rise -= place_cost(self._grid, here, self._counts, self._answer.pool_gpus)
         return rise
 
     def _count(self, cell: Cell) -> int:
@@ -92,4 +95,4 @@ class Marginals:
 
     def _free_gpus(self, row: PlaceRow) -> int:
         used = sum(cell.profile.gpus * self._count(cell) for cell in row.cells)
-        return row.capacity - used - self._answer.pool_gpus.get(row.place, 0)
+        return row.capacity - used - sum(self._answer.pool_gpus.get(pool.key, 0) for pool in row.pools)

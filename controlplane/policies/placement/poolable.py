@@ -1,13 +1,16 @@
 """Which endpoints a shared GPU pool could serve, the share of a GPU that each takes, and why others
 cannot be pooled.
+
+A worker runs each model on all of its GPUs, so a model is pooled on slots whose workers have as many GPUs as it needs:
+a place has a pool for each such size.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey, RegionGpu
 from controlplane.policies.fit import ModelSize, fits
 from controlplane.policies.placement.facts import PoolFacts
 from controlplane.policies.placement.pools import LATENCY_FIELDS, PoolLoad, occupancy_of
@@ -37,7 +40,7 @@ class PoolableFacts:
         endpoints: those that may have instances.
         demand: input tokens per second for each window of the coming hour; a missing key means none.
         nodes: those that serve.
-        present: GPUs of the slots that hold pooled instances, by place.
+        present: GPUs of the slots that hold pooled instances, by pool.
         pooled: endpoints pooled now.
     """
 
@@ -46,18 +49,26 @@ class PoolableFacts:
     endpoints: frozenset[Endpoint]
     demand: Mapping[Endpoint, tuple[float, ...]]
     nodes: tuple[NodeFacts, ...]
-    present: Mapping[RegionGpu, int] = field(default_factory=dict)
+    present: Mapping[PoolKey, int] = field(default_factory=dict)
     pooled: frozenset[EndpointGpu] = frozenset()
 
     def misfit(self, pair: ModelGpu) -> str | None:
-        """Why a model's weights do not fit on every slot of a GPU type, any of which may be the pool's."""
-        size = self.sizes.get(pair.model)
+        """Why a model's weights do not fit on every slot of its size with a GPU type, each of which a pool may take."""
+        size, gpus = self.sizes.get(pair.model), self.profiles[pair].gpus
         if size is None:
             return None
-        memories = {slot.weights for node in self.nodes if node.gpu_type == pair.gpu_type for slot in node.slots}
-        if all(fits(size, memory) for memory in memories):
+        slots = (slot for node, slot in self.slots() if node.gpu_type == pair.gpu_type and slot.worker_gpus == gpus)
+        if all(fits(size, slot.weights) for slot in slots):
             return None
         return f"the weights do not fit on every slot with {pair.gpu_type}"
+
+    def slots(self) -> Iterator[tuple[NodeFacts, NodeSlot]]:
+        """The slots that there are, and those that plans may make."""
+        return ((node, slot) for node in self.nodes for slot in node.possible_slots)
+
+    def pool(self, key: EndpointGpu) -> PoolKey:
+        """The pool that an endpoint would be in."""
+        return key.pool(self.profiles[key.pair].gpus)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +132,8 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         for endpoint in offered[pair.model]:
             switches = endpoint not in riders
             share = _share(profile, max(facts.demand.get(endpoint, (0.0,))), settings, switches=switches)
-            place = RegionGpu(region=endpoint.region, gpu_type=pair.gpu_type)
-            if share <= settings.fill * slots.get(place, 0):  # any slot there must carry it alone
-                key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
+            key = EndpointGpu(model=endpoint.model, region=endpoint.region, gpu_type=pair.gpu_type)
+            if share <= settings.fill * slots.get(facts.pool(key), 0):  # any slot there must carry it alone
                 occupancy[key] = share
     if not occupancy:
         return PlannedPools(facts=None, left_out=left_out, settings=settings)
@@ -132,7 +142,9 @@ def choose_poolable(facts: PoolableFacts, settings: PoolableSettings) -> Planned
         weights_bytes=_pool_weights(facts, riders),
         host_bytes_per_gpu=host_bytes,
         fill=settings.fill,
-        slot_gpus={place: gpus for place, gpus in slots.items() if gpus > 1},
+        worker_gpus={pair: profile.gpus for pair, profile in facts.profiles.items() if profile.gpus > 1},
+        slot_gpus={pool: gpus for pool, gpus in slots.items() if gpus > pool.worker_gpus},
+        most=_gpus_most(facts, slots),
         present=facts.present,
         pooled=facts.pooled,
     )
@@ -159,8 +171,8 @@ def _why_not(
         return f"no latency in the profile on {gpu_type}"
     if gpu_type not in host_bytes:
         return f"some node with {gpu_type} does not tell its host memory"
-    if worker_gpus != {profile.gpus}:
-        sizes = " and ".join(str(gpus) for gpus in sorted(worker_gpus))
+    if profile.gpus not in worker_gpus:
+        sizes = " or ".join(str(gpus) for gpus in sorted(worker_gpus))
         return f"workers on {gpu_type} have {sizes} GPUs, the model takes {profile.gpus}"
     return None
 
@@ -230,17 +242,27 @@ def _host_bytes_per_gpu(facts: PoolableFacts) -> dict[str, int]:
 
 def _worker_gpus(facts: PoolableFacts) -> dict[str, set[int]]:
     """GPUs of the workers of each GPU type."""
-    sizes: dict[str, set[int]] = {}
-    for node in facts.nodes:
-        for slot in node.slots:
-            sizes.setdefault(node.gpu_type, set()).add(slot.gpus // slot.workers)
+    sizes: defaultdict[str, set[int]] = defaultdict(set)
+    for node, slot in facts.slots():
+        sizes[node.gpu_type].add(slot.worker_gpus)
     return sizes
 
 
-def slot_gpus(facts: PoolableFacts) -> dict[RegionGpu, int]:
-    """GPUs of the smallest slot of each place."""
-    sizes: dict[RegionGpu, int] = {}
-    for node in facts.nodes:
-        for slot in node.slots:
-            sizes[node.place] = min(slot.gpus, sizes.get(node.place, slot.gpus))
+def slot_gpus(facts: PoolableFacts) -> dict[PoolKey, int]:
+    """GPUs of the smallest slot that each pool may have."""
+    sizes: dict[PoolKey, int] = {}
+    for node, slot in facts.slots():
+        pool = PoolKey(region=node.region, gpu_type=node.gpu_type, worker_gpus=slot.worker_gpus)
+        sizes[pool] = min(slot.gpus, sizes.get(pool, slot.gpus))
     return sizes
+
+
+def _gpus_most(facts: PoolableFacts, slots: Mapping[PoolKey, int]) -> dict[PoolKey, int]:
+    """GPUs of all slots that each pool may have; only of pools that may not have all GPUs of their place."""
+    most: Counter[PoolKey] = Counter()
+    total: Counter[RegionGpu] = Counter()
+    for node in facts.nodes:
+        total[node.place] += node.gpus
+    for pool in slots:
+        most[pool] = sum(node.gpus_for(pool.worker_gpus) for node in facts.nodes if node.place == pool.place)
+    return {pool: gpus for pool, gpus in most.items() if gpus < total[pool.place]}

@@ -30,7 +30,9 @@ class Explanation:
         self._instances: dict[Endpoint, int] = {}
         self._throughput: dict[Endpoint, float] = {}
         self._served: dict[str, float] = {}
-        self._gpus_used: dict[RegionGpu, int] = dict(answer.pool_gpus)
+        self._gpus_used: dict[RegionGpu, int] = {}
+        for pool, gpus in answer.pool_gpus.items():
+            self._gpus_used[pool.place] = self._gpus_used.get(pool.place, 0) + gpus
         for endpoint, row in self._rows.items():
             self._instances[endpoint] = sum(self._after[cell.key] for cell in row.cells)
             instances = sum(cell.profile.tokens_per_s * self._after[cell.key] for cell in row.cells)

@@ -170,6 +170,7 @@ class _Region:
             missing_gpus=self.missing * step,
             needed_gpus=needed.gpus,
             reason=self._reason(needed),
+            worker_gpus=self.room.worker_gpus,
         )
 
     def chosen(self) -> Iterable[ReservedEndpoint]:

@@ -1,14 +1,15 @@
 """Which endpoints a shared reserve can hold, on which GPU type, and why others keep quantile and minimum of their own.
 
 The node keeps one copy of each model's weights for all its slots, so the models of a reserve must fit in the host
-memory of any one node together. Where they do not, those that save most GPUs for their bytes are held.
+memory of any one node together. Where they do not, those that save most GPUs for their bytes are held. Reserves on a
+GPU type have slots of one size: that of the models that take most GPUs there.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts
 from controlplane.policies.placement.poolable import (
@@ -47,27 +48,48 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
         keys = list(_priced(placed, endpoint, pairs[endpoint.model]))
         if not keys:
             continue
-        open_keys = [key for key in keys if key.pair not in why_not and key.place in slots]
+        open_keys = [key for key in keys if key.pair not in why_not and facts.poolable.pool(key) in slots]
         if endpoint in placed.overrides:
             left_out[endpoint] = "an override says how many instances it has"
         elif not open_keys:
             left_out[endpoint] = why_not.get(keys[0].pair, f"no node with {keys[0].gpu_type} serves")
         else:
             found.append(_candidate(facts, open_keys[0], settings))
-    held = list(_that_fit(found, facts))
+    sizes = _sizes(found)
+    of_size = [one for one in found if one.gpus == sizes[one.key.gpu_type]]
+    held = list(_that_fit(of_size, facts))
     fitting = {one.key for one in held}
     for one in found:
-        if one.key not in fitting:
+        if one.gpus != sizes[one.key.gpu_type]:
+            left_out[one.key.endpoint] = f"reserves have workers of {sizes[one.key.gpu_type]} GPUs, it takes {one.gpus}"
+        elif one.key not in fitting:
             left_out[one.key.endpoint] = "the host memory of a node does not hold it with the others of the reserve"
     taken = _taken(facts, {one.key.endpoint for one in held})
     places = {
         one.key.place: ReservePlace(
-            slot_gpus=slots[one.key.place],
-            free_gpus=max(0, placed.capacity.get(one.key.place, 0) - taken[one.key.place]),
+            slot_gpus=slots[one.key.pool(one.gpus)],
+            free_gpus=max(0, _free(facts, one.key.pool(one.gpus), taken[one.key.place])),
+            worker_gpus=one.gpus,
         )
         for one in held
     }
     return ReserveFacts(endpoints=tuple(held), places=places, left_out=left_out)
+
+
+def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:
+    """The GPUs of a worker in the reserves of each GPU type."""
+    taken: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for one in found:
+        taken[one.key.gpu_type][one.gpus] += one.gpus * one.alone
+    return {gpu_type: max(gpus, key=lambda size: (gpus[size], -size)) for gpu_type, gpus in taken.items()}
+
+
+def _free(facts: CandidateFacts, pool: PoolKey, taken: int) -> int:
+    """GPUs of a reserve's place that nothing else takes, and no more than slots of its size have beside the pool."""
+    nodes = [node for node in facts.poolable.nodes if node.place == pool.place]
+    of_size = sum(node.gpus_for(pool.worker_gpus) for node in nodes)
+    pooled = sum(each.after for each in facts.placed.pools if each.key == pool)
+    return min(facts.placement.capacity.get(pool.place, 0) - taken, of_size - pooled)
 
 
 def _cheapest_first(facts: PlacementFacts) -> Mapping[str, list[ModelGpu]]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.pools import PoolLoad, occupancy_at
 
 
@@ -94,12 +94,13 @@ class ReserveEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class ReservePlace:
-    """Where a reserve can be: GPUs of a slot, and those that nothing but the reserve and the own instances of its
-    endpoints may take.
+    """Where a reserve can be: GPUs of a slot and of each of its workers, and those that nothing but the reserve and the
+    own instances of its endpoints may take.
     """
 
     slot_gpus: int
     free_gpus: int
+    worker_gpus: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +123,17 @@ class ReservedEndpoint:
     gpus: int
     reason: str
 
+    @property
+    def pool(self) -> PoolKey:
+        return self.key.pool(self.gpus)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReserveSize:
     """The reserve of a region on one GPU type.
 
     Attributes:
-        gpus: of its slots, which it takes whole. slot_gpus: of one of them.
+        gpus: of its slots, which it takes whole. slot_gpus: of one of them; worker_gpus: of each worker there.
         missing_gpus: what it should have more, for which there is no capacity.
         needed_gpus: what demand beyond own instances takes of it at the quantile.
     """
@@ -139,6 +144,11 @@ class ReserveSize:
     missing_gpus: int
     needed_gpus: float
     reason: str
+    worker_gpus: int = 1
+
+    @property
+    def pool(self) -> PoolKey:
+        return PoolKey(region=self.place.region, gpu_type=self.place.gpu_type, worker_gpus=self.worker_gpus)
 
     @property
     def slots(self) -> int:
@@ -159,6 +169,6 @@ class Reserve:
         return frozenset(each.key for each in self.endpoints)
 
     @property
-    def gpus(self) -> Mapping[RegionGpu, int]:
-        """GPUs by place, of reserves that have any."""
-        return {size.place: size.gpus for size in self.sizes if size.gpus}
+    def gpus(self) -> Mapping[PoolKey, int]:
+        """GPUs by pool, of reserves that have any."""
+        return {size.pool: size.gpus for size in self.sizes if size.gpus}

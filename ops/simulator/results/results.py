@@ -86,12 +86,15 @@ class EndpointSeries(Part):
 
 
 class PoolSeries(Part):
-    """GPUs of a type in a region that are a pool's, and how many the plan wants there; None: no plan, or no pool."""
+    """GPUs of a type in a region that are a pool's, and how many the plan wants there; None: no plan, or no pool.
+    `worker_gpus`: of each worker of its slots.
+    """
 
     region: str
     gpu_type: str
     gpus: list[float]
     planned: list[int | None]
+    worker_gpus: int = 1
 
 
 class QueueSeries(Part):

@@ -6,7 +6,7 @@ A slot is in a pool while it has pooled instances: all its GPUs count as the poo
 from collections.abc import Callable, Mapping
 
 from controlplane.policies.assignment.facts import SlotAdd, SlotRef
-from controlplane.policies.facts import RegionGpu
+from controlplane.policies.facts import PoolKey
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.servers.pool_slot import PooledServer, PoolSlot
@@ -37,7 +37,7 @@ class FleetPools:
         """
         ref, model = (add.node_id, add.slot), add.endpoint.model
         if ref not in self:
-            of = RegionGpu(region=add.endpoint.region, gpu_type=add.gpu_type)
+            of = PoolKey(region=add.endpoint.region, gpu_type=add.gpu_type, worker_gpus=gpus)
             use = self._uses[ref] = Use(of, "pooled", InstanceKind.MIXED, add.gpu_type, gpus)
             self._world.usage.change(None, use, self._world.events.now_s)
         slot = self._slots.get(ref)

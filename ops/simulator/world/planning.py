@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.demand import demand_to_plan, forecast_at
-from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu, PoolKey
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Placement
@@ -175,7 +175,7 @@ class Planner:
             for endpoint in self._settings.limits
         }
 
-    def planned_pools(self) -> Mapping[RegionGpu, int]:
+    def planned_pools(self) -> Mapping[PoolKey, int]:
         """GPUs of its pools, for the recorder."""
         return {} if self.plan is None else self.plan.pools.gpus
 
@@ -214,7 +214,7 @@ def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:
 
 def _pools(hour: HourPlan) -> PlanPools:
     return PlanPools(
-        gpus={pool.place: pool.after for pool in hour.pool_sizes},
+        gpus={pool.key: pool.after for pool in hour.pool_sizes},
         occupancy={one.key: one.occupancy for one in hour.placement.pooled},
         held=hour.reserve.held,
     )

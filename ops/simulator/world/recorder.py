@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from controlplane.policies.facts import Endpoint, InstanceFacts, RegionGpu
+from controlplane.policies.facts import Endpoint, InstanceFacts, PoolKey
 from controlplane.policies.routing import utilization_of
 from ops.simulator.results.results import EndpointSeries, PoolSeries, QueueSeries, Series, State, TierSeries
 from ops.simulator.traffic.demand import Demand
@@ -29,7 +29,7 @@ class Recorder:
 
     def __init__(self, endpoints: Iterable[Endpoint], usage: Usage, demand: Demand) -> None:
         self.planned: Callable[[], Mapping[Endpoint, Planned]] = dict
-        self.planned_pools: Callable[[], Mapping[RegionGpu, int]] = dict
+        self.planned_pools: Callable[[], Mapping[PoolKey, int]] = dict
         self._start_s = 0.0
         self._steps = 0
         self._usage = usage
@@ -37,7 +37,7 @@ class Recorder:
         self._endpoints = {endpoint: _empty_series(endpoint) for endpoint in sorted(endpoints)}
         self._switches: list[int] = []
         self._gpus: dict[State, list[float]] = {}
-        self._pools: dict[RegionGpu, PoolSeries] = {}
+        self._pools: dict[PoolKey, PoolSeries] = {}
         self._queues: dict[str, QueueSeries] = {}
         self._tiers: dict[str, TierSeries] = {}
         self._first_tokens: defaultdict[str, Histogram] = defaultdict(Histogram)
@@ -90,11 +90,11 @@ class Recorder:
 
     def _count(self, seconds: Mapping[Use, float]) -> None:
         """Mean counts of instances and GPUs in the step."""
-        pools: defaultdict[RegionGpu, float] = defaultdict(float)
+        pools: defaultdict[PoolKey, float] = defaultdict(float)
         for use, total_s in seconds.items():
             count = (total_s - self._before.get(use, 0.0)) / STEP_S
             self._add(self._gpus.setdefault(use.state, []), count * use.gpus)
-            if isinstance(use.endpoint, RegionGpu):
+            if isinstance(use.endpoint, PoolKey):
                 pools[use.endpoint] += count * use.gpus
             else:
                 own = self._endpoints[use.endpoint]
@@ -103,7 +103,11 @@ class Recorder:
         planned = self.planned_pools()
         for key in (pools.keys() | planned.keys()) - self._pools.keys():
             self._pools[key] = PoolSeries(
-                region=key.region, gpu_type=key.gpu_type, gpus=[0.0] * self._steps, planned=[None] * self._steps
+                region=key.region,
+                gpu_type=key.gpu_type,
+                worker_gpus=key.worker_gpus,
+                gpus=[0.0] * self._steps,
+                planned=[None] * self._steps,
             )
         for key, pool in self._pools.items():
             pool.gpus.append(pools[key])

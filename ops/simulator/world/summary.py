@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from controlplane.policies.facts import RegionGpu
+from controlplane.policies.facts import PoolKey
 from ops.simulator.results.results import GpuTotals, Quantiles, Result, Row, Start, State, Totals, held_hours
 from ops.simulator.world.fleet import Fleet
 from ops.simulator.world.measures import Histogram, Tally
@@ -98,7 +98,7 @@ def _totals(world: World, fleet: Fleet | None, slot_s: float, prices: Mapping[st
     costs = {gpu_type: prices[gpu_type] * held_hours(states) for gpu_type, states in hours.items()}
     instance_hours: dict[str, dict[State, float]] = {}
     for use, total_s in seconds.items():
-        if not isinstance(use.endpoint, RegionGpu):
+        if not isinstance(use.endpoint, PoolKey):
             _add(instance_hours.setdefault(use.endpoint.model, {}), use.state, total_s / HOUR_S)
     starts: dict[Start, int] = {} if fleet is None else dict(fleet.starts)
     return Totals(

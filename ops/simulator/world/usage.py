@@ -4,15 +4,15 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from controlplane.policies.facts import Endpoint, RegionGpu
+from controlplane.policies.facts import Endpoint, PoolKey
 from dataplane.protocol.tiers import InstanceKind
 from ops.simulator.results.results import State
 
 
 class Use(NamedTuple):
-    """How an instance is counted; or a slot of a pool, which belongs to a region and GPU type, not to an endpoint."""
+    """How an instance is counted; or a slot of a pool, which belongs to no endpoint."""
 
-    endpoint: Endpoint | RegionGpu
+    endpoint: Endpoint | PoolKey
     state: State
     kind: InstanceKind
     gpu_type: str

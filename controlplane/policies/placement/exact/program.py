@@ -1,16 +1,16 @@
 """The placement problem as an integer program (SageServe 5), with pools and donated instances.
 
     x_ijk instances of model i in region j on GPU type k; u_ijk of them started, a_ijk and b_ijk of these from spot
-    instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jk pool GPUs,
-    whole slots of them: P_jk = slot_jk N_jk
+    instances of the same model and of others; z_ijk pooled there or not (0, 1), Z_ij = sum_k z_ijk; P_jks GPUs of the
+    pool whose workers have s GPUs, whole slots of them: P_jks = slot_jks N_jks
 
     sum_k x_ijk theta_ik + home_ij + eps max_w rho_ij(w) Z_ij  >= eps max_w rho_ij(w)     each i, j
     sum_jk x_ijk theta_ik + global_i + sum_j rho_ij(w*) Z_ij   >= max_w sum_j rho_ij(w)   each i; w* its busiest window
     sum_k x_ijk + few_ij + min_ij Z_ij >= min_ij,  sum_k x_ijk <= max_ij (1 - Z_ij)       each i, j; Z_ij <= 1
-    sum_i x_ijk g_ik + P_jk <= V_jk                                                       each j, k
+    sum_i x_ijk g_ik + sum_s P_jks <= V_jk, P_jks <= most_jks                             each j, k
     u_ijk >= x_ijk - n_ijk, u_ijk >= 0                                                    (no big-M)
     a_ijk <= spot_ijk,  a_ijk + b_ijk <= u_ijk,  sum_i g_ik (a_ijk + b_ijk) <= sum_i g_ik spot_ijk
-    sum_i z_ijk o_ijk <= fill P_jk,  sum_i z_ijk weights_i <= host_k P_jk
+    sum_i z_ijk o_ijk <= fill P_jks, sum_i z_ijk weights_i <= host_k P_jks                over i with g_ik = s
 
     minimise  sum price_ik x + sum alpha_k P + starts + moves + prices of home, global, few         (cost.py)
 
@@ -28,8 +28,17 @@ from typing import Any
 
 import pulp
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
-from controlplane.policies.placement.grid import Answer, Cell, EndpointRow, Grid, ModelRow, PlaceRow, PoolOption
+from controlplane.policies.facts import EndpointGpu, PoolKey
+from controlplane.policies.placement.grid import (
+    Answer,
+    Cell,
+    EndpointRow,
+    Grid,
+    ModelRow,
+    PlaceRow,
+    PoolOption,
+    PoolRow,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +48,7 @@ class Program:
     problem: Any
     counts: Mapping[EndpointGpu, Any]
     pooled: Mapping[EndpointGpu, Any]
-    pool_gpus: Mapping[RegionGpu, Any]
+    pool_gpus: Mapping[PoolKey, Any]
     least_cost_per_hour: float
 
     def answer(self) -> Answer:
@@ -47,7 +56,7 @@ class Program:
         return Answer(
             counts={key: round(variable.varValue or 0.0) for key, variable in self.counts.items()},
             pooled=frozenset(key for key, variable in self.pooled.items() if round(variable.varValue or 0.0)),
-            pool_gpus={place: round(gpus.value() or 0.0) for place, gpus in self.pool_gpus.items()},
+            pool_gpus={pool: round(gpus.value() or 0.0) for pool, gpus in self.pool_gpus.items()},
         )
 
 
@@ -79,7 +88,7 @@ class _Builder:
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self.counts: dict[EndpointGpu, Any] = {}
         self.pooled: dict[EndpointGpu, Any] = {}
-        self.pool_gpus: dict[RegionGpu, Any] = {}
+        self.pool_gpus: dict[PoolKey, Any] = {}
         self.cost: list[Any] = []
         self._grid = grid
         self._started: dict[EndpointGpu, Any] = {}
@@ -114,10 +123,11 @@ class _Builder:
 
     def add_place(self, row: PlaceRow, number: int) -> None:
         taken = [cell.profile.gpus * self.counts[cell.key] for cell in row.cells]
-        if row.options:
-            taken.append(self._add_pool(row, number))
-        elif row.pool_before:
-            self.cost.append(self._grid.move_price * row.pool_before)
+        for pool in row.pools:
+            if pool.options:
+                taken.append(self._add_pool(row, pool, f"{number:06d}_{pool.key.worker_gpus:04d}"))
+            elif pool.before:
+                self.cost.append(self._grid.move_price * pool.before)
         if taken:
             self._add_row(pulp.lpSum(taken) <= row.capacity)
         if row.donated_gpus:
@@ -149,20 +159,20 @@ class _Builder:
         self._add_row(pulp.lpSum(by_instances) + pulp.lpSum(by_pools) + short >= wanted / unit)
         self.cost.append(price * unit * short)
 
-    def _add_pool(self, row: PlaceRow, number: int) -> Any:
-        slots = self.problem.add_variable(f"p{number:06d}", 0, row.capacity // row.pool_step, pulp.LpInteger)
-        gpus = row.pool_step * slots
-        added = self.problem.add_variable(f"q{number:06d}", 0)
-        self._add_row(added - gpus >= -row.pool_before)
+    def _add_pool(self, row: PlaceRow, pool: PoolRow, name: str) -> Any:
+        slots = self.problem.add_variable(f"p{name}", 0, pool.most // pool.step, pulp.LpInteger)
+        gpus = pool.step * slots
+        added = self.problem.add_variable(f"q{name}", 0)
+        self._add_row(added - gpus >= -pool.before)
         move = self._grid.move_price
-        self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * row.pool_before)
-        occupied = pulp.lpSum(option.occupancy * self.pooled[option.key] for option in row.options)
+        self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * pool.before)
+        occupied = pulp.lpSum(option.occupancy * self.pooled[option.key] for option in pool.options)
         self._add_row(occupied <= self._grid.fill * gpus)
-        if any(option.weights_bytes for option in row.options):
-            shares = [option.weights_bytes / row.host_bytes_per_gpu for option in row.options]
-            weights = (share * self.pooled[each.key] for share, each in zip(shares, row.options, strict=True))
+        if any(option.weights_bytes for option in pool.options):
+            shares = [option.weights_bytes / row.host_bytes_per_gpu for option in pool.options]
+            weights = (share * self.pooled[each.key] for share, each in zip(shares, pool.options, strict=True))
             self._add_row(pulp.lpSum(weights) <= gpus)
-        self.pool_gpus[row.place] = gpus
+        self.pool_gpus[pool.key] = gpus
         return gpus
 
     def _add_donated(self, row: PlaceRow, number: int) -> None:

@@ -1,8 +1,9 @@
 """One way of serving for each endpoint, by HiGHS: the integer program over some of the columns, the others closed.
 
     one column per endpoint
-    GPUs of the columns + beyond <= capacity left        weights pooled - their shares - beyond <= 0     each place
-    shares pooled + beyond = P, GPUs of whole slots of the pool                                          each place
+    GPUs of the columns + beyond of its pools <= capacity left                                           each place
+    weights pooled - their shares - beyond <= 0                                                          each pool
+    shares pooled + beyond = P, GPUs of whole slots of the pool                                          each pool
     demand not served <= what is not served now                                                          each model
 
 It starts from the choice that stands and never makes it worse. Endpoints without an open column stay as they are, and
@@ -18,7 +19,7 @@ from scipy import sparse
 
 from controlplane.policies.placement.priced.columns import Columns, Rows
 from controlplane.policies.placement.priced.highs import make_program, run_program
-from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
+from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, pooled_gpus
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 LEAST_PART = 0.5
@@ -46,19 +47,20 @@ class Chooser:
         """Cost per hour of a choice of one column per endpoint, [E], as if there were donated GPUs enough."""
         tables, rows = self.tables, self.rows
         use = np.asarray(self.columns.use_by_column[choice].sum(axis=0)).ravel()
-        short = np.maximum(use[2 * rows.places :] - rows.limit[2 * rows.places :], 0.0) * rows.scale
+        short = np.maximum(use[rows.models :] - rows.limit[rows.models :], 0.0) * rows.scale
         cost = self.columns.cost[choice].sum() + (short * tables.total_price).sum() + self._beyond(choice).sum()
         return float(cost + tables.constant)
 
     def _beyond(self, choice: Ints) -> Floats:
-        """Price of the GPUs that pools have beyond the shares taken of them, [J, K]."""
+        """Price of the GPUs that pools have beyond the shares taken of them, [J, P]."""
         tables, pooled = self.tables, self.columns.pooled[choice]
         beyond = pool_gpus(tables, np.arange(len(choice)), pooled).astype(float)
-        if tables.pools is not None:
-            at = np.flatnonzero(pooled >= 0)
-            share = tables.pools.occupancy[at, pooled[at]] / tables.pools.fill
-            np.subtract.at(beyond, (tables.region_of[at], pooled[at]), share)
-        return np.asarray(beyond * tables.gpu_price)
+        if tables.pools is None:
+            return beyond
+        at = np.flatnonzero(pooled >= 0)
+        share = tables.pools.occupancy[at, pooled[at]] / tables.pools.fill
+        np.subtract.at(beyond, (tables.region_of[at], pooled[at]), share)
+        return np.asarray(beyond * tables.gpu_price[tables.pools.gpu_type])
 
     def better(self, choice: Ints, open_: Bools, effort: Effort) -> Ints:
         """A choice that fits and costs no more, from the columns that are open [M] and those chosen now."""
@@ -80,13 +82,15 @@ class Chooser:
 
     def _fits(self, choice: Ints) -> bool:
         tables, incumbent = self.tables, incumbent_of(self.columns, choice)
-        taken = pool_gpus(tables, np.arange(len(choice)), incumbent.pooled)
+        pools = pool_gpus(tables, np.arange(len(choice)), incumbent.pooled)
+        taken = pooled_gpus(tables, pools)
         np.add.at(taken, tables.region_of, incumbent.counts * tables.gpus[tables.model_of])
-        return bool((taken <= tables.capacity).all())
+        within = tables.pools is None or (pools <= tables.pools.most).all()
+        return bool(within and (taken <= tables.capacity).all())
 
 
 class _Program:
-    """Variables: columns, demand not served by model, GPUs beyond the shares of a pool and slots of it by place."""
+    """Variables: columns, demand not served by model, GPUs beyond the shares of each pool and its slots."""
 
     def __init__(self, chooser: Chooser, choice: Ints, free: Bools, at: Ints) -> None:
         tables, rows, columns = chooser.tables, chooser.rows, chooser.columns
@@ -95,22 +99,24 @@ class _Program:
         left = rows.limit - np.asarray(columns.use_by_column[fixed].sum(axis=0)).ravel()
         taken = sparse.csr_matrix(columns.use_by_column[at].T)
         touched = np.flatnonzero(np.diff(taken.indptr))
-        places = np.unique(touched[touched < 2 * rows.places] % rows.places)
-        models = touched[touched >= 2 * rows.places]
-        pools = places if tables.pools else places[:0]
-        shares = columns.use_by_column[:, places] if tables.pools else columns.use_by_column[:, :0]
-        pooled = sparse.diags((columns.pooled >= 0).astype(float))
-        shares = sparse.csr_matrix(pooled @ shares)
+        places = touched[touched < rows.places]
+        pools, of_place = _pools_at(tables, places)
+        models = touched[touched >= rows.models]
+        shares = _shares(tables, columns, rows.pools)[:, pools]
         self._share = sparse.csr_matrix(shares[at].T)
         self._share_fixed = np.asarray(shares[fixed].sum(axis=0)).ravel()
+        self._at_place = sparse.csr_matrix(
+            (np.ones(len(pools)), (np.searchsorted(places, of_place), np.arange(len(pools)))),
+            shape=(len(places), len(pools)),
+        )
         self._blocks = [taken[places], taken[rows.places + pools], taken[models]]
         self._left = [left[places], left[rows.places + pools], left[models]]
-        self._model_price = (tables.total_price * rows.scale)[models - 2 * rows.places]
-        self._place_price = tables.gpu_price[pools % len(tables.gpu_types)]
+        self._model_price = (tables.total_price * rows.scale)[models - rows.models]
+        self._pool_price = tables.gpu_price[of_place % len(tables.gpu_types)]
         whole = pool_gpus(tables, np.arange(len(choice)), columns.pooled[choice]).ravel()
         self._pool_now = whole[pools].astype(float)
         self._step = tables.pools.step.ravel()[pools].astype(float) if tables.pools else self._pool_now
-        self._slots_most = tables.capacity.ravel()[pools] // self._step
+        self._slots_most = tables.pools.most.ravel()[pools] // self._step if tables.pools else self._pool_now
 
     def solved(self, current: Bools, effort: Effort, cost_now: float) -> Ints | None:
         """The columns chosen, one for each free endpoint in order; None if HiGHS has none. `cost_now`: of the whole
@@ -139,8 +145,7 @@ class _Program:
         size, shorts, pools = len(at), len(self._left[2]), len(self._pool_now)
         one = sparse.csr_matrix((np.ones(size), (which, np.arange(size))), shape=(len(endpoints), size))
         of_pool, none = sparse.identity(pools), sparse.csr_matrix((len(self._left[0]), pools))
-        at_place = of_pool if pools else none
-        blocks = [[one, None, None, None], [self._blocks[0], None, at_place, none]]
+        blocks = [[one, None, None, None], [self._blocks[0], None, self._at_place, none]]
         if pools:
             blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -sparse.diags(self._step)]]
         blocks.append([self._blocks[2], -sparse.identity(shorts), None, None])
@@ -153,10 +158,31 @@ class _Program:
             lower[exact] = upper[exact]
         return make_program(
             sparse.bmat(blocks),
-            cost=np.concatenate([columns.cost[at], self._model_price, self._place_price, np.zeros(pools)]),
+            cost=np.concatenate([columns.cost[at], self._model_price, self._pool_price, np.zeros(pools)]),
             upper=np.concatenate(
                 [np.ones(size), start[size : size + shorts], np.full(pools, np.inf), self._slots_most]
             ),
             rows=(lower, upper),
             whole=np.repeat([True, False, True], [size, shorts + pools, pools]),
         )
+
+
+def _pools_at(tables: Tables, places: Ints) -> tuple[Ints, Ints]:
+    """The pools of these places, numbered region by region, and the place of each."""
+    if tables.pools is None:
+        return places[:0], places[:0]
+    regions, kinds = len(tables.regions), tables.pools.gpu_type
+    place = (np.arange(regions)[:, None] * len(tables.gpu_types) + kinds).ravel()
+    pools = np.flatnonzero(np.isin(place, places))
+    return pools, place[pools]
+
+
+def _shares(tables: Tables, columns: Columns, pools: int) -> sparse.csr_matrix:
+    """GPUs that each column takes of each pool, [M, JP]."""
+    at = np.flatnonzero(columns.pooled >= 0)
+    if tables.pools is None or not len(at):
+        return sparse.csr_matrix((len(columns), pools))
+    endpoint, kind = columns.endpoint[at], columns.pooled[at]
+    share = tables.pools.occupancy[endpoint, kind] / tables.pools.fill
+    pool = tables.region_of[endpoint] * len(tables.pools.gpu_type) + kind
+    return sparse.csr_matrix((share, (at, pool)), shape=(len(columns), pools))

@@ -1,8 +1,9 @@
 """Columns: configurations of one endpoint, each with what it costs and what it takes of what endpoints share.
 
-Shared are the rows: GPUs of a place (J x K), host memory for pooled weights there (J x K), and the demand of a model
-over all regions (I). A pooled endpoint takes its occupancy over the fill in GPUs, as if pools came in parts of a GPU;
-the host row holds what its weights take beyond that. So every price of the rows gives a lower bound.
+Shared are the rows: GPUs of a place (J x K), host memory for the weights of a pool (J x P), and the demand of a model
+over all regions (I). A pooled endpoint takes its occupancy over the fill in GPUs, as if pools came in parts of a GPU
+and might have all GPUs of their place; the host row holds what its weights take beyond that. So every price of the rows
+gives a lower bound.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +17,24 @@ from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, T
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """The shared rows: use <= `limit`, price between 0 and `price_most`; `scale`: tokens/s per unit of demand, [I]."""
+    """The shared rows: use <= `limit`, price between 0 and `price_most`; `scale`: tokens/s per unit of demand, [I].
+    `places`, `pools`: rows of GPUs, and of host memory.
+    """
 
     limit: Floats
     price_most: Floats
     scale: Floats
     places: int
+    pools: int
+
+    @property
+    def models(self) -> int:
+        """The first row of demand."""
+        return self.places + self.pools
 
     def of_places(self, prices: Floats) -> tuple[Floats, Floats, Floats]:
-        """Prices of a GPU [JK], of host memory [JK], and of a token/s of each model [I]."""
-        gpu, host, token = np.split(prices, [self.places, 2 * self.places])
+        """Prices of a GPU [JK], of host memory [JP], and of a token/s of each model [I]."""
+        gpu, host, token = np.split(prices, [self.places, self.models])
         return gpu, host, token / self.scale
 
 
@@ -34,12 +43,15 @@ def rows_of(tables: Tables) -> Rows:
     scale = np.where(tables.total_price > 0, tables.speed.max(axis=1), 1.0)
     scale = np.where(scale > 0, scale, 1.0)
     places = tables.capacity.size
-    host_most = np.tile(tables.gpu_price, len(tables.regions)) if tables.pools else np.zeros(places)
+    kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
+    host_most = np.tile(tables.gpu_price[kinds], len(tables.regions))
+    no_host = np.zeros(len(host_most))
     return Rows(
-        limit=np.concatenate([tables.capacity.ravel().astype(float), np.zeros(places), -tables.total / scale]),
+        limit=np.concatenate([tables.capacity.ravel().astype(float), no_host, -tables.total / scale]),
         price_most=np.concatenate([np.full(places, np.inf), host_most, tables.total_price * scale]),
         scale=scale,
         places=places,
+        pools=len(host_most),
     )
 
 
@@ -50,7 +62,7 @@ class Columns:
     Attributes:
         endpoint: whose it is, [M].
         counts: instances, [M, K]; all zero where pooled.
-        pooled: GPU type of the pool, -1 = none, [M].
+        pooled: kind of the pool, -1 = none, [M].
         cost: per hour, prices of what lacks at home included, [M].
         use: of the shared rows by each column, [rows, M].
         first: the first column of each endpoint that has any.
@@ -111,11 +123,12 @@ def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, poole
     ]
     if tables.pools and len(at := np.flatnonzero(~alone)):
         kind, of = pooled[at], endpoint[at]
-        place, share = region[at] * types + kind, tables.pools.occupancy[of, kind] / tables.pools.fill
-        uses += [(place, at, share), (rows.places + place, at, tables.pools.weights[of, kind] - share)]
-        cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[kind] * share
+        gpu_type, share = tables.pools.gpu_type[kind], tables.pools.occupancy[of, kind] / tables.pools.fill
+        host = rows.places + region[at] * len(tables.pools.gpu_type) + kind
+        uses += [(region[at] * types + gpu_type, at, share), (host, at, tables.pools.weights[of, kind] - share)]
+        cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[gpu_type] * share
         served[at] = tables.pools.served[of]
-    uses.append((2 * rows.places + model, np.arange(size), -served / rows.scale[model]))
+    uses.append((rows.models + model, np.arange(size), -served / rows.scale[model]))
     row, number, amount = (np.concatenate(each) for each in zip(*uses, strict=True))
     use = sparse.csr_matrix((amount, (row, number)), shape=(len(rows.limit), size))
     use.eliminate_zeros()

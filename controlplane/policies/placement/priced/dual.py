@@ -77,7 +77,7 @@ def configurations_at(
         exact: False = good configurations found quickly, and a weaker bound.
     """
     gpu, host, token = rows.of_places(prices)
-    gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(tables.capacity.shape)
+    gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(len(tables.regions), -1)
     among = np.arange(len(tables.home)) if among is None else among
     least, known, found = np.zeros(len(among)), np.zeros(len(among)), []
     size = CHUNK if spare is None else CHUNK_SPARE
@@ -111,13 +111,13 @@ def configurations_at(
 
 
 def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:
-    """What each pool costs each endpoint at these prices, [E, K]; infinite where it cannot be pooled."""
+    """What each pool costs each endpoint at these prices, [E, P]; infinite where it cannot be pooled."""
     assert tables.pools is not None
-    region = tables.region_of
+    region, gpu_type = tables.region_of, tables.pools.gpu_type
     share = tables.pools.occupancy / tables.pools.fill
     pooled = np.isfinite(share)
     share = np.where(pooled, share, 0.0)
-    value = tables.pools.extra + (tables.gpu_price + gpu[region] - host[region]) * share
+    value = tables.pools.extra + ((tables.gpu_price + gpu[region])[:, gpu_type] - host[region]) * share
     value += host[region] * tables.pools.weights - (token[tables.model_of] * tables.pools.served)[:, None]
     return np.where(pooled, value, np.inf)
 
@@ -177,7 +177,9 @@ def _step_of_prices(tables: Tables, rows: Rows) -> Floats:
     """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
     instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
     gpus = np.tile(tables.gpu_price, len(tables.regions))
-    return np.concatenate([gpus, gpus, np.where(np.isfinite(instance), instance, 0.0)])
+    kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
+    host = np.tile(tables.gpu_price[kinds], len(tables.regions))
+    return np.concatenate([gpus, host, np.where(np.isfinite(instance), instance, 0.0)])
 
 
 def _climb_smoothed(dual: Dual, start: Floats, low: Floats, high: Floats, tau: float) -> Floats:

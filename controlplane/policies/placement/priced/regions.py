@@ -4,9 +4,9 @@ Regions share nothing but the demand of models. The prices of a place's GPUs may
 an integer program of the region may not, so its bound is higher where a few large instances fill a place. The sum over
 regions is again a bound on the fleet (Lagrangian relaxation of the demand rows alone).
 
-    min  sum (price_s - token speed) x_s + home_price lacks + few_price few + (extra - token served) z + gpu_price P
+    min  sum (price_s - token speed) x_s + home_price lacks + few_price few + (extra - token served) z + sum gpu_price P
     sum speed x + home Z + lacks >= home            sum x + fewest Z + few >= fewest         sum x + most Z <= most
-    Z = sum z <= 1, sum g x + P <= capacity         sum occupancy z <= fill P                sum weights z <= P
+    Z = sum z <= 1, sum g x + sum P <= capacity     sum occupancy z <= fill P, P <= most     sum weights z <= P
 
 x_s: instances in a segment of cost, z: pooled. In a demand row an instance counts for no more than the row asks.
 """
@@ -51,15 +51,16 @@ class _Program:
         speed, gpus = tables.speed[model[owner], kind], tables.gpus[model[owner], kind]
         self._instance = (owner, kind)
         self._pooled = self._poolable(tables, here)
-        self._sizes = (len(owner), len(self._pooled[0]), len(here), len(here), len(tables.gpu_types))
+        kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
+        self._sizes = (len(owner), len(self._pooled[0]), len(here), len(here), len(kinds))
         price = tables.price[here][owner, kind, segment] - token[model[owner]] * speed
         self._cost = [price, self._pool_price(tables, here, token), tables.home_price[here], tables.fewest_price[here]]
         self._step = tables.pools.step[region] if tables.pools else np.ones(self._sizes[4], np.int64)
-        self._cost.append(tables.gpu_price * self._step)
+        self._cost.append(tables.gpu_price[kinds] * self._step)
         self._upper = [tables.segment_max[here][owner, kind, segment].astype(float), np.ones(self._sizes[1])]
         self._upper += [tables.home[here], tables.fewest[here].astype(float)]
-        slots = (tables.capacity[region] // self._step).astype(float)
-        self._upper.append(slots if tables.pools else np.zeros(self._sizes[4]))
+        most = tables.pools.most[region] if tables.pools else kinds
+        self._upper.append((most // self._step).astype(float))
         self._add_endpoints(tables, here, speed)
         self._add_places(tables, here, region, gpus)
 
@@ -92,16 +93,18 @@ class _Program:
 
     def _add_places(self, tables: Tables, here: Ints, region: int, gpus: Ints) -> None:
         none, no = np.zeros(0), np.zeros(0, np.int64)
-        types, kind, pooled = np.arange(self._sizes[4]), self._instance[1], self._pooled[1]
-        any_, capacity = np.full(len(types), -np.inf), tables.capacity[region].astype(float)
+        kind, pooled = self._instance[1], self._pooled[1]
+        kinds = tables.pools.gpu_type if tables.pools else no
+        any_, capacity = np.full(len(tables.gpu_types), -np.inf), tables.capacity[region].astype(float)
         step = self._step.astype(float)
-        self._add(any_, capacity, [kind, no, no, no, types], [gpus.astype(float), none, none, none, step])
+        self._add(any_, capacity, [kind, no, no, no, kinds], [gpus.astype(float), none, none, none, step])
         if tables.pools is None:
             return
+        pools, beyond, full = np.arange(len(kinds)), np.full(len(kinds), -np.inf), np.zeros(len(kinds))
         at = here[self._pooled[0]]
         share = tables.pools.occupancy[at, pooled] / tables.pools.fill
         for taken in (share, tables.pools.weights[at, pooled]):
-            self._add(any_, 0.0 * capacity, [no, pooled, no, no, types], [none, taken, none, none, -step])
+            self._add(beyond, full, [no, pooled, no, no, pools], [none, taken, none, none, -step])
 
     def _add(self, low: Floats, high: Floats, rows: list[Ints], values: list[Floats]) -> None:
         """A row for each limit; for each kind of column the row of each and its value, or nothing."""

@@ -18,7 +18,7 @@ LEAST_GAIN = 1e-7
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Incumbent:
-    """A placement: instances [E, K], and the GPU type each endpoint is pooled on, [E], -1 = none."""
+    """A placement: instances [E, K], and the kind of pool each endpoint is in, [E], -1 = none."""
 
     counts: Ints
     pooled: Ints
@@ -31,16 +31,27 @@ def served_by(tables: Tables, endpoint: Ints, counts: Ints, pooled: Ints) -> Flo
 
 
 def pool_gpus(tables: Tables, endpoint: Ints, pooled: Ints) -> Ints:
-    """GPUs of whole slots that pools need for these endpoints, pooled on these GPU types (-1 = not pooled), [J, K]."""
+    """GPUs of whole slots that pools need for these endpoints, in pools of these kinds (-1 = not pooled), [J, P]."""
     if tables.pools is None:
-        return np.zeros(tables.capacity.shape, np.int64)
+        return np.zeros((len(tables.regions), 0), np.int64)
     at, kind = endpoint[pooled >= 0], pooled[pooled >= 0]
-    share, weights = np.zeros(tables.capacity.shape), np.zeros(tables.capacity.shape)
+    share, weights = np.zeros(tables.pools.step.shape), np.zeros(tables.pools.step.shape)
     place = (tables.region_of[at], kind)
     np.add.at(share, place, tables.pools.occupancy[at, kind] / tables.pools.fill)
     np.add.at(weights, place, tables.pools.weights[at, kind])
     slots = np.ceil((np.maximum(share, weights) - ROUNDING) / tables.pools.step)
     return np.asarray(slots * tables.pools.step).astype(np.int64)
+
+
+def kinds_of_types(tables: Tables) -> Ints:
+    """1 where a kind of pool is of a GPU type, else 0, [P, K]."""
+    kinds = tables.pools.gpu_type if tables.pools is not None else np.zeros(0, np.int64)
+    return np.asarray(kinds[:, None] == np.arange(len(tables.gpu_types)), np.int64)
+
+
+def pooled_gpus(tables: Tables, gpus: Ints) -> Ints:
+    """GPUs of pools, [J, P], added up by GPU type, [J, K]."""
+    return np.asarray(gpus @ kinds_of_types(tables))
 
 
 def rounded(tables: Tables, rows: Rows, columns: Columns, weights: Floats, prices: Floats) -> Ints:
@@ -77,15 +88,20 @@ def relieved(tables: Tables, columns: Columns, choice: Ints, prices: Floats) -> 
 
 
 def _relieve_region(tables: Tables, columns: Columns, choice: Ints, j: int, at: Ints, value: Floats) -> None:
-    """Change the choice among one region's columns `at`: the least harm per GPU too many, again and again."""
+    """Change the choice among one region's columns `at`: the least harm per GPU too many, again and again. Too many are
+    those beyond the capacity of a GPU type, and beyond what a pool may have.
+    """
     endpoint, value = columns.endpoint[at], value[at]
     gpus = columns.counts[at] * tables.gpus[tables.model_of[endpoint]]
-    need = gpus + _pool_need(tables, columns, at)
+    pool_need = _pool_need(tables, columns, at)
+    need = np.hstack([gpus + pool_need @ kinds_of_types(tables), pool_need])
     here, turn = np.unique(endpoint, return_inverse=True)
     chosen = np.searchsorted(at, choice[here])
     while True:
-        pools = pool_gpus(tables, here, columns.pooled[at[chosen]])[j]
-        over = gpus[chosen].sum(axis=0) + pools - tables.capacity[j]
+        pools = pool_gpus(tables, here, columns.pooled[at[chosen]])
+        over = gpus[chosen].sum(axis=0) + pooled_gpus(tables, pools)[j] - tables.capacity[j]
+        if tables.pools is not None:
+            over = np.concatenate([over, pools[j] - tables.pools.most[j]])
         if (over <= 0).all():
             break
         now = chosen[turn]
@@ -99,8 +115,8 @@ def _relieve_region(tables: Tables, columns: Columns, choice: Ints, j: int, at: 
 
 
 def _pool_need(tables: Tables, columns: Columns, at: Ints) -> Floats:
-    """Parts of a GPU that pooled columns take, [., K]."""
-    need = np.zeros((len(at), tables.capacity.shape[1]))
+    """Parts of a GPU that pooled columns take, [., P]."""
+    need = np.zeros((len(at), 0 if tables.pools is None else len(tables.pools.gpu_type)))
     if tables.pools is not None:
         some = np.flatnonzero(columns.pooled[at] >= 0)
         kind, endpoint = columns.pooled[at[some]], columns.endpoint[at[some]]
@@ -112,7 +128,7 @@ def _pool_need(tables: Tables, columns: Columns, at: Ints) -> Floats:
 def moved(tables: Tables, incumbent: Incumbent, steps_max: int) -> Incumbent:
     """Single instances added where demand is short and GPUs are free, and left out where nothing needs them."""
     counts, pooled = incumbent.counts.copy(), incumbent.pooled
-    free = tables.capacity - pool_gpus(tables, np.arange(len(pooled)), pooled)
+    free = tables.capacity - pooled_gpus(tables, pool_gpus(tables, np.arange(len(pooled)), pooled))
     gpus = tables.gpus[tables.model_of]
     shape = (len(tables.models), len(tables.regions), len(tables.gpu_types))
     for _ in range(steps_max):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.facts import EndpointGpu, PoolKey
 from controlplane.policies.placement.grid import Cell, Grid
 
 Floats = NDArray[np.float64]
@@ -23,23 +23,28 @@ SEGMENTS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolTables:
-    """What pools can take: E endpoints, K GPU types, J regions.
+    """What pools can take: E endpoints, P kinds of pools (a GPU type and a size of workers), J regions.
 
     Attributes:
-        occupancy: share of one GPU, [E, K]; infinite where the endpoint cannot be pooled.
-        weights: bytes in units of the host memory per GPU of that type, [E, K].
-        extra: cost per hour of pooling there, the move, [E, K].
+        gpu_type: of each kind, its number, [P]; in rising order. worker_gpus: of each kind, [P].
+        occupancy: share of one GPU, [E, P]; infinite where the endpoint cannot be pooled.
+        weights: bytes in units of the host memory per GPU of that type, [E, P].
+        extra: cost per hour of pooling there, the move, [E, P].
         served: tokens/s it takes off its model's row, [E].
         fill: share of a pool GPU that may be occupied.
-        step: GPUs by which a pool grows, [J, K].
+        step: GPUs by which a pool grows, [J, P].
+        most: GPUs that it may have, [J, P].
     """
 
+    gpu_type: Ints
+    worker_gpus: Ints
     occupancy: Floats
     weights: Floats
     extra: Floats
     served: Floats
     fill: float
     step: Ints
+    most: Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,13 +97,24 @@ class Tables:
         return {self._cell(e, k): int(counts[e, k]) for e, k in np.argwhere(counts).tolist()}
 
     def pooled_keys(self, pooled: Ints) -> frozenset[EndpointGpu]:
-        """GPU type each endpoint is pooled on, [E], -1 = none, as keys."""
-        return frozenset(self._cell(e, int(pooled[e])) for e in np.flatnonzero(pooled >= 0).tolist())
+        """Kind of pool that each endpoint is in, [E], -1 = none, as keys."""
+        if self.pools is None:
+            return frozenset()
+        kinds = self.pools.gpu_type
+        return frozenset(self._cell(e, int(kinds[pooled[e]])) for e in np.flatnonzero(pooled >= 0).tolist())
 
-    def pool_gpus_by_key(self, gpus: Ints) -> Mapping[RegionGpu, int]:
-        """Pool GPUs [J, K] by place; none where there are none."""
+    def pool_gpus_by_key(self, gpus: Ints) -> Mapping[PoolKey, int]:
+        """Pool GPUs [J, P] by pool; none where there are none."""
+        pools = self.pools
+        if pools is None:
+            return {}
         return {
-            RegionGpu(region=self.regions[j], gpu_type=self.gpu_types[k]): int(gpus[j, k]) for j, k in np.argwhere(gpus)
+            PoolKey(
+                region=self.regions[j],
+                gpu_type=self.gpu_types[pools.gpu_type[p]],
+                worker_gpus=int(pools.worker_gpus[p]),
+            ): int(gpus[j, p])
+            for j, p in np.argwhere(gpus)
         }
 
     def _cell(self, endpoint: int, gpu_type: int) -> EndpointGpu:
@@ -175,16 +191,20 @@ def _segments(
 
 def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int]) -> PoolTables:
     size = len(grid.models) * len(region_at)
-    occupancy = np.full((size, len(type_at)), np.inf)
+    kinds = sorted({(type_at[option.key.gpu_type], option.pool.worker_gpus) for option in grid.options})
+    kind_at = {kind: at for at, kind in enumerate(kinds)}
+    occupancy = np.full((size, len(kinds)), np.inf)
     weights, extra = np.zeros(occupancy.shape), np.zeros(occupancy.shape)
     host = {row.place: row.host_bytes_per_gpu for row in grid.places}
-    step = np.ones((len(region_at), len(type_at)), np.int64)
-    for row in grid.places:
-        step[region_at[row.place.region], type_at[row.place.gpu_type]] = row.pool_step
+    step = np.ones((len(region_at), len(kinds)), np.int64)
+    most = np.zeros(step.shape, np.int64)
+    for row in (pool for place in grid.places for pool in place.pools if pool.options):
+        at = region_at[row.key.region], kind_at[type_at[row.key.gpu_type], row.key.worker_gpus]
+        step[at], most[at] = row.step, row.most
     endpoints = [endpoint for model in grid.models for endpoint in model.endpoints]
     for number, endpoint in enumerate(endpoints):
         for option in endpoint.options:
-            kind = type_at[option.key.gpu_type]
+            kind = kind_at[type_at[option.key.gpu_type], option.pool.worker_gpus]
             brings = host[option.key.place]
             if option.weights_bytes and not brings:
                 continue
@@ -192,10 +212,13 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
             weights[number, kind] = option.weights_bytes / brings if brings else 0.0
             extra[number, kind] = -grid.move_price if option.before else grid.move_price
     return PoolTables(
+        gpu_type=np.array([gpu_type for gpu_type, _ in kinds], np.int64),
+        worker_gpus=np.array([gpus for _, gpus in kinds], np.int64),
         occupancy=occupancy,
         weights=weights,
         extra=extra,
         served=np.array([endpoint.busiest for endpoint in endpoints]),
         fill=grid.fill,
         step=step,
+        most=most,
     )
