@@ -14,6 +14,7 @@ from controlplane.policies.facts import (
     ModelGpu,
     NodeFacts,
     NodeSlot,
+    PoolKey,
     RegionGpu,
 )
 from controlplane.policies.fit import ModelSize
@@ -25,8 +26,9 @@ from dataplane.protocol.tiers import InstanceKind
 
 A, B, C = (Endpoint(model=model, region="east") for model in "abc")
 PLACE = RegionGpu(region="east", gpu_type="H800")
+POOL = PoolKey(region="east", gpu_type="H800")
 ON_H800 = {endpoint: EndpointGpu(model=endpoint.model, region="east", gpu_type="H800") for endpoint in (A, B, C)}
-POOLS = PlanPools(gpus={PLACE: 1}, occupancy={ON_H800[A]: 0.3})
+POOLS = PlanPools(gpus={POOL: 1}, occupancy={ON_H800[A]: 0.3})
 STALE_S = 5.0
 
 
@@ -163,7 +165,7 @@ def test_kinds_follow_the_strategy() -> None:
     assert decision.kinds == {"b0": InstanceKind.IW, "c1": InstanceKind.MIXED}
 
 
-RESERVE = PlanPools(gpus={PLACE: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
+RESERVE = PlanPools(gpus={POOL: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
 
 
 def test_an_instance_on_each_slot_of_the_reserve_counts_for_the_minimum() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey
 from controlplane.policies.snapshot import PlanPools
 from ops.simulator.kernel.events import Kind
 from ops.simulator.run import build_world
@@ -64,9 +64,9 @@ class Operated:
 
     def plan(self, at_s: float, own: Mapping[str, int], pooled: Collection[str] = (), *, gpus: int = 1) -> None:
         """A plan that comes into force: instances of their own, and pooled endpoints on so many GPUs."""
-        place = RegionGpu(region="east", gpu_type="H800")
+        pool = PoolKey(region="east", gpu_type="H800")
         pools = PlanPools(
-            gpus={place: gpus} if pooled else {},
+            gpus={pool: gpus} if pooled else {},
             occupancy={EndpointGpu(model=model, region="east", gpu_type="H800"): 0.2 for model in pooled},
         )
         plan = Plan(

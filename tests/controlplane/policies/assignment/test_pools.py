@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey
 from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 
-PLACE = RegionGpu(region="east", gpu_type="H800")
+POOL = PoolKey(region="east", gpu_type="H800")
 STALE_S = 5.0
 
 
@@ -68,7 +68,7 @@ def facts(
     missing: tuple[str, ...] = (),
 ) -> PoolSlotFacts:
     return PoolSlotFacts(
-        pool_gpus={PLACE: gpus},
+        pool_gpus={POOL: gpus},
         occupancy={key(model): share for model, share in occupancy.items()},
         slots=slots,
         instances=instances,

@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import (
@@ -69,12 +69,17 @@ def small_facts(draw: st.DrawFn, *, pools: bool | None = False, wide: bool = Fal
     if not (draw(st.booleans()) if pools is None else pools):
         return facts
     shares = st.sampled_from([0.02, 0.3, 0.79, 1.2])
+    keys = [
+        PoolKey(region=place.region, gpu_type=place.gpu_type, worker_gpus=gpus) for place in places for gpus in (1, 2)
+    ]
     pool = PoolFacts(
         occupancy={cell: draw(shares) for cell in cells if draw(st.integers(0, 3))},
         weights_bytes=dict.fromkeys(models, 16),
         host_bytes_per_gpu={gpu_type: draw(st.sampled_from([0, 10, 16, 40])) for gpu_type in gpu_types},
-        slot_gpus={place: draw(st.integers(1, 3)) for place in places if draw(st.booleans())},
-        present={place: draw(st.integers(0, 2)) for place in places if draw(st.booleans())},
+        worker_gpus={pair: profile.gpus for pair, profile in facts.profiles.items() if profile.gpus > 1},
+        slot_gpus={key: key.worker_gpus * draw(st.integers(1, 3)) for key in keys if draw(st.booleans())},
+        most={key: draw(st.integers(0, CAPACITY_MAX)) for key in keys if draw(st.integers(0, 3)) == 0},
+        present={key: draw(st.integers(0, 2)) for key in keys if draw(st.booleans())},
         pooled=frozenset(cell for cell in cells if draw(st.integers(0, 3)) == 0),
     )
     return replace(facts, pool=pool)

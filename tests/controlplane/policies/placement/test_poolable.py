@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
 from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
@@ -86,7 +86,7 @@ def test_the_placement_is_told_of_slots_that_a_pool_takes_whole() -> None:
     east = replace(NODE, slots=(TOGETHER, TOGETHER))
     pools = choose_poolable(facts(nodes=(east, replace(NODE, region="west"))), PoolableSettings()).facts
     assert pools is not None
-    assert pools.slot_gpus == {RegionGpu(region="east", gpu_type="H800"): 4}
+    assert pools.slot_gpus == {PoolKey(region="east", gpu_type="H800"): 4}
     mixed = choose_poolable(facts(nodes=(east, NODE)), PoolableSettings()).facts
     assert mixed is not None
     assert mixed.slot_gpus == {}, "there are slots of one"
@@ -105,8 +105,8 @@ def shares(nodes: tuple[NodeFacts, ...], demand: dict[Endpoint, tuple[float, ...
         ({"nodes": (replace(NODE, slots=()),)}, "no node with H800 serves"),
         ({"nodes": (NODE, replace(NODE, host_bytes=None))}, "some node with H800 does not tell its host memory"),
         (
-            {"nodes": (NODE, replace(NODE, slots=(NodeSlot(gpus=2),)))},
-            "workers on H800 have 1 and 2 GPUs, the model takes 1",
+            {"nodes": (replace(NODE, slots=(NodeSlot(gpus=4), NodeSlot(gpus=2))),)},
+            "workers on H800 have 2 or 4 GPUs, the model takes 1",
         ),
     ],
 )
@@ -128,7 +128,7 @@ def test_why_one_model_cannot() -> None:
 
 
 def test_the_least_host_memory_counts_and_what_is_there_is_passed_on() -> None:
-    place = RegionGpu(region="east", gpu_type="H800")
+    place = PoolKey(region="east", gpu_type="H800")
     given = facts(nodes=(NODE, replace(NODE, host_bytes=40)), present={place: 1}, pooled=frozenset({ON_H800}))
     pools = choose_poolable(given, PoolableSettings()).facts
     assert pools is not None

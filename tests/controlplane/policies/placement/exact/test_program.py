@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement
 from controlplane.policies.placement.exact.program import build_program
@@ -192,7 +192,7 @@ def test_pools_stay_where_they_are() -> None:
             occupancy=dict.fromkeys(keys, 0.1),
             weights_bytes={model.name: 30 for model in facts.models},
             host_bytes_per_gpu=dict.fromkeys(gpu_types, 1000),
-            present={RegionGpu(region="us-west", gpu_type=present): 1},
+            present={PoolKey(region="us-west", gpu_type=present): 1},
             pooled=frozenset(key for key in keys if key.gpu_type == present),
         )
         placement = place(replace(facts, pool=pool))

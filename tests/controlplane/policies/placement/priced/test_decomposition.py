@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.cost import grid_cost, violations_of
 from controlplane.policies.placement.facts import (
@@ -247,13 +247,13 @@ def test_a_pool_is_shared_by_the_tail(slot_gpus: int) -> None:
             occupancy=dict.fromkeys(keys, 0.05),
             weights_bytes=dict.fromkeys(models, 10),
             host_bytes_per_gpu={"G": 100},
-            slot_gpus={RegionGpu(region="r", gpu_type="G"): slot_gpus},
+            slot_gpus={PoolKey(region="r", gpu_type="G"): slot_gpus},
         ),
     )
     found = _solved(facts)
     assert found.counts == {}
     assert found.pooled == frozenset(keys)
-    assert found.pool_gpus == {RegionGpu(region="r", gpu_type="G"): slot_gpus}
+    assert found.pool_gpus == {PoolKey(region="r", gpu_type="G"): slot_gpus}
 
 
 @pytest.mark.parametrize("pools", [False, True])

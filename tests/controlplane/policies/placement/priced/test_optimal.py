@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.cost import grid_cost, violations_of
 from controlplane.policies.placement.decision import Placement, PlacementStatus
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
@@ -27,7 +27,7 @@ def choices_of(facts: PlacementFacts) -> Iterator[Answer]:
         homes.append([None, *(key for key in keys if key.endpoint == endpoint)])
     for pooling in itertools.product(*homes):
         pooled = frozenset(key for key in pooling if key is not None)
-        pool_gpus = {at: _pool_gpus(facts, at, pooled) for at in facts.capacity}
+        pool_gpus = {key: _pool_gpus(facts, key, pooled) for key in _pools_of(facts)}
         away = {key.endpoint for key in pooled}
         ranges = [range(1 if c.endpoint in away or c in facts.unfit else CAPACITY_MAX + 1) for c in cells]
         for counts in itertools.product(*ranges):
@@ -36,12 +36,19 @@ def choices_of(facts: PlacementFacts) -> Iterator[Answer]:
                 yield choice
 
 
-def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[EndpointGpu]) -> int:
-    here = [key for key in pooled if key.place == place]
+def _pools_of(facts: PlacementFacts) -> list[PoolKey]:
+    """A pool for models of one GPU and one for models of two, everywhere."""
+    return [
+        PoolKey(region=at.region, gpu_type=at.gpu_type, worker_gpus=gpus) for at in facts.capacity for gpus in (1, 2)
+    ]
+
+
+def _pool_gpus(facts: PlacementFacts, place: PoolKey, pooled: frozenset[EndpointGpu]) -> int:
+    here = [key for key in pooled if key.place == place.place and facts.profiles[key.pair].gpus == place.worker_gpus]
     if not here or facts.pool is None:
         return 0
     pool = facts.pool
-    step = pool.slot_gpus.get(place, 1)
+    step = pool.slot_gpus.get(place, place.worker_gpus)
     for gpus in range(step, 99, step):
         fits = sum(pool.occupancy[key] for key in here) <= pool.fill * gpus + 1e-9
         if (
@@ -54,17 +61,24 @@ def _pool_gpus(facts: PlacementFacts, place: RegionGpu, pooled: frozenset[Endpoi
 
 def _fits(facts: PlacementFacts, choice: Answer) -> bool:
     for at, capacity in facts.capacity.items():
-        used = choice.pool_gpus[at]
+        used = sum(gpus for key, gpus in choice.pool_gpus.items() if key.place == at)
         for cell, count in choice.counts.items():
             if cell.place == at:
                 used += facts.profiles[cell.pair].gpus * count
         if used > capacity:
             return False
+    if any(gpus > _pool_most(facts, key) for key, gpus in choice.pool_gpus.items()):
+        return False
     for endpoint in facts.demand:
         here = sum(n for cell, n in choice.counts.items() if cell.endpoint == endpoint)
         if here > facts.overrides.get(endpoint, facts.limits[endpoint][1]):
             return False
     return True
+
+
+def _pool_most(facts: PlacementFacts, key: PoolKey) -> int:
+    capacity = facts.capacity[key.place]
+    return capacity if facts.pool is None else min(capacity, facts.pool.most.get(key, capacity))
 
 
 class Oracle:
@@ -152,17 +166,19 @@ class Oracle:
                 price = self.same[c] if nth < facts.donated.get(c, 0) else self.other[c]
                 savings += [(self.fresh[c] - price) / gpus] * gpus
         donated_gpus = sum(facts.profiles[c.pair].gpus * facts.donated.get(c, 0) for c in here)
-        cost = choice.pool_gpus[place] * facts.gpu_cost_per_hour[place.gpu_type]
+        pools = {key: gpus for key, gpus in choice.pool_gpus.items() if key.place == place}
+        cost = sum(pools.values()) * facts.gpu_cost_per_hour[place.gpu_type]
         cost -= sum(sorted(savings, reverse=True)[:donated_gpus])
         if facts.pool is None:
             return cost
         able = [k for k in facts.pool.occupancy if k.place == place]
         able = [k for k in able if self._can_be_pooled(k)]
-        cost += self.move * abs(choice.pool_gpus[place] - facts.pool.present.get(place, 0))
+        cost += self.move * sum(abs(gpus - facts.pool.present.get(key, 0)) for key, gpus in pools.items())
         return cost + self.move * sum((k in choice.pooled) != (k in facts.pool.pooled) for k in able)
 
     def _can_be_pooled(self, key: EndpointGpu) -> bool:
-        fits = _pool_gpus(self.facts, key.place, frozenset({key})) <= self.facts.capacity[key.place]
+        pool = key.pool(self.facts.profiles[key.pair].gpus)
+        fits = _pool_gpus(self.facts, pool, frozenset({key})) <= _pool_most(self.facts, pool)
         return fits and key.endpoint not in self.facts.overrides and self._most(key.endpoint) > 0
 
 
@@ -174,7 +190,7 @@ def check(facts: PlacementFacts) -> None:
     full = replace(
         choice,
         counts={cell: choice.counts.get(cell, 0) for cell in facts.present},
-        pool_gpus={at: choice.pool_gpus.get(at, 0) for at in facts.capacity},
+        pool_gpus={key: choice.pool_gpus.get(key, 0) for key in _pools_of(facts)},
     )
     assert _fits(facts, full), "over capacity, maximum or pin"
     assert violations_of(grid_of(facts, EXACT), full) == ()
