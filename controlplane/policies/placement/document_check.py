@@ -55,16 +55,17 @@ def check(problem: Problem) -> None:
 
 
 def _check_entries(path: str, entries: Iterable[Any], known: Mapping[str, set[str]]) -> None:
-    seen: dict[tuple[str, ...], int] = {}
+    seen: dict[tuple[str | int, ...], int] = {}
     for number, entry in enumerate(entries):
         names = tuple(name for name in ("model", "region", "gpu") if hasattr(entry, name))
         for name in names:
             word = getattr(entry, name)
             if word not in known[name]:
                 raise DocumentError(f"{path}[{number}].{name}: {_unknown(word, known[name])}")
-        key = tuple(getattr(entry, name) for name in names)
+        words = tuple(getattr(entry, name) for name in names)
+        key = (*words, getattr(entry, "worker_gpus", 0))
         if key in seen:
-            raise DocumentError(f"{path}[{number}]: {', '.join(key)} is given in {path}[{seen[key]}] already")
+            raise DocumentError(f"{path}[{number}]: {', '.join(words)} is given in {path}[{seen[key]}] already")
         seen[key] = number
 
 

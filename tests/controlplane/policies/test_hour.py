@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from controlplane.policies.assignment.facts import PlacedInstance
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Constraint
@@ -15,7 +15,6 @@ from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.snapshot import FleetSnapshot
 
-EAST = RegionGpu(region="east", gpu_type="H800")
 MODELS = "abcd"
 AT = {name: Endpoint(model=name, region="east") for name in MODELS}
 LATENCY = {
@@ -64,7 +63,7 @@ def after(hour: HourPlan) -> dict[str, int]:
 
 def test_a_night_is_served_from_two_slots() -> None:
     hour = plan(fleet(), dict.fromkeys(MODELS, 100.0), 30.0)
-    assert hour.reserve.gpus == {EAST: 2}
+    assert hour.reserve.gpus == {PoolKey(region="east", gpu_type="H800"): 2}
     assert {key.model for key in hour.reserve.held} == set(MODELS)
     assert after(hour) == {}, "nothing before, nothing after"
     assert hour.placement.gpu_cost_per_hour == pytest.approx(6.0)

@@ -6,7 +6,7 @@ from typing import Any
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.evacuation import leaving_larger_slots
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotFacts, SlotSettings
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.policies.facts import Endpoint, ModelGpu, NodeFacts, NodeSlot, PoolKey, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.facts import Profile
@@ -209,8 +209,8 @@ def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:
 
 def test_pools_take_slots_of_the_size_of_their_models() -> None:
     fleet = snapshot(node("a", (4,)), node("b", (4,)))
-    key = EndpointGpu(model="small", region="east", gpu_type="H800")
-    placed = PlacedHour(placement=plan(fleet, 0.0, 50.0).placement, sharing=frozenset({key}), shared_gpus={PLACE: 2})
+    pool = PoolKey(region="east", gpu_type="H800")
+    placed = PlacedHour(placement=plan(fleet, 0.0, 50.0).placement, pool_gpus={pool: 2})
     settings = PlannedLayoutSettings(enabled=True)
     planned = plan_layouts(fleet, placed, 0.0, settings, stale_s=60.0)
     assert planned.demand == {PLACE: {1: 2.0, 4: 4.0}}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey
+from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey
 from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 
 POOL = PoolKey(region="east", gpu_type="H800")

@@ -121,7 +121,7 @@ def answer_of(placement: Placement) -> Answer:
     return Answer(
         counts={entry.key: entry.after for entry in placement.entries},
         pooled=frozenset(each.key for each in placement.pooled),
-        pool_gpus={pool.place: pool.after for pool in placement.pools},
+        pool_gpus={pool.key: pool.after for pool in placement.pools},
     )
 
 

@@ -161,7 +161,8 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     answer = Answer(counts=tables.counts_by_key(found.counts), pooled=tables.pooled_keys(found.pooled), pool_gpus=gpus)
     assert violations_of(grid, answer) == ()
     if not any(facts.donated.values()):
-        moves_of_pools = sum(abs(gpus.get(row.place, 0) - row.pool_before) for row in grid.places) * grid.move_price
+        pools = [pool for row in grid.places for pool in row.pools]
+        moves_of_pools = sum(abs(gpus.get(pool.key, 0) - pool.before) for pool in pools) * grid.move_price
         cost = grid_cost(grid, answer) - moves_of_pools
         assert chooser.cost(choice) == pytest.approx(cost, rel=1e-9, abs=1e-6)
     closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
