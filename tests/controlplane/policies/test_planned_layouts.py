@@ -3,17 +3,22 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.evacuation import leaving_larger_slots
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotFacts, SlotSettings
 from controlplane.policies.facts import Endpoint, ModelGpu, NodeFacts, NodeSlot, PoolKey, RegionGpu
 from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
-from controlplane.policies.placement.facts import Profile
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.facts import PlacementSettings, Profile
+from controlplane.policies.placement.poolable import PoolableSettings
+from controlplane.policies.placement.reserve_candidates import CandidateFacts, reserve_facts
 from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
 from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
-from controlplane.policies.snapshot import FleetSnapshot, slot_rooms
+from controlplane.policies.snapshot import FleetSnapshot, placement_facts, poolable_facts, slot_rooms
 from dataplane.protocol.layouts import Layout, slots_of
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
@@ -215,3 +220,82 @@ def test_pools_take_slots_of_the_size_of_their_models() -> None:
     planned = plan_layouts(fleet, placed, 0.0, settings, stale_s=60.0)
     assert planned.demand == {PLACE: {1: 2.0, 4: 4.0}}
     assert after(planned) == {"a": (1, 1, 1, 1)}
+
+
+LATENCY = {
+    "prefill_base_s": 0.009,
+    "prefill_per_token_s": 4.3e-05,
+    "prefill_per_token2_s": 8.5e-10,
+    "decode_base_s": 0.0128,
+    "decode_per_context_token_s": 2.3e-07,
+    "decode_per_sequence_s": 1.6e-04,
+    "switch_s": 0.5,
+}
+
+
+def long_tail(*nodes: NodeFacts) -> FleetSnapshot:
+    """Four models of one GPU and three of four, hardly asked for."""
+    gpus = {f"small-{number}": 1 for number in range(4)} | {f"large-{number}": 4 for number in range(3)}
+    pairs = {ModelGpu(model=model, gpu_type="H800"): count for model, count in gpus.items()}
+    return snapshot(
+        *(replace(each, host_bytes=2 << 40) for each in nodes),
+        profiles={pair: Profile(tokens_per_s=100.0, gpus=count) for pair, count in pairs.items()},
+        latencies=dict.fromkeys(pairs, LATENCY),
+        sizes={model: ModelSize(weights_bytes=count * (30 << 30)) for model, count in gpus.items()},
+        limits={Endpoint(model=model, region="east"): (0, 4) for model in gpus},
+    )
+
+
+def tail_hour(fleet: FleetSnapshot, exact_cells_max: int, tokens_per_s: float = 5.0) -> HourPlan:
+    """The plan of an hour with a little of each model, by the integer program or by prices."""
+    demand = dict.fromkeys(fleet.limits, (tokens_per_s,))
+    settings = HourSettings(
+        placement=PlacementSettings(exact_cells_max=exact_cells_max), layouts=PlannedLayoutSettings(enabled=True)
+    )
+    return choose_hour(fleet, demand, demand, 0.0, settings)
+
+
+@pytest.mark.parametrize("exact_cells_max", [0, 500])
+def test_small_and_large_models_are_pooled_apart_in_one_plan(exact_cells_max: int) -> None:
+    hour = tail_hour(long_tail(node("a", (1, 1, 1, 1, 4), regroups=False)), exact_cells_max)
+    assert {size.worker_gpus: size.after for size in hour.pool_sizes} == {1: 1, 4: 4}
+    assert {one.endpoint.model: one.worker_gpus for one in hour.placement.pooled} == {
+        endpoint.model: 4 if endpoint.model.startswith("large") else 1 for endpoint in hour.facts.demand
+    }
+    assert (hour.placement.entries, hour.placement.unserved) == ((), ())
+
+
+@pytest.mark.parametrize("exact_cells_max", [0, 500])
+def test_a_pool_is_no_larger_than_the_slots_of_its_size(exact_cells_max: int) -> None:
+    """Three large models would need two slots of their pool; there is one of their size, and none may be made."""
+    fleet = long_tail(node("a", (1, 1, 1, 1, 1, 1, 1, 1, 4), regroups=False))
+    busy = {pair: LATENCY | {"decode_base_s": 0.09} for pair in fleet.latencies}
+    hour = tail_hour(replace(fleet, latencies=busy), exact_cells_max, 9.0)
+    assert [size.after for size in hour.pool_sizes if size.worker_gpus == 4] == [4]
+    assert sum(one.worker_gpus == 4 for one in hour.placement.pooled) == 2
+
+
+def test_layouts_are_made_for_the_pools_of_each_size() -> None:
+    """The slots of both pools are counted, and the node that has none of them is regrouped."""
+    hour = tail_hour(long_tail(node("a", (4,)), node("b", (4,))), 500)
+    assert hour.layouts.demand == {PLACE: {1: 1.0, 4: 4.0}}
+    assert after(hour.layouts) == {"a": (1, 1, 1, 1)}
+    assert hour.placement.unserved == ()
+
+
+def test_a_reserve_has_slots_of_one_size() -> None:
+    """That of the models that take most GPUs; the others keep what they would have alone."""
+    fleet = long_tail(node("a", (1, 1, 1, 1, 4, 4, 4), regroups=False))
+    demand = dict.fromkeys(fleet.limits, (50.0,))
+    placement = placement_facts(fleet, demand, pool=None, stale_s=60.0)
+    given = CandidateFacts(
+        placement=placement,
+        poolable=poolable_facts(fleet, demand, stale_s=60.0),
+        medians=demand,
+        placed=choose_placement(placement, 0.0, PlacementSettings()),
+    )
+    found = reserve_facts(given, PoolableSettings())
+    assert {one.gpus for one in found.endpoints} == {4}
+    assert found.places[PLACE].free_gpus == 12, "slots of four have no more"
+    small = Endpoint(model="small-0", region="east")
+    assert found.left_out[small] == "reserves have workers of 4 GPUs, it takes 1"

@@ -252,6 +252,25 @@ def test_a_rollback_restores_the_plan_before_as_one_of_its_own(world: World) -> 
         assert is_planned(session, 7200)
 
 
+def test_a_rollback_restores_the_pools_of_each_size(world: World) -> None:
+    """Also where the plan before it is of a release whose pools had one size, and did not say which."""
+    place = {"region": "us-east", "gpu_type": "H800", "before": 0}
+    old = place | {"after": 2, "pooled": [{"model": "small"}]}
+    small = place | {"worker_gpus": 1, "after": 3, "pooled": [{"model": "small"}]}
+    large = place | {"worker_gpus": 4, "after": 8, "pooled": [{"model": "large"}]}
+    world.in_force([(MODEL, "us-east", 1)], pools=[old])
+    world.in_force([(MODEL, "us-east", 1)], pools=[small, large])
+    second = world.in_force([(MODEL, "us-east", 1)], pools=[small | {"before": 3}])
+    again = roll_back_of(world, second)
+    assert again.pools == [small | {"before": 3}, large]
+    third = world.in_force([(MODEL, "us-east", 1)], pools=[old])
+    fourth = world.in_force([(MODEL, "us-east", 1)], pools=[small])
+    assert third != fourth
+    first = roll_back_of(world, fourth)
+    gone = {"worker_gpus": 1, "before": 3, "after": 0, "pooled": []}
+    assert first.pools == [old, place | gone]
+
+
 def test_a_rollback_with_nowhere_to_go(world: World) -> None:
     with pytest.raises(NotFoundError):
         roll_back_of(world, "plan_none")

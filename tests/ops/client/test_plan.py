@@ -46,3 +46,14 @@ def test_a_reserve_with_what_it_holds_and_what_not(capsys: pytest.CaptureFixture
 def test_a_pool_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, POOL | {"pooled": [{"model": "a"}, {"model": "b"}]})
     assert lines[-1] == "pool of H800 in east: 1 -> 2 GPUs for a, b"
+
+
+def test_the_size_of_its_slots_says_which_of_several_pools_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    pools = [POOL | {"worker_gpus": 1}, POOL | {"worker_gpus": 4, "before": 0, "after": 8}]
+    elsewhere = POOL | {"region": "west", "worker_gpus": 4}
+    show_plan({"plan": PLAN, "index": 1, "entries": [], "pools": [*pools, elsewhere], "unserved": []})
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "pool of H800 in east, slots of 1: 1 -> 2 GPUs",
+        "pool of H800 in east, slots of 4: 0 -> 8 GPUs",
+        "pool of H800 in west: 1 -> 2 GPUs",
+    ]

@@ -391,3 +391,20 @@ def test_adapters_are_placed_beside_their_base_while_its_slot_has_capacity() -> 
     assert {found[name] for name in ("other", "b")} == {"n2"}, "with b the slot would be over-full"
     apart = choose_pool_slots(facts(2, shares, slots), 0.0, stale_s=STALE_S)
     assert len({add.node_id for add in apart.adds if add.endpoint.model in ("base", "a", "c")}) == 2
+
+
+def test_pools_of_two_sizes_each_keep_to_slots_of_their_size() -> None:
+    """Neither takes the other's slot, be it free or half empty."""
+    large = PoolKey(region="east", gpu_type="H800", worker_gpus=4)
+    four = replace(room("n2", gpus=4), workers=1)
+    both = replace(
+        facts(2, {"a": 0.5, "b": 0.4, "big": 0.5}, (room("n1"), four)),
+        pool_gpus={POOL: 2, large: 4},
+        gpus={key("big").pair: 4},
+    )
+    decision = choose(both)
+    assert added(decision) == {"a": "n1", "b": "n1", "big": "n2"}
+    assert decision.unplaced == ()
+    alone = choose(replace(both, slots=(room("n1"), room("n3"))))
+    assert added(alone) == {"a": "n1", "b": "n3"}
+    assert alone.unplaced[0].reason == "no free slot of H800 with 4 GPUs in east for the pool"

@@ -190,3 +190,39 @@ def test_the_first_adapter_stands_for_a_base_that_is_not_offered() -> None:
     both = choose_poolable(facts(sizes=sizes, endpoints=frozenset({A, B, west})), PoolableSettings()).facts
     assert both is not None
     assert both.weights_bytes["b"] == 23, "in the west nobody else brings the base"
+
+
+LARGE = {
+    ModelGpu(model="a", gpu_type="H800"): PoolProfile(gpus=1, latency=LATENCY),
+    ModelGpu(model="b", gpu_type="H800"): PoolProfile(gpus=4, latency=LATENCY),
+}
+
+
+def test_each_size_of_slots_has_a_pool_of_its_own() -> None:
+    """Each model is pooled on slots of its size, and its pool may have no more GPUs than these have."""
+    node = replace(NODE, slots=(ONE_GPU, ONE_GPU, NodeSlot(gpus=4)))
+    pools = choose_poolable(facts(profiles=LARGE, nodes=(node,)), PoolableSettings())
+    assert pools.left_out == {}
+    assert pools.facts is not None
+    assert {key: pools.facts.pool(key).worker_gpus for key in pools.facts.occupancy} == {ON_H800: 1, OTHER: 4}
+    small, large = (PoolKey(region="east", gpu_type="H800", worker_gpus=gpus) for gpus in (1, 4))
+    assert pools.facts.most == {small: 2, large: 4}
+    elsewhere = replace(NODE, region="west")
+    fewer = choose_poolable(
+        facts(profiles=LARGE, nodes=(replace(node, slots=(ONE_GPU,)), elsewhere)), PoolableSettings()
+    )
+    assert fewer.left_out == {OTHER.pair: "workers on H800 have 1 GPUs, the model takes 4"}
+
+
+def test_plans_that_regroup_may_pool_on_slots_that_are_not_there_yet() -> None:
+    nodes = (replace(NODE, slots=(ONE_GPU,) * 6, regroups=True),)
+    pools = choose_poolable(facts(profiles=LARGE, nodes=nodes), PoolableSettings()).facts
+    assert pools is not None
+    assert pools.occupancy.keys() == {ON_H800, OTHER}
+    assert pools.most == {PoolKey(region="east", gpu_type="H800", worker_gpus=4): 4}, "six GPUs make one slot of four"
+
+
+def test_only_slots_of_its_size_must_hold_a_model_s_weights() -> None:
+    small, large = (NodeSlot(gpus=gpus, weights=WeightsMemory(weights_bytes=15 * gpus)) for gpus in (1, 4))
+    pools = choose_poolable(facts(profiles=LARGE, nodes=(replace(NODE, slots=(small, large)),)), PoolableSettings())
+    assert pools.left_out == {}

@@ -150,7 +150,7 @@ def test_gpus_of_a_pool_are_counted_once_and_as_the_pool_s() -> None:
     held_s = Counter[str]()
     for use, total_s in operated.world.usage.seconds(operated.world.events.now_s).items():
         held_s[f"{type(use.endpoint).__name__} {use.state}"] += round(use.gpus * total_s)
-    assert +held_s == {"Endpoint serving": 5, "RegionGpu pooled": round(operated.world.events.now_s) - 5}
+    assert +held_s == {"Endpoint serving": 5, "PoolKey pooled": round(operated.world.events.now_s) - 5}
 
 
 def test_what_was_on_a_lost_node_begins_anew_in_a_new_pool() -> None:
