@@ -1,18 +1,19 @@
 """What a plan reads from the database of nodes, profiles and pools."""
 
 from controlplane.planner.plan import poolable_settings
-from controlplane.planner.snapshot import read_to_plan
-from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, RegionGpu
+from controlplane.planner.snapshot import read_to_plan, read_to_scale
+from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
 from controlplane.policies.fit import WeightsMemory
 from controlplane.policies.placement.poolable import PoolableFacts, PoolableSettings
 from controlplane.policies.snapshot import poolable_facts
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import add_instance
+from controlplane.store.tables import Profile
 from tests.controlplane.planner.pool_fleet import HOST_BYTES, LATENCY, add_models, join
 from tests.controlplane.world import World
 
-AT = RegionGpu(region="us-east", gpu_type="H800")
+AT = PoolKey(region="us-east", gpu_type="H800")
 
 
 def read(world: World, settings: Settings) -> PoolableFacts:
@@ -52,6 +53,31 @@ def test_present_pools_are_slots_that_hold_pooled_instances(world: World, settin
     facts = read(world, settings)
     assert facts.present == {AT: 1}
     assert facts.pooled == {EndpointGpu(model=model, region="us-east", gpu_type="H800") for model in "ab"}
+
+
+def test_the_pools_of_a_plan_have_the_sizes_that_it_says_or_those_of_their_models(
+    world: World, settings: Settings
+) -> None:
+    """A plan of the release before says none, and had one size."""
+    add_models(world, "a", "b")
+    with world.database.transaction() as session:
+        for model, gpus in (("a", 1), ("b", 4)):
+            profile = Profile(
+                model=model, gpu_type="H800", tokens_per_s=1000.0, gpus=gpus, load_time_s=30.0, latency=LATENCY
+            )
+            fleet.put_profile(session, profile)
+    pools = [
+        {"region": AT.region, "gpu_type": AT.gpu_type, "after": after, "pooled": [{"model": model, "occupancy": 0.3}]}
+        for model, after in (("a", 2), ("b", 8))
+    ]
+    large = PoolKey(region=AT.region, gpu_type=AT.gpu_type, worker_gpus=4)
+    for sizes in (({"worker_gpus": 1}, {"worker_gpus": 4}), ({}, {})):
+        world.in_force([], pools=[pool | size for pool, size in zip(pools, sizes, strict=True)])
+        found = read_to_scale(world.database, world.live, settings, now_s=0.0).snapshot.pools
+        assert found.gpus == {AT: 2, large: 8}
+        assert found.occupancy.keys() == {
+            EndpointGpu(model=model, region=AT.region, gpu_type=AT.gpu_type) for model in "ab"
+        }
 
 
 def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
