@@ -39,6 +39,7 @@ def plan_id(fleet: None, database: Database) -> str:
             {
                 "region": "us-east",
                 "gpu_type": "H20",
+                "worker_gpus": 1,
                 "before": 0,
                 "after": 3,
                 "pooled": [
@@ -94,6 +95,7 @@ def test_a_summary_adds_up_what_a_plan_costs_and_moves(ask: Ask, plan_id: str) -
     assert [each["tokens_per_s"] for each in summary["largest_shortfalls"]] == [900.0, 40.0, 0.0]
     [pool] = summary["pools"]
     assert (pool["before"], pool["after"], pool["endpoints"], pool["joined"]) == (0, 3, 2, ["b"])
+    assert pool["worker_gpus"] == 1
     assert pool["reserve"] == {"gpus": 2, "missing_gpus": 1, "endpoints": 1, "reason": "the sum"}
 
 

@@ -86,3 +86,14 @@ def test_a_rollback_says_that_nobody_solved_it(fleet: World, settings: Settings)
     assert "No solver was asked" in text
     with pytest.raises(NotFoundError), fleet.database.transaction() as session:
         explanation_of(session, "plan_none")
+
+
+def test_pools_of_one_place_are_told_apart_by_their_size(fleet: World) -> None:
+    place = {"region": "us-east", "gpu_type": "H800", "before": 0}
+    pooled = [{"model": "tide", "occupancy": 0.5, "before": True}]
+    pools = [place | {"worker_gpus": gpus, "after": 2 * gpus, "pooled": pooled} for gpus in (1, 4)]
+    text = explain(fleet, fleet.in_force([], pools=pools))
+    assert "- H800 in us-east, slots of 1: 0 -> 2 GPUs for 1 endpoint (tide)" in text
+    assert "- H800 in us-east, slots of 4: 0 -> 8 GPUs for 1 endpoint (tide)" in text
+    alone = explain(fleet, fleet.in_force([], pools=pools[1:]))
+    assert "- H800 in us-east: 0 -> 8 GPUs for 1 endpoint (tide)" in alone
