@@ -83,6 +83,16 @@ def _routing(load: str, what: str, worse: bool = False) -> ResultRow:
 
 FLEET_ROWS: Mapping[str, ResultRow] = {
     **_SILOED,
+    "pools-by-size": ResultRow(
+        what="twelve models of one GPU and six of four on nodes with slots of both sizes, pools of each size in hourly"
+        " plans, simulated: GPU hours; first token p95",
+        arguments=_variants("simulate-mixed-pools.toml", ("planning.pools=true", "planning.pools=false")),
+        values=_pair,
+        text="{gpu_hours0:.1f} for {gpu_hours1:.1f} ({gpu_hours_change:+.0%}); **{ttft_p95_s0:.2f} for"
+        " {ttft_p95_s1:.3f} s**, {late0:.1%} late",
+        against="without pools, {late1:.1%} late",
+        drawn="seed 1, one run",
+    ),
     "pools-in-plans": ResultRow(
         what="a long tail in hourly plans, 24 models in 2 regions, with pools, simulated: GPU hours; first token p95",
         arguments=_variants("simulate-pools.toml", ("planning.pools=true", "planning.pools=false")),
