@@ -181,6 +181,7 @@ def put_endpoint(session: Session, *, model: str, region: str, minimum: int, max
         InvalidValueError: the minimum is above the maximum.
         ConflictError: it is an adapter that is served with its base.
     """
+    fleet_index(session, lock=True)
     check_own_endpoint(require(session, Model, model, param="model"))
     require(session, Region, region, param="region")
     if minimum > maximum:

@@ -1,5 +1,6 @@
 """LoRA adapters as models: what they must share with their base, what nodes are told of them, and what they need."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from controlplane.store.stored_view import stored_view
 from controlplane.store.tables import Desired, Instance, Model, Node
 from controlplane.store.weights import sizes_of
 from dataplane.protocol.messages import BaseModel, DesiredInstance
-from tests.controlplane.world import World
+from tests.controlplane.world import World, until
 
 
 def model(name: str, **changes: Any) -> Model:
@@ -181,6 +182,22 @@ def test_what_an_adapter_with_its_base_cannot_have_is_refused(world: World) -> N
     world.place("n1")
     with pytest.raises(ConflictError, match="'a' is served from /moved by live instances"):
         put(world, model("a", with_base=True))
+
+
+def test_an_endpoint_waits_for_who_lets_the_base_serve_an_adapter(world: World) -> None:
+    put(world, model("a"))
+
+    def offer() -> None:
+        with world.database.transaction() as session:
+            fleet.put_endpoint(session, model="a", region="us-east", minimum=0, maximum=1)
+
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            fleet.put_model(session, model("a", with_base=True))
+            offering = threads.submit(offer)
+            until(world.is_waiting_for_a_lock)
+        with pytest.raises(ConflictError, match="'a' is served by the instances of 'tide'"):
+            offering.result()
 
 
 def test_an_adapter_becomes_a_model_by_itself_again(world: World) -> None:
