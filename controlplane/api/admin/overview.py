@@ -24,6 +24,7 @@ from controlplane.store.batch_ends import ends_by_model
 from controlplane.store.endpoint_summary import backlogs, count_unplaced
 from controlplane.store.gpu_counts import read_gpu_counts
 from controlplane.store.objectives import BUCKET_S, read_kept
+from controlplane.store.redis.live import FleetView
 from controlplane.store.tables import Role
 
 router = APIRouter(tags=["admin: fleet"])
@@ -135,8 +136,9 @@ def _overview(state: State, health: SystemHealth) -> Overview:
         page = events.list_events(session, which={}, since=None, after=None, limit=_EVENTS)
         happened = [Event.model_validate(row) for row in page.rows]
     usable = defaultdict(list)
+    hosted = _hosted_adapters(state.fleet.view)
     for instance in state.fleet.instances():
-        if is_usable(instance, alive_s):
+        if is_usable(instance, alive_s) and instance.instance_id not in hosted:
             usable[instance.endpoint.region].append(instance)
     return Overview(
         as_of_s=time.time(),
@@ -156,6 +158,12 @@ def _overview(state: State, health: SystemHealth) -> Overview:
         queues=queues,
         events=happened,
     )
+
+
+def _hosted_adapters(view: FleetView) -> set[str]:
+    """The adapters on instances of their bases, by instance id: their load is in the reports of those."""
+    reports = (report for node in view.nodes.values() for report in node.heartbeat.instances)
+    return {report.instance_id for report in reports if report.host is not None}
 
 
 def _queues(session: Session) -> list[QueueOverview]:

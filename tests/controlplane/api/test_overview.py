@@ -17,6 +17,7 @@ from controlplane.errors import AuthenticationError
 from controlplane.settings import Settings
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired
+from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.conftest import Ask
 from tests.controlplane.api.test_heartbeats import JOIN, hold
 from tests.controlplane.world import PATIENCE_S, World, served
@@ -41,6 +42,22 @@ def test_gpus_of_a_silent_node_are_lost(ask: Ask, world: World, database: Databa
         session.connection().exec_driver_sql("UPDATE nodes SET last_seen_at = now() - interval '1 hour'")
     (region,) = [each for each in ask("GET", "/admin/overview")["regions"] if each["name"] == "us-east"]
     assert region["gpus"] == {"dedicated": 0, "pooled": 0, "spot": 0, "free": 0, "lost": 6}
+
+
+def test_an_instance_and_its_adapters_count_once(ask: Ask, world: World, api: TestClient) -> None:
+    """Each of them reports the load of all."""
+    world.join("east-1")
+    shared = {"slot": 0, "state": "ready", "kv_used_bytes": 80, "kv_capacity_bytes": 100}
+    reports = [
+        InstanceReport(instance_id="i1", model="tide", **shared),
+        *(InstanceReport(instance_id=f"i1+{name}", model=name, host="i1", **shared) for name in ("a", "b")),
+        InstanceReport(instance_id="i2", model="ebb", **(shared | {"slot": 1, "kv_used_bytes": 20})),
+    ]
+    beat = Heartbeat(node="east-1", boot_id="b", generation=0, instances=tuple(reports))
+    world.live.write_heartbeat(beat, region="us-east", gpu_type="H800", url="http://127.0.0.1:9")
+    api.app.state.tidepool.fleet.read_view()  # type: ignore[attr-defined]
+    (region,) = [each for each in ask("GET", "/admin/overview")["regions"] if each["name"] == "us-east"]
+    assert region["utilization"] == 0.5
 
 
 def test_the_overview_has_the_status_and_what_happened(ask: Ask, fleet: None, database: Database) -> None:
