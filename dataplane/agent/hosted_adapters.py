@@ -12,13 +12,16 @@ def with_leaving_adapters(
     wanted: Sequence[DesiredInstance], before: Iterable[DesiredInstance], *, is_hosted: Callable[[str], bool]
 ) -> tuple[DesiredInstance, ...]:
     """What a node follows: the instances that are `wanted`, and of those `before` the adapters that are wanted no more
-    while their host is. These drain first, so that no answer breaks. `is_hosted`: whether an instance is still here.
+    while their host is. These drain first, on the engine of their host, so that no answer breaks. `is_hosted`: whether
+    an instance is still here.
     """
-    ids = {instance.instance_id for instance in wanted}
+    engines = {instance.instance_id: instance.model.engine for instance in wanted}
     leaving = (
-        msgspec.structs.replace(instance, draining=True)
+        msgspec.structs.replace(
+            instance, draining=True, model=msgspec.structs.replace(instance.model, engine=engines[instance.host])
+        )
         for instance in before
-        if instance.host in ids and instance.instance_id not in ids and is_hosted(instance.instance_id)
+        if instance.host in engines and instance.instance_id not in engines and is_hosted(instance.instance_id)
     )
     return (*wanted, *leaving)
 

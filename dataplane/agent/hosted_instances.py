@@ -316,7 +316,7 @@ class HostedInstances:
         self._serial += 1
         hosted.load_serial = self._serial
         model = _located(hosted.desired.model, hosted.folder)
-        model = msgspec.structs.replace(model, adapters=self._adapter_folders(hosted.instance_id))
+        model = msgspec.structs.replace(model, adapters=self._adapter_folders(hosted.desired))
         gpus = hosted.desired.gpus or self._worker_gpus
         self._send(Load(instance_id=hosted.instance_id, serial=self._serial, model=model, gpus=gpus))
 
@@ -324,10 +324,14 @@ class HostedInstances:
         """The adapters that an instance serves, or is to serve."""
         return [one for one in self._hosted.values() if one.desired.host == instance_id and not one.drained]
 
-    def _adapter_folders(self, instance_id: str) -> tuple[str, ...]:
-        """The folders of the adapters that an instance is to serve, without those that this node must not read."""
+    def _adapter_folders(self, host: DesiredInstance) -> tuple[str, ...]:
+        """The folders of the adapters that an instance is to serve, now or when it is lent out no more, without those
+        that this node must not read.
+        """
         folders = []
-        for adapter in self._adapters_of(instance_id):
+        for adapter in self._hosted.values():
+            if adapter.desired.host != host.instance_id or (adapter.drained and not host.spot):
+                continue
             with contextlib.suppress(ModelLoadError):
                 self._sources.check_root(adapter.desired.model.path)
                 folders.append(adapter.desired.model.path)

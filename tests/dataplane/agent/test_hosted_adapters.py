@@ -1,11 +1,13 @@
 """LoRA adapters that the instance of their base serves: what a node loads when and reports, and what streams see."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 import pytest
 
 from dataplane.agent.hosted_adapters import with_leaving_adapters, with_shared_load
+from dataplane.agent.hosted_instances import HostedInstances
 from dataplane.protocol.messages import (
     BaseModel,
     DesiredInstance,
@@ -15,6 +17,7 @@ from dataplane.protocol.messages import (
     InstanceReport,
     Sampling,
 )
+from dataplane.worker.frames import Command, Load
 from tests.dataplane.replay_node import Node, desired, generate, instance, model, running_node, settings
 from tests.dataplane.streams import read, token_ids
 
@@ -47,6 +50,13 @@ def test_an_adapter_that_is_wanted_no_more_drains_while_its_host_stays() -> None
     assert with_leaving_adapters((HOST, two), (HOST, drained, two), is_hosted=lambda _: False) == (HOST, two)
     assert with_leaving_adapters((), before, is_hosted=lambda _: True) == ()
     assert with_leaving_adapters((HOST, one), (HOST, drained), is_hosted=lambda _: True) == (HOST, one)
+
+
+def test_an_adapter_that_drains_runs_on_its_hosts_engine() -> None:
+    """Or else its host could not move to another engine before the last answer."""
+    moved = msgspec.structs.replace(HOST, model=model(engine="vllm"))
+    (_, left) = with_leaving_adapters((moved,), (HOST, adapter("one")), is_hosted=lambda _: True)
+    assert (left.model.engine, left.model.is_same(adapter("one").model)) == ("vllm", True)
 
 
 def test_a_host_and_its_adapters_report_the_load_of_all() -> None:
@@ -137,6 +147,33 @@ def test_adapters_are_back_after_a_worker_died() -> None:
             await node.until(lambda: node.states() == {"i1": "ready", "i1+one": "ready"})
             assert node.agent.workers[0].restarts_total == 1
 
+    asyncio.run(scenario())
+
+
+def test_an_instance_that_is_lent_out_is_loaded_for_its_adapters_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come back with its lease's end, without another load of it."""
+    loads: list[Load] = []
+    ready = HostedInstances.worker_ready
+
+    def noting(hosted: HostedInstances, send: Callable[[Command], None]) -> None:
+        def note(command: Command) -> None:
+            loads.extend([command] if isinstance(command, Load) else [])
+            send(command)
+
+        ready(hosted, note)
+
+    async def scenario() -> None:
+        async with running_node() as node:
+            lent = msgspec.structs.replace(HOST, spot=True), msgspec.structs.replace(adapter("one"), draining=True)
+            node.agent.apply(desired(1, *lent))
+            await node.until(lambda: node.states() == {"i1": "spot"})
+            await node.hold(2, HOST, adapter("one"))
+            assert [(load.instance_id, load.model.adapters) for load in loads] == [
+                ("i1", ("/adapters",)),
+                ("i1+one", ()),
+            ]
+
+    monkeypatch.setattr(HostedInstances, "worker_ready", noting)
     asyncio.run(scenario())
 
 
