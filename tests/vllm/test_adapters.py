@@ -219,3 +219,17 @@ def test_a_base_gets_memory_for_those_that_are_to_be_loaded_beside_it(
     roomy = make_engine(adapters_max=4, adapter_rank_max=8)
     roomy.load("base", replace(spec_of("model", base), adapters=tuple(beside)))
     assert roomy.models["model"].runner.adapters.limits.count == 4
+
+
+def test_a_base_that_is_loaded_anew_gets_no_memory_for_adapters_of_before(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], make_engine: Engine
+) -> None:
+    base, (adapter, _), engine = checkpoint("qwen3"), made("qwen3", "r17", rank=17), make_engine()
+    for folders, limits in (((str(adapter),), (1, 32)), ((), (0, 0))):
+        engine.load("base", replace(spec_of("model", base), adapters=folders))
+        got = engine.models["model"].runner.adapters.limits
+        assert (got.count, got.rank) == limits
+        if folders:
+            engine.load("a", adapter_spec("one", adapter, base))
+            engine.unload("a")
+        engine.unload("base")

@@ -58,7 +58,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         self._preemptions_before = 0
         self._read_ahead: set[str] = set()
         self._asked_ranks: dict[str, int] = {}
-        """The highest rank of the adapters that were prepared since their base was built, by the base."""
+        """The highest rank of the adapters that were prepared since their base was built or forgotten, by the base."""
         self._blocked_s = 0.0
         super().__init__(settings, clock, VllmKvMemory(), reclaim=lambda _: False)
 
@@ -144,6 +144,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
 
     def _forget_model(self, model: VllmModel) -> None:
         self._preemptions_before += model.runner.preemptions_total
+        self._asked_ranks.pop(model.name, None)
         model.runner.close()
 
     def _adapter_limits(self, spec: ModelSpec, size_bytes: int) -> AdapterLimits:
