@@ -89,14 +89,15 @@ def relieved(tables: Tables, columns: Columns, choice: Ints, prices: Floats) -> 
 
 def _relieve_region(tables: Tables, columns: Columns, choice: Ints, j: int, at: Ints, value: Floats) -> None:
     """Change the choice among one region's columns `at`: the least harm per GPU too many, again and again. Too many are
-    those beyond the capacity of a GPU type, and beyond what a pool may have.
+    those beyond the capacity of a GPU type, and beyond what a pool may have. A column that was left is not chosen
+    again: a pool grows by whole slots, more than a column takes, and to and fro would never end.
     """
     endpoint, value = columns.endpoint[at], value[at]
     gpus = columns.counts[at] * tables.gpus[tables.model_of[endpoint]]
     pool_need = _pool_need(tables, columns, at)
     need = np.hstack([gpus + pool_need @ kinds_of_types(tables), pool_need])
     here, turn = np.unique(endpoint, return_inverse=True)
-    chosen = np.searchsorted(at, choice[here])
+    chosen, left = np.searchsorted(at, choice[here]), np.zeros(len(at), bool)
     while True:
         pools = pool_gpus(tables, here, columns.pooled[at[chosen]])
         over = gpus[chosen].sum(axis=0) + pooled_gpus(tables, pools)[j] - tables.capacity[j]
@@ -107,9 +108,11 @@ def _relieve_region(tables: Tables, columns: Columns, choice: Ints, j: int, at: 
         now = chosen[turn]
         after = np.maximum(over - need[now] + need, 0)
         less = np.maximum(over, 0).sum() - after.sum(axis=1)
-        rate = np.where(less > 0, (value - value[now]) / np.where(less > 0, less, 1.0), np.inf)
+        helps = (less > 0) & ~left
+        rate = np.where(helps, (value - value[now]) / np.where(helps, less, 1.0), np.inf)
         best = int(rate.argmin())
         assert np.isfinite(rate[best]), "an endpoint served by nothing relieves its place"
+        left[now[best]] = True
         chosen[turn[best]] = best
     choice[here] = at[chosen]
 
