@@ -113,7 +113,7 @@ class _Region:
     @property
     def slots_max(self) -> int:
         """Slots that own instances leave room for."""
-        return max(0, self.room.free_gpus - self.own_gpus) // self.room.slot_gpus
+        return self.room.slots_beside(self.own_gpus)
 
     def descend(self) -> None:
         """Give up own instances, one by one, and keep the best state on the way."""
@@ -216,7 +216,7 @@ class _Region:
     def _score(self, own: int, total: ReserveSum, least: int) -> _Score:
         wanted = self._slots_wanted(total, least)
         step, free = self.room.slot_gpus, self.room.free_gpus - own
-        missing = max(0, wanted - max(0, free) // step)
+        missing = max(0, wanted - self.room.slots_beside(own))
         return max(0, -free), missing * step, own + wanted * step
 
     def _reason(self, needed: ReserveSum) -> str:

@@ -68,8 +68,9 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
     places = {
         one.key.place: ReservePlace(
             slot_gpus=slots[one.key.pool(one.gpus)],
-            free_gpus=max(0, _free(facts, one.key.pool(one.gpus), taken[one.key.place])),
+            free_gpus=max(0, placed.capacity.get(one.key.place, 0) - taken[one.key.place]),
             worker_gpus=one.gpus,
+            most_gpus=_most(facts, one.key.pool(one.gpus)),
         )
         for one in held
     }
@@ -84,12 +85,11 @@ def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:
     return {gpu_type: max(gpus, key=lambda size: (gpus[size], -size)) for gpu_type, gpus in taken.items()}
 
 
-def _free(facts: CandidateFacts, pool: PoolKey, taken: int) -> int:
-    """GPUs of a reserve's place that nothing else takes, and no more than slots of its size have beside the pool."""
+def _most(facts: CandidateFacts, pool: PoolKey) -> int:
+    """GPUs that slots of a reserve's size have, or could have, beside the pool."""
     nodes = [node for node in facts.poolable.nodes if node.place == pool.place]
-    of_size = sum(node.gpus_for(pool.worker_gpus) for node in nodes)
     pooled = sum(each.after for each in facts.placed.pools if each.key == pool)
-    return min(facts.placement.capacity.get(pool.place, 0) - taken, of_size - pooled)
+    return max(0, sum(node.gpus_for(pool.worker_gpus) for node in nodes) - pooled)
 
 
 def _cheapest_first(facts: PlacementFacts) -> Mapping[str, list[ModelGpu]]:

@@ -95,12 +95,19 @@ class ReserveEndpoint:
 @dataclass(frozen=True, kw_only=True)
 class ReservePlace:
     """Where a reserve can be: GPUs of a slot and of each of its workers, and those that nothing but the reserve and the
-    own instances of its endpoints may take.
+    own instances of its endpoints may take. `most_gpus`: of slots of its size, which the instances need not have; None:
+    as many.
     """
 
     slot_gpus: int
     free_gpus: int
     worker_gpus: int = 1
+    most_gpus: int | None = None
+
+    def slots_beside(self, own_gpus: int) -> int:
+        """Slots that the reserve may have where own instances take so many GPUs."""
+        free = self.free_gpus - own_gpus
+        return max(0, free if self.most_gpus is None else min(free, self.most_gpus)) // self.slot_gpus
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_candidates import CandidateFacts, reserve_facts
+from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
 from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
@@ -296,6 +297,25 @@ def test_a_reserve_has_slots_of_one_size() -> None:
     )
     found = reserve_facts(given, PoolableSettings())
     assert {one.gpus for one in found.endpoints} == {4}
-    assert found.places[PLACE].free_gpus == 12, "slots of four have no more"
+    place = found.places[PLACE]
+    assert (place.free_gpus, place.most_gpus) == (12, 12), "four GPUs are of small models that keep their own"
     small = Endpoint(model="small-0", region="east")
     assert found.left_out[small] == "reserves have workers of 4 GPUs, it takes 1"
+
+
+def test_only_the_slots_of_a_reserve_are_of_its_size() -> None:
+    """Its models' own instances may stand on larger slots, as they do without it."""
+    pairs = [ModelGpu(model=f"small-{number}", gpu_type="H800") for number in range(10)]
+    fleet = snapshot(
+        replace(node("a", (1, 1, 4, 4, 4, 4), regroups=False), host_bytes=2 << 40),
+        profiles=dict.fromkeys(pairs, Profile(tokens_per_s=100.0, gpus=1)),
+        latencies=dict.fromkeys(pairs, LATENCY),
+        sizes={pair.model: ModelSize(weights_bytes=30 << 30) for pair in pairs},
+        limits={Endpoint(model=pair.model, region="east"): (0, 8) for pair in pairs},
+    )
+    medians, demand = (dict.fromkeys(fleet.limits, (tokens_per_s,)) for tokens_per_s in (120.0, 150.0))
+    settings = HourSettings(pools=PoolableSettings(enabled=False), reserve=ReserveSettings(enabled=True))
+    hour = choose_hour(fleet, demand, medians, 0.0, settings)
+    assert {one.key.endpoint for one in hour.reserve.endpoints} == set(fleet.limits)
+    assert [(size.gpus, size.missing_gpus) for size in hour.reserve.sizes] == [(2, 0)]
+    assert all(entry.after for entry in hour.placement.entries)
