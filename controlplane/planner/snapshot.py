@@ -1,6 +1,7 @@
 """Read the fleet's snapshot: for plans from PostgreSQL, for scaling also from the live view in Redis."""
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -298,19 +299,18 @@ def _planned(session: Session, plan_id: str, endpoints: Container[Endpoint]) -> 
 def _pools(plan: Plan, poolable: Container[Endpoint], gpus_of: Mapping[ModelGpu, int]) -> PlanPools:
     """A plan's pools and reserves. An override takes its endpoint out of them, and so does its deletion, or a maximum
     of 0: only what is `poolable` is in them. `gpus_of`: of an instance of each model. A plan of an older
-    release does not say how many GPUs the workers of a pool have: as many as its models take.
+    release does not say how many GPUs the workers of a pool have: as many as its models take. Nor does what a rollback
+    restores of it, beside the pools that say so and that it ends.
     """
-    gpus: dict[PoolKey, int] = {}
+    gpus: Counter[PoolKey] = Counter()
     occupancy: dict[EndpointGpu, float] = {}
     held: set[EndpointGpu] = set()
     for pool in plan.pools:
         region, gpu_type = pool["region"], pool["gpu_type"]
         held_here = pool.get("reserve", {}).get("held", ())
-        sizes = (
-            gpus_of.get(ModelGpu(model=each["model"], gpu_type=gpu_type), 1) for each in (*pool["pooled"], *held_here)
-        )
-        size = pool.get("worker_gpus") or min(sizes, default=1)
-        gpus[PoolKey(region=region, gpu_type=gpu_type, worker_gpus=size)] = pool["after"]
+        pairs = (ModelGpu(model=each["model"], gpu_type=gpu_type) for each in (*pool["pooled"], *held_here))
+        size = pool.get("worker_gpus") or min((gpus_of[pair] for pair in pairs if pair in gpus_of), default=1)
+        gpus[PoolKey(region=region, gpu_type=gpu_type, worker_gpus=size)] += pool["after"]
         for each in pool["pooled"]:
             key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
             if key.endpoint in poolable:

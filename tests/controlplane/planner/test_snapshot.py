@@ -9,6 +9,7 @@ from controlplane.policies.snapshot import poolable_facts
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import add_instance
+from controlplane.store.plans import roll_back
 from controlplane.store.tables import Profile
 from tests.controlplane.planner.pool_fleet import HOST_BYTES, LATENCY, add_models, join
 from tests.controlplane.world import World
@@ -78,6 +79,28 @@ def test_the_pools_of_a_plan_have_the_sizes_that_it_says_or_those_of_their_model
         assert found.occupancy.keys() == {
             EndpointGpu(model=model, region=AT.region, gpu_type=AT.gpu_type) for model in "ab"
         }
+
+
+def test_a_rollback_to_a_plan_that_says_no_size_has_its_pools(world: World, settings: Settings) -> None:
+    """What it restores says none either, and is of the size of its models, which the plan taken back gives up."""
+    add_models(world, "a")
+    pool = {"region": AT.region, "gpu_type": AT.gpu_type, "pooled": [{"model": "a", "occupancy": 0.3}]}
+    world.in_force([], pools=[pool | {"after": 3}])
+    taken_back = world.in_force([], pools=[pool | {"worker_gpus": 1, "after": 2}])
+    with world.database.transaction() as session:
+        roll_back(session, taken_back, window_start_s=0, by="ann", note="")
+    assert read_to_scale(world.database, world.live, settings, now_s=0.0).snapshot.pools.gpus == {AT: 3}
+
+
+def test_a_model_that_is_gone_does_not_size_a_pool(world: World, settings: Settings) -> None:
+    add_models(world, "b")
+    with world.database.transaction() as session:
+        profile = Profile(model="b", gpu_type="H800", tokens_per_s=1000.0, gpus=4, load_time_s=30.0, latency=LATENCY)
+        fleet.put_profile(session, profile)
+    pooled = [{"model": model, "occupancy": 0.3} for model in ("gone", "b")]
+    world.in_force([], pools=[{"region": AT.region, "gpu_type": AT.gpu_type, "after": 8, "pooled": pooled}])
+    found = read_to_scale(world.database, world.live, settings, now_s=0.0).snapshot.pools
+    assert found.gpus == {PoolKey(region=AT.region, gpu_type=AT.gpu_type, worker_gpus=4): 8}
 
 
 def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
