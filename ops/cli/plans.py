@@ -85,13 +85,13 @@ def show(
     if explain and not as_json:
         typer.echo(answer["text"])
         return
+    if not as_json:
+        show_plan(answer, changes_only=changes_only)
+        return
     if changes_only and not explain:
         for part in ("entries", "pools"):
             answer[part] = [row for row in answer[part] if row["before"] != row["after"]]
-    if as_json:
-        print_json(answer)
-    else:
-        show_plan(answer, title="Changes" if changes_only else "Instances")
+    print_json(answer)
 
 
 @plans.command("apply")

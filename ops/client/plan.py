@@ -5,9 +5,15 @@ from typing import Any
 from ops.client.screen import Columns, output, print_fields, print_table, same, time_text
 
 
-def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
-    """A plan for people: how it was solved, every cell with its reason, and what it cannot serve."""
+def show_plan(answer: dict[str, Any], *, changes_only: bool = False) -> None:
+    """A plan for people: how it was solved, every cell with its reason, and what it cannot serve. `changes_only`:
+    without cells and pools that stay as they are.
+    """
     plan = answer["plan"]
+    entries, pools = (
+        [row for row in answer[part] if not changes_only or row["before"] != row["after"]]
+        for part in ("entries", "pools")
+    )
     gap = "unknown" if plan["gap"] is None else f"{plan['gap']:.2%}"
     print_fields(
         [
@@ -31,8 +37,8 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
         "cost if not": lambda row: f"{row['cost_if_not']:,.2f}" if row["cost_if_not"] else "",
         "why": "reason",
     }
-    print_table(title, columns, answer["entries"])
-    for pool in answer["pools"]:
+    print_table("Changes" if changes_only else "Instances", columns, entries)
+    for pool in pools:
         _show_pool(pool, answer["pools"])
     for one in answer.get("layouts", ()):  # a gateway of the release before has none
         slots = " -> ".join(",".join(map(str, one[when])) for when in ("before", "after"))
@@ -42,11 +48,14 @@ def show_plan(answer: dict[str, Any], *, title: str = "Instances") -> None:
 
 
 def _show_pool(pool: dict[str, Any], pools: list[dict[str, Any]]) -> None:
-    """`pools`: all of the plan; where several are of one place, the size of its slots tells which this is."""
+    """`pools`: all of the plan; where several are of one place, the size of its slots tells which this is. A plan of an
+    older release, and what restores it, does not say it.
+    """
     names = ", ".join(each["model"] for each in pool["pooled"])
     place = f"{pool['gpu_type']} in {pool['region']}"
-    if sum((each["region"], each["gpu_type"]) == (pool["region"], pool["gpu_type"]) for each in pools) > 1:
-        place += f", slots of {pool.get('worker_gpus', 1)}"
+    several = sum((each["region"], each["gpu_type"]) == (pool["region"], pool["gpu_type"]) for each in pools) > 1
+    if several and "worker_gpus" in pool:
+        place += f", slots of {pool['worker_gpus']}"
     of = f" for {names}" if names else ""
     output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs{of}", markup=False)
     if (reserve := pool.get("reserve")) is None:

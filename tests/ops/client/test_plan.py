@@ -57,3 +57,11 @@ def test_the_size_of_its_slots_says_which_of_several_pools_it_is(capsys: pytest.
         "pool of H800 in east, slots of 4: 0 -> 8 GPUs",
         "pool of H800 in west: 1 -> 2 GPUs",
     ]
+    pools[0] |= {"before": 2}
+    show_plan({"plan": PLAN, "index": 1, "entries": [], "pools": pools, "unserved": []}, changes_only=True)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("pool")] == [
+        "pool of H800 in east, slots of 4: 0 -> 8 GPUs"
+    ]
+    restored = [POOL, POOL | {"worker_gpus": 4, "after": 0}]
+    show_plan({"plan": PLAN, "index": 1, "entries": [], "pools": restored, "unserved": []})
+    assert "pool of H800 in east: 1 -> 2 GPUs" in capsys.readouterr().out.splitlines()
