@@ -4,8 +4,9 @@ remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what thi
 A cached prefix is prefill work that nobody need do again, and without it everybody behind the request would wait
 longer. So a cached token counts for as many of the queue's as an instance has requests, and for eight at least. But an
 instance with more requests than the others gets none for what it has cached: the only one that has a prompt, up to
-twice the mean of them, so that it moves only where that helps; those that share one, up to the mean, so that a
-beginning of many prompts becomes no hot spot but spreads:
+twice the mean of them (of two instances, half as much again: twice the mean is all there are), so that it moves only
+where that helps; those that share one, up to the mean, so that a beginning of many prompts becomes no hot spot but
+spreads:
 
     instance   requests   remaining + sent   cached       score
     a                 9             38,000    3,000       5,000   <- chosen: a token counts for the mean, 11
@@ -36,11 +37,12 @@ class RoutingSettings:
 
     A region with an instance that has cached at least `return_share` of the prompt precedes the preferred ones. A
     cached token counts as fewer in the queue: as the mean requests of an instance, at least `hit_weight`. It does so on
-    instances with at most `hit_load_max` times the mean requests, `shared_load_max` times where another one has cached
-    `shared_share` of as much too, and `hit_requests` more. The home instance of a conversation counts as if it had
-    cached `home_share` of the prompt: another process may have sent the turns before this one there. `switch_s`: about
-    what a slot that models share takes to change its model. `reserve_share`: of the objective for the first token,
-    within which instances with GPUs of their own must make it where a reserve would make it in time.
+    instances with at most `hit_load_max` times the mean requests (of two instances, 1.5), `shared_load_max` times where
+    another one has cached `shared_share` of as much too, and `hit_requests` more. The home instance of a conversation
+    counts as if it had cached `home_share` of the prompt: another process may have sent the turns before this one
+    there. `switch_s`: about what a slot that models share takes to change its model. `reserve_share`: of the objective
+    for the first token, within which instances with GPUs of their own must make it where a reserve would make it in
+    time.
     """
 
     utilization_max: float = 0.7
@@ -256,7 +258,8 @@ def _worth_of_hits(
     cached: dict[str, float] = {name: facts.cached_tokens.get(name, 0) for name in requests}
     alike = settings.shared_share * max(cached.values())
     shared = alike > 0 and sum(tokens >= alike for tokens in cached.values()) > 1
-    most = (settings.shared_load_max if shared else settings.hit_load_max) * mean + settings.hit_requests
+    alone_max = min(settings.hit_load_max, (1 + len(requests)) / 2)  # midway to all of the requests
+    most = (settings.shared_load_max if shared else alone_max) * mean + settings.hit_requests
     if home:
         cached[home] = max(cached[home], settings.home_share * facts.input_tokens)
     weight = max(settings.hit_weight, mean)

@@ -185,6 +185,15 @@ def test_an_instance_with_more_requests_than_the_others_gets_none_for_its_cache(
     assert route.instance_id == chosen
 
 
+@pytest.mark.parametrize(("requests", "chosen"), [(16, "a"), (17, "b")])
+def test_a_second_instance_gets_prompts_that_the_first_has(requests: int, chosen: str) -> None:
+    """Twice the mean of two is all of their requests: that would be no bound."""
+    asked = [instance("a", remaining_tokens=500 * requests, requests=requests), instance("b", remaining_tokens=0)]
+    route = choose_route(facts(*asked, input_tokens=9000, cached_tokens={"a": 8000}), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == chosen
+
+
 @pytest.mark.parametrize(("requests", "chosen"), [(0, "b"), (8, "b"), (10, "a")])
 def test_a_cached_token_counts_for_as_many_as_wait_for_it_to_be_computed_and_for_eight_at_least(
     requests: int, chosen: str
