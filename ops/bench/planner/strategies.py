@@ -311,6 +311,7 @@ def main(
     variants = chosen(strategy, POINTS, "--strategy") if strategy else list(FRONTIER if frontier else VARIANTS)
     check_plot(plot)
     check_page(markdown)
+    check_runs(runs, changed=bool(setting) or scenario != SCENARIO)
     runs.mkdir(parents=True, exist_ok=True)
     try:
         with work_folder() as folder:
@@ -345,6 +346,18 @@ def measure_missing(wanted: Sequence[Run]) -> None:
     for one in missing:
         one.measure(progress)
         progress.over()
+
+
+def check_runs(runs: Path, *, changed: bool) -> None:
+    """Refuse to put figures of another scenario in the place of those that the page of results shows.
+
+    Raises:
+        typer.BadParameter: the folder is that of the page, and the scenario is another.
+    """
+    if changed and runs.resolve() == RUNS.resolve():
+        raise typer.BadParameter(
+            "with --set or --scenario, name another folder: this is the page's", param_hint="--runs"
+        )
 
 
 def check_page(page: Path | None) -> None:

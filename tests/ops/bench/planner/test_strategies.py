@@ -126,6 +126,16 @@ def test_names_that_are_none_are_refused(data: Path) -> None:
     assert CliRunner().invoke(commands, [*given, "--case", "a-day"]).exit_code == 2
 
 
+def test_other_settings_are_kept_apart_from_the_runs_of_the_page(data: Path) -> None:
+    commands = Typer()
+    commands.command()(strategies.main)
+    given = ["--data", str(data), "--kept"]
+    for more in (["--set", "planning.epsilon=1"], ["--scenario", str(data / RECORDING)]):
+        refused = CliRunner().invoke(commands, [*given, *more])
+        assert refused.exit_code == 2
+        assert "another folder" in refused.output
+
+
 def with_c(data: Path) -> None:
     """The recording's B is called C."""
     text = gzip.decompress((data / RECORDING).read_bytes()).decode().replace(",B,", ",C,")
