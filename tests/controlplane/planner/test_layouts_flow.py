@@ -29,8 +29,8 @@ NIGHT = {"ebb": 500.0, "flood": 500.0, "spring": 900.0}
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    """The plans of three hours are made within a minute, from 59 to 118 minutes after the clock's time of a regrouping: a
-    longer hold would keep its layout.
+    """The plans of three hours are made within a minute. The last one's hour begins 59 to 118 minutes after the clock's
+    time of the regrouping before it, whose layout a longer hold would keep.
     """
     changes = {"heartbeat_stale_s": 60.0, "spot_enabled": False, "plan_layouts": True, "regroup_patience_s": 1.0}
     return settings.model_copy(update=changes | {"plan_layout_hold_s": 3000.0})
