@@ -29,7 +29,7 @@ def test_the_example_for_scripts(run: Run) -> None:
     changes = {(each["model"], each["region"], each["gpu"]): each for each in answer["changes"]}
     assert {name: sorted(answer[name][0]) for name in ("changes", "pools", "pooled")} == {
         "changes": ["after", "before", "change", "constraint", "cost_if_not", "gpu", "model", "reason", "region"],
-        "pools": ["after", "before", "gpu", "region"],
+        "pools": ["after", "before", "gpu", "region", "worker_gpus"],
         "pooled": ["before", "cost_if_not", "gpu", "model", "occupancy", "reason", "region"],
     }
     grown = changes["chat-70b", "us-east", "H100"]
@@ -38,7 +38,7 @@ def test_the_example_for_scripts(run: Run) -> None:
     assert "peak 19,000 tokens/s x 0.8 at home needs 3" in grown["reason"]
     assert changes["legal-7b", "us-east", "L40S"]["reason"] == "pooled on L40S"
     assert {(each["model"], each["region"]) for each in answer["pooled"]} >= {("legal-7b", "us-east")}
-    assert {"region": "us-east", "gpu": "L40S", "before": 0, "after": 1} in answer["pools"]
+    assert {"region": "us-east", "gpu": "L40S", "worker_gpus": 1, "before": 0, "after": 1} in answer["pools"]
     assert {"model": "code-7b", "region": "us-west", "gpu": "L40S", "count": 2} in answer["placement"], "the pin"
 
 
