@@ -30,7 +30,7 @@ def test_the_example_for_scripts(run: Run) -> None:
     assert {name: sorted(answer[name][0]) for name in ("changes", "pools", "pooled")} == {
         "changes": ["after", "before", "change", "constraint", "cost_if_not", "gpu", "model", "reason", "region"],
         "pools": ["after", "before", "gpu", "region", "worker_gpus"],
-        "pooled": ["before", "cost_if_not", "gpu", "model", "occupancy", "reason", "region"],
+        "pooled": ["before", "cost_if_not", "gpu", "model", "occupancy", "reason", "region", "worker_gpus"],
     }
     grown = changes["chat-70b", "us-east", "H100"]
     assert (grown["before"], grown["after"], grown["constraint"]) == (2, 3, "home")
