@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
-_STORED_BYTES_MIN = 2
-"""Of an element as it is stored, on average, where weights are not quantized."""
+_STORED_BYTES_MIN = 1.75
+"""Of an element as it is stored, on average, where weights are not quantized: two, less what a rounded number of
+parameters makes of it. Those of 8 bits take about one.
+"""
 _MIB = 2**20
 
 

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -33,21 +34,23 @@ def with_shared_load(reports: Sequence[InstanceReport]) -> tuple[InstanceReport,
     families: dict[str, list[InstanceReport]] = defaultdict(list)
     for report in reports:
         families[report.host or report.instance_id].append(report)
-    return tuple(_shared(report, families[report.host or report.instance_id]) for report in reports)
+    loads = {host: _load_of(family) for host, family in families.items() if len(family) > 1}
+    return tuple(_shared(report, loads.get(report.host or report.instance_id)) for report in reports)
 
 
-def _shared(report: InstanceReport, family: Sequence[InstanceReport]) -> InstanceReport:
-    """One with the load of its family. Pooled instances report the KV memory of their slot as it is."""
-    if len(family) == 1 or not report.kv_capacity_bytes:
-        return report
-    used_bytes = report.kv_used_bytes if report.pooled else sum(each.kv_used_bytes for each in family)
+def _load_of(family: Sequence[InstanceReport]) -> dict[str, Any]:
+    """The sums of the fields that tell load, by name."""
     received = [each.input_tokens_per_s for each in family if each.input_tokens_per_s is not None]
-    return msgspec.structs.replace(
-        report,
-        kv_used_bytes=used_bytes,
-        kv_capacity_bytes=used_bytes + report.kv_capacity_bytes - report.kv_used_bytes,
-        remaining_tokens=sum(each.remaining_tokens for each in family),
-        running=sum(each.running for each in family),
-        waiting=sum(each.waiting for each in family),
-        input_tokens_per_s=sum(received) if received else None,
-    )
+    counted = ("kv_used_bytes", "remaining_tokens", "running", "waiting")
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in family) for name in counted}
+    return sums | {"input_tokens_per_s": sum(received) if received else None}
+
+
+def _shared(report: InstanceReport, load: dict[str, Any] | None) -> InstanceReport:
+    """One with the load of its family. Pooled instances report the KV memory of their slot as it is."""
+    if load is None or not report.kv_capacity_bytes:
+        return report
+    used_bytes = report.kv_used_bytes if report.pooled else load["kv_used_bytes"]
+    free_bytes = report.kv_capacity_bytes - report.kv_used_bytes
+    own = {"kv_used_bytes": used_bytes, "kv_capacity_bytes": used_bytes + free_bytes}
+    return msgspec.structs.replace(report, **load | own)

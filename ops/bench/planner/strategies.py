@@ -382,8 +382,16 @@ def _rows(case: str, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 
 def kept_rows(folder: Path) -> list[dict[str, Any]]:
-    """The rows of all finished runs in a folder, cases and strategies in the order in which they are told."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    """The rows of all finished runs in a folder, cases and strategies in the order in which they are told.
+
+    Raises:
+        typer.BadParameter: a file is of an older form, which does not name its run.
+    """
+    runs = []
+    for file in folder.glob("*.json"):
+        runs.append(json.loads(file.read_text(encoding="utf-8")))
+        if not runs[-1].keys() >= {"case", "variant", "seed"}:
+            raise typer.BadParameter(f"{file} does not name its case, variant and seed", param_hint="--runs")
     cases, variants = list(CASES), [*NAMES, *(name for name in POINTS if name not in NAMES)]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {(case, name): [] for case in cases for name in variants}
     for one in sorted(runs, key=itemgetter("seed")):

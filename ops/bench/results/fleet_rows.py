@@ -39,6 +39,18 @@ def _siloed(rate_per_s: str, what: str, against: str) -> ResultRow:
     )
 
 
+def _pools(scenario: str, what: str) -> ResultRow:
+    return ResultRow(
+        what=f"{what}, simulated: GPU hours; first token p95",
+        arguments=_variants(scenario, ("planning.pools=true", "planning.pools=false")),
+        values=_pair,
+        text="{gpu_hours0:.1f} for {gpu_hours1:.1f} ({gpu_hours_change:+.0%}); **{ttft_p95_s0:.2f} for"
+        " {ttft_p95_s1:.3f} s**, {late0:.1%} late",
+        against="without pools, {late1:.1%} late",
+        drawn="seed 1, one run",
+    )
+
+
 _SILOED = {
     "siloed": _siloed(
         "4.8", "Reactive for all tiers against Siloed, six hours of the night, ", "paper: -34.5 %, on days"
@@ -83,25 +95,11 @@ def _routing(load: str, what: str, worse: bool = False) -> ResultRow:
 
 FLEET_ROWS: Mapping[str, ResultRow] = {
     **_SILOED,
-    "pools-by-size": ResultRow(
-        what="twelve models of one GPU and six of four on nodes with slots of both sizes, pools of each size in hourly"
-        " plans, simulated: GPU hours; first token p95",
-        arguments=_variants("simulate-mixed-pools.toml", ("planning.pools=true", "planning.pools=false")),
-        values=_pair,
-        text="{gpu_hours0:.1f} for {gpu_hours1:.1f} ({gpu_hours_change:+.0%}); **{ttft_p95_s0:.2f} for"
-        " {ttft_p95_s1:.3f} s**, {late0:.1%} late",
-        against="without pools, {late1:.1%} late",
-        drawn="seed 1, one run",
+    "pools-by-size": _pools(
+        "simulate-mixed-pools.toml",
+        "twelve models of one GPU and six of four, nodes with slots of both sizes, pools of each size in hourly plans",
     ),
-    "pools-in-plans": ResultRow(
-        what="a long tail in hourly plans, 24 models in 2 regions, with pools, simulated: GPU hours; first token p95",
-        arguments=_variants("simulate-pools.toml", ("planning.pools=true", "planning.pools=false")),
-        values=_pair,
-        text="{gpu_hours0:.1f} for {gpu_hours1:.1f} ({gpu_hours_change:+.0%}); **{ttft_p95_s0:.2f} for"
-        " {ttft_p95_s1:.3f} s**",
-        against="without pools",
-        drawn="seed 1, one run",
-    ),
+    "pools-in-plans": _pools("simulate-pools.toml", "a long tail in hourly plans, 24 models in 2 regions, with pools"),
     "prefix-2": _routing("2", "routing by prefix, Mooncake's trace on 8 simulated instances of a 7B model at"),
     "prefix-4": _routing("4", "the same at"),
     "prefix-10": _routing("10", "the same, overloaded, at", worse=True),

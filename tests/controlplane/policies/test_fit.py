@@ -43,6 +43,12 @@ def test_quantized_weights_count_as_they_are_stored(dtype: str | None) -> None:
     assert "TIDEPOOL_AGENT_DTYPE" not in reason, "it would not help"
 
 
+def test_a_rounded_number_of_parameters_makes_no_quantized_weights() -> None:
+    """72.3 million parameters in bfloat16 that were registered as 75 million."""
+    rounded = ModelSize(weights_bytes=2 * 72_300_000, parameters=75_000_000)
+    assert needed_bytes(rounded, room(64, "float32")) == 4 * 75_000_000
+
+
 def test_what_is_not_known_is_not_held_against_a_model() -> None:
     unknown = ModelSize(weights_bytes=257 * MIB)
     assert needed_bytes(unknown, room(256)) is None

@@ -21,6 +21,7 @@ from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
 from controlplane.policies.snapshot import FleetSnapshot, placement_facts, poolable_facts, slot_rooms
 from dataplane.protocol.layouts import Layout, slots_of
+from tests.controlplane.policies.placement.test_poolable import LATENCY
 
 PLACE = RegionGpu(region="east", gpu_type="H800")
 SMALL, LARGE = (Endpoint(model=model, region="east") for model in ("small", "large"))
@@ -221,17 +222,6 @@ def test_pools_take_slots_of_the_size_of_their_models() -> None:
     planned = plan_layouts(fleet, placed, 0.0, settings, stale_s=60.0)
     assert planned.demand == {PLACE: {1: 2.0, 4: 4.0}}
     assert after(planned) == {"a": (1, 1, 1, 1)}
-
-
-LATENCY = {
-    "prefill_base_s": 0.009,
-    "prefill_per_token_s": 4.3e-05,
-    "prefill_per_token2_s": 8.5e-10,
-    "decode_base_s": 0.0128,
-    "decode_per_context_token_s": 2.3e-07,
-    "decode_per_sequence_s": 1.6e-04,
-    "switch_s": 0.5,
-}
 
 
 def long_tail(*nodes: NodeFacts) -> FleetSnapshot:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer import Typer
+from typer import BadParameter, Typer
 from typer.testing import CliRunner
 
 from ops.bench.marked_table import PageError
@@ -76,6 +76,12 @@ def test_a_page_without_marks_is_refused_before_anything_is_run(tmp_path: Path) 
 def test_the_page_of_results_has_a_place_for_it() -> None:
     text = PAGE.read_text()
     assert text.count(TABLE.begin) == text.count(TABLE.end) == 1
+
+
+def test_a_run_that_does_not_say_which_it_is_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a-day-reactive-1.json").write_text('{"digest": "0", "instance_hours": 1.0}')
+    with pytest.raises(BadParameter, match=r"a-day-reactive-1\.json does not name its case, variant and seed"):
+        strategies.kept_rows(tmp_path)
 
 
 def test_the_page_of_results_shows_what_the_kept_runs_say(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,9 @@ from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.deep import Ticks
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec
+from tests.dataplane.engines.torch.rank_engines import engine_of
 from tests.dataplane.engines.torch.rank_threads import start_threads
-from tests.dataplane.engines.torch.ranks.test_exactness import ROWS_OF_FOUR, engine_of
+from tests.dataplane.engines.torch.ranks.test_exactness import ROWS_OF_FOUR
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.test_adapters import prompt_of
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, greedy_tokens, save_tiny, spec_of
@@ -27,20 +27,6 @@ Checkpoint = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Checkpoint) -> Made:
     return adapter_maker(tmp_path_factory.mktemp("adapters"), checkpoint)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    engine = engine_of(2, tmp_path_factory.mktemp("two"))
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    engine = engine_of(4, tmp_path_factory.mktemp("four"))
-    yield engine
-    engine.close()
 
 
 def check_one_batch(engine: TorchEngine, base: Path, made: Made, architecture: str) -> None:

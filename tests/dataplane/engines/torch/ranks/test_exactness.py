@@ -9,9 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
-from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import ModelLoadError
-from tests.dataplane.engines.torch.deep import Ticks
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.pooled import (
     pooled_spec,
@@ -20,7 +18,6 @@ from tests.dataplane.engines.torch.pooled import (
     save_embedding,
     save_scoring,
 )
-from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
 PROMPTS = {
@@ -36,40 +33,20 @@ ROWS_OF_FOUR: dict[str, dict[str, int]] = {
 Checkpoint = Callable[[str], Path]
 
 
-def engine_of(ranks: int, cache: Path, **changes: Any) -> TorchEngine:
-    given: dict[str, Any] = {
-        "weights_bytes": 2**19,
-        "kv_bytes": 2**17,
-        "slab_bytes": 2**14,
-        "prefill_tokens_per_step_max": 16,
-        **changes,
-    }
-    settings = TorchEngineSettings(ranks=ranks, cache_folder=cache, **given)
-    return TorchEngine(settings, Ticks(), other_ranks=start_threads(ranks - 1))
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    engine = engine_of(2, tmp_path_factory.mktemp("two"))
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    engine = engine_of(4, tmp_path_factory.mktemp("four"))
-    yield engine
-    engine.close()
-
-
-def check_greedy(engine: TorchEngine, name: str, folder: Path) -> None:
+def tokens_of(engine: TorchEngine, name: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """What a model that is loaded for it answers to each prompt."""
     engine.load(name, spec_of(name, folder))
     for which, prompt in PROMPTS.items():
         engine.add(request(which, prompt, instance_id=name, max_tokens=MAX_TOKENS))
     gathered = drain(engine)
     engine.unload(name)
     assert gathered.errors == {}
-    assert gathered.tokens == {which: greedy_tokens(folder, prompt, MAX_TOKENS) for which, prompt in PROMPTS.items()}
+    return gathered.tokens
+
+
+def check_greedy(engine: TorchEngine, name: str, folder: Path) -> None:
+    expected = {which: greedy_tokens(folder, prompt, MAX_TOKENS) for which, prompt in PROMPTS.items()}
+    assert tokens_of(engine, name, folder) == expected
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -17,8 +17,9 @@ from tests.dataplane.engines.torch.deep import Ticks
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_spec, merged
 from tests.dataplane.engines.torch.model.packing import AWQ, FORMATS, FP8, GPTQ, awq, fp8, gptq, quantized_pair
+from tests.dataplane.engines.torch.rank_engines import engine_of
 from tests.dataplane.engines.torch.rank_threads import start_threads
-from tests.dataplane.engines.torch.ranks.test_exactness import PROMPTS, check_greedy, engine_of
+from tests.dataplane.engines.torch.ranks.test_exactness import PROMPTS, check_greedy, tokens_of
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import greedy_tokens, save_tiny, spec_of
 
@@ -48,16 +49,6 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = engine_of(request.param, tmp_path_factory.mktemp("models"))
     yield made
     made.close()
-
-
-def tokens_of(engine: TorchEngine, name: str, folder: Path) -> dict[str, tuple[int, ...]]:
-    engine.load(name, spec_of(name, folder))
-    for which, prompt in PROMPTS.items():
-        engine.add(request(which, prompt, instance_id=name, max_tokens=MAX_TOKENS))
-    gathered = drain(engine)
-    engine.unload(name)
-    assert gathered.errors == {}
-    return gathered.tokens
 
 
 @pytest.mark.parametrize(
