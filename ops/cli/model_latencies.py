@@ -61,11 +61,9 @@ def _measured(file: Path, gpu_types: Sequence[str], weights_bytes: int, gpus: in
 
 
 def _guessed(gpu_type: str, sizes: Sizes, gpus: int) -> dict[str, Any]:
-    if gpus > 1:
-        raise typer.BadParameter(f"--latency auto guesses for one GPU, not for {gpus}: give a profile")
     if gpu_type not in CARDS:
         known = ", ".join(sorted(CARDS))
         raise typer.BadParameter(f"--latency auto does not know the GPU type {gpu_type}, only {known}: give a profile")
     card, parameters = CARDS[gpu_type], sizes.get("parameters")
-    times = guess_times(sizes["weights_bytes"], sizes["kv_bytes_per_token"], card, parameters)
+    times = guess_times(sizes["weights_bytes"], sizes["kv_bytes_per_token"], card, parameters, gpus=gpus)
     return asdict(times.latency) | {"switch_s": times.switch_s, "source": times.source}

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,20 +15,23 @@ from ops.client.screen import AsJson, Columns, bytes_text, notes, print_fields, 
 from ops.profiling.cards import CARDS
 
 if TYPE_CHECKING:
-    from ops.profiling.memory_plan import Fit, MemoryPlan
+    from ops.local.checkpoints import Checkpoint
+    from ops.profiling.memory_plan import Fit, MemoryPlan, ModelSizes
 
-_ADAPTER_ELEMENT_BYTES = 2
-"""Of bfloat16, in which a GPU has them."""
+_ELEMENT_BYTES = 2
+"""Of bfloat16, in which a GPU has weights and adapters."""
 
 
 @examples(
     "tidepool node plan-memory models/qwen3-8b models/llama-1b --card H800",
     "tidepool node plan-memory models/qwen3-8b --adapter adapters/helpdesk --adapter adapters/sales --card L4",
+    "tidepool node plan-memory models/llama-70b --card H100 --gpus 4",
     "tidepool node plan-memory hf://Qwen/Qwen3-8B --card L4 --context 8192 --json",
 )
 def plan_node_memory(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of checkpoints, https:// or hf://.")],
     card: Annotated[str, typer.Option(metavar="GPU", help=f"{', '.join(sorted(CARDS))}.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Of a slot; they run each model together.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of a sequence, prompt and answer together.")] = 4096,
     memory_share: Annotated[
         float, typer.Option(min=0.1, max=1.0, help="Of the card's memory, for weights and KV.")
@@ -40,7 +44,7 @@ def plan_node_memory(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict weights, KV, batch and times of models on a GPU, from their config.json and safetensors headers alone.
+    """Predict weights, KV, batch and times of models on GPUs, from their config.json and safetensors headers alone.
 
     \b
     Sizes are exact for the checkpoint's own type. Times are a guess by the card's data sheet: `tidepool node profile`
@@ -50,25 +54,49 @@ def plan_node_memory(
 
     if card not in CARDS:
         raise typer.BadParameter(f"--card must be one of {', '.join(sorted(CARDS))}, not '{card}'")
-    sizes = [_sizes_of(model, tuple(private_host or ())) for model in models]
-    adapters_bytes = sum(_ADAPTER_ELEMENT_BYTES * describe_adapter(folder)["parameters"] for folder in adapter or [])
-    plan = plan_memory(sizes, CARDS[card], memory_share=memory_share, tokens=context, adapters_bytes=adapters_bytes)
+    sizes = [_sizes_of(model, gpus, tuple(private_host or ())) for model in models]
+    adapters_bytes = sum(_ELEMENT_BYTES * describe_adapter(folder)["parameters"] for folder in adapter or [])
+    plan = plan_memory(
+        sizes, CARDS[card], memory_share=memory_share, tokens=context, adapters_bytes=adapters_bytes, gpus=gpus
+    )
     if as_json:
         print_json(asdict(plan))
         return
     _show(plan)
 
 
-def _sizes_of(model: str, private_hosts: tuple[str, ...]) -> Any:
-    from ops.local.checkpoints import CheckpointError, describe_checkpoint
+def _sizes_of(model: str, gpus: int, private_hosts: tuple[str, ...]) -> "ModelSizes":
+    from ops.local.checkpoints import CheckpointError, read_checkpoint
     from ops.profiling.memory_plan import ModelSizes
 
     try:
-        found = describe_checkpoint(model, private_hosts)
+        found = read_checkpoint(model, private_hosts)
     except CheckpointError as error:
         raise CommandError(str(error)) from error
-    kept = {name: found[name] for name in ("weights_bytes", "kv_bytes_per_token", "context_tokens", "parameters")}
-    return ModelSizes(name=model.rstrip("/").rpartition("/")[2], **kept)
+    copies = _copies_of_kv(found, gpus)
+    kept = {name: found.model[name] for name in ("weights_bytes", "context_tokens", "parameters")}
+    kv_bytes = copies * found.model["kv_bytes_per_token"]
+    return ModelSizes(name=model.rstrip("/").rpartition("/")[2], kv_bytes_per_token=kv_bytes, **kept)
+
+
+def _copies_of_kv(checkpoint: "Checkpoint", gpus: int) -> int:
+    """How many GPUs of a slot have the same KV heads.
+
+    Raises:
+        CommandError: the model cannot be divided among so many.
+    """
+    from dataplane.engines.torch.model.split import rank_config
+    from dataplane.protocol.errors import ModelLoadError
+
+    if gpus == 1:
+        return 1
+    config = SimpleNamespace(**checkpoint.config)
+    try:
+        mine = rank_config(config, gpus, _ELEMENT_BYTES, Path(checkpoint.model["path"]))
+    except ModelLoadError as error:
+        raise CommandError(error.message) from error
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return gpus * int(mine.num_key_value_heads) // kv_heads
 
 
 def _show(plan: "MemoryPlan") -> None:
@@ -87,12 +115,13 @@ def _show(plan: "MemoryPlan") -> None:
         "step, full": lambda row: _milliseconds(row["fit"].full_step_s),
         "tokens/s, full": lambda row: "-" if (rate := row["fit"].tokens_per_s) is None else f"{rate:,.0f}",
     }
-    print_table(f"Each alone on one {card.name}, {usable} of its memory", {**memory, **times}, _rows(plan.alone))
+    slot = f"one {card.name}" if plan.gpus == 1 else f"{plan.gpus} {card.name}"
+    print_table(f"Each alone on {slot}, with {usable}", {**memory, **times}, _rows(plan.alone))
     pooled = plan.pooled
     if len(plan.alone) > 1:
-        print_table(f"All in one pooled slot of one {card.name}", memory, _rows(pooled.fits))
+        print_table(f"All in one pooled slot of {slot}", memory, _rows(pooled.fits))
     share = "the largest model does not fit" if pooled.kv_share is None else f"{pooled.kv_share:g}"
-    adapters = [("TIDEPOOL_AGENT_ADAPTERS_BYTES", f"{plan.adapters_bytes} at least, in bfloat16")]
+    adapters = [("TIDEPOOL_AGENT_ADAPTERS_BYTES", f"{plan.adapters_bytes} at least, in bfloat16, on each GPU")]
     print_fields(
         [
             ("TIDEPOOL_AGENT_KV_SHARE", share),

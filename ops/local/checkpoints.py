@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -149,6 +150,14 @@ class CheckpointError(ValueError):
     """A folder or source that is no checkpoint; the message names the file and what is wrong with it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """`model`: as `describe_checkpoint` returns it; `config`: `config.json`, of a multimodal model its text part."""
+
+    model: dict[str, Any]
+    config: Mapping[str, Any]
+
+
 def describe_checkpoint(
     source: Path | str,
     private_hosts: tuple[str, ...] = (),
@@ -168,6 +177,17 @@ def describe_checkpoint(
     Raises:
         CheckpointError: a file is missing, cannot be read, or lacks what is needed; a source is out of reach.
     """
+    return read_checkpoint(source, private_hosts, time_max_s=time_max_s, task=task).model
+
+
+def read_checkpoint(
+    source: Path | str,
+    private_hosts: tuple[str, ...] = (),
+    *,
+    time_max_s: float = TIME_MAX_S,
+    task: Task | None = None,
+) -> Checkpoint:
+    """The same, and the checkpoint's own config."""
     if is_remote(str(source)):
         try:
             check_source(str(source))
@@ -181,9 +201,7 @@ def describe_checkpoint(
     return _describe_folder(folder, str(folder), task)
 
 
-def _describe_remote(
-    source: str, private_hosts: tuple[str, ...], time_max_s: float, task: Task | None
-) -> dict[str, Any]:
+def _describe_remote(source: str, private_hosts: tuple[str, ...], time_max_s: float, task: Task | None) -> Checkpoint:
     try:
         if source.startswith("hf://"):
             folder, tensors = read_hub(source)
@@ -195,7 +213,7 @@ def _describe_remote(
         raise CheckpointError(str(error)) from error
 
 
-def _describe_folder(folder: Path, path: str, task: Task | None) -> dict[str, Any]:
+def _describe_folder(folder: Path, path: str, task: Task | None) -> Checkpoint:
     """Describe the folder as what lies at `path`."""
     try:
         read_json(folder / "config.json")
@@ -205,9 +223,7 @@ def _describe_folder(folder: Path, path: str, task: Task | None) -> dict[str, An
     return _describe(path, folder, tensors, task)
 
 
-def _describe(
-    path: str, folder: Path, tensors: Mapping[str, tuple[str, int]], task: Task | None = None
-) -> dict[str, Any]:
+def _describe(path: str, folder: Path, tensors: Mapping[str, tuple[str, int]], task: Task | None = None) -> Checkpoint:
     """`folder` has the configs of what lies at `path`; `tensors`: type and bytes of each by name."""
     try:
         content = read_json(folder / "config.json")
@@ -228,7 +244,7 @@ def _describe(
     kv_heads = config.positive("num_key_value_heads", default=heads)
     head_size = config.positive("head_dim", default=config.positive("hidden_size") // heads)
     values = 2 * config.positive("num_hidden_layers") * kv_heads * head_size
-    return {
+    model = {
         "path": path,
         "architecture": config.architecture(),
         "weights_bytes": bytes_by_type.total(),
@@ -237,16 +253,17 @@ def _describe(
         "context_tokens": min(config.positive("max_position_embeddings"), tokens_max or sys.maxsize),
         "task": task,
     }
+    return Checkpoint(model=model, config=config.text)
 
 
 class _Config:
-    """`config.json`; of a multimodal model its text part."""
+    """`config.json`; `text`: of a multimodal model its text part."""
 
     def __init__(self, file: str, whole: dict[str, Any]) -> None:
         self._file = file
         self._whole = whole
         text = self._whole.get("text_config")
-        self._text = self._whole | text if isinstance(text, dict) else self._whole
+        self.text = self._whole | text if isinstance(text, dict) else self._whole
 
     def architecture(self) -> str:
         names = self._whole.get("architectures")
@@ -255,7 +272,7 @@ class _Config:
         return names[0]
 
     def positive(self, key: str, *, default: int | None = None) -> int:
-        value = self._text.get(key)
+        value = self.text.get(key)
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -263,7 +280,7 @@ class _Config:
         return value
 
     def is_tied(self) -> bool:
-        return self._text.get("tie_word_embeddings") is True
+        return self.text.get("tie_word_embeddings") is True
 
     def quantized_bits(self) -> int | None:
         given = self._whole.get("quantization_config")
@@ -271,7 +288,7 @@ class _Config:
         return bits if isinstance(bits, int) and 1 <= bits <= 8 else None
 
     def element_bytes(self) -> int | None:
-        return _CONFIG_BYTES.get(str(self._text.get("dtype", self._text.get("torch_dtype"))))
+        return _CONFIG_BYTES.get(str(self.text.get("dtype", self.text.get("torch_dtype"))))
 
 
 def _parameters(tensors: Mapping[str, tuple[str, int]], *, tied: bool, bits: int | None) -> int | None:

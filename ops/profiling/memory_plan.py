@@ -1,4 +1,6 @@
-"""What of some models fits on a card, from their checkpoints alone: weights, KV, batch, and step times by guess."""
+"""What of some models fits on a slot of one or several GPUs, from their checkpoints alone: weights, KV, batch, and step
+times by guess.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ _KV_SHARE_STEP = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What a checkpoint says of itself. `kv_bytes_per_token`: of keys and values of all layers. `parameters` None: not
-    known.
+    """What a checkpoint says of itself. `kv_bytes_per_token`: of keys and values of all layers, on all GPUs of a slot,
+    some of which repeat a KV head where they are more than heads. `parameters` None: not known.
     """
 
     name: str
@@ -26,7 +28,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model with a share of a card's memory for KV. `batch`: sequences of so many tokens as the plan was asked for.
+    """A model with a share of a slot's memory for KV. `batch`: sequences of so many tokens as the plan was asked for.
 
     `prompt_s`: a prefill of `PROMPT_TOKENS`; `step_s`: a decode step of one sequence, `full_step_s`: of the batch.
     """
@@ -68,11 +70,12 @@ class PooledFit:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """On one card. `usable_bytes`: of its memory, for weights and KV, beside `adapters_bytes` for LoRA adapters.
-    `alone`: each model on a card of its own.
+    """On slots of `gpus` GPUs. `usable_bytes`: of a slot's memory, for weights and KV, beside `adapters_bytes` on each
+    GPU for LoRA adapters. `alone`: each model on a slot of its own.
     """
 
     card: Card
+    gpus: int
     usable_bytes: int
     tokens: int
     alone: tuple[Fit, ...]
@@ -81,43 +84,60 @@ class MemoryPlan:
 
 
 def plan_memory(
-    models: Sequence[ModelSizes], card: Card, *, memory_share: float, tokens: int, adapters_bytes: int = 0
+    models: Sequence[ModelSizes],
+    card: Card,
+    *,
+    memory_share: float,
+    tokens: int,
+    adapters_bytes: int = 0,
+    gpus: int = 1,
 ) -> MemoryPlan:
-    """Predict what fits.
+    """Predict what fits. Norms and other weights that all GPUs of a slot have count once.
 
     Args:
         models: at least one.
-        card: the GPU.
+        card: each GPU.
         memory_share: of its memory that weights and KV may take; the rest is the runtime's and activations'.
         tokens: of a sequence, prompt and answer together; a model with a shorter context takes its own.
         adapters_bytes: of all LoRA adapters that are served together.
+        gpus: of a slot, which run each model together.
     """
-    usable = max(1, int(card.memory_bytes * memory_share) - adapters_bytes)
-    alone = tuple(_fit(model, max(0, usable - model.weights_bytes), card, tokens) for model in models)
+    usable = max(1, gpus * (int(card.memory_bytes * memory_share) - adapters_bytes))
+    slot = _Slot(card=card, gpus=gpus, usable_bytes=usable, tokens=tokens)
+    alone = tuple(_fit(model, max(0, usable - model.weights_bytes), slot) for model in models)
     return MemoryPlan(
         card=card,
+        gpus=gpus,
         usable_bytes=usable,
         tokens=tokens,
         alone=alone,
-        pooled=_pooled(models, usable, card, tokens),
+        pooled=_pooled(models, slot),
         adapters_bytes=adapters_bytes,
     )
 
 
-def _pooled(models: Sequence[ModelSizes], usable: int, card: Card, tokens: int) -> PooledFit:
+@dataclass(frozen=True, kw_only=True)
+class _Slot:
+    card: Card
+    gpus: int
+    usable_bytes: int
+    tokens: int
+
+
+def _pooled(models: Sequence[ModelSizes], slot: _Slot) -> PooledFit:
     largest = max(model.weights_bytes for model in models)
-    steps = int((1 - largest / usable) / _KV_SHARE_STEP)
-    kv_bytes = int(usable * steps * _KV_SHARE_STEP) if steps > 0 else 0
+    steps = int((1 - largest / slot.usable_bytes) / _KV_SHARE_STEP)
+    kv_bytes = int(slot.usable_bytes * steps * _KV_SHARE_STEP) if steps > 0 else 0
     return PooledFit(
         kv_share=round(steps * _KV_SHARE_STEP, 2) if steps > 0 else None,
-        fits=tuple(_fit(model, kv_bytes, card, tokens) for model in models),
+        fits=tuple(_fit(model, kv_bytes, slot) for model in models),
         host_bytes=sum(model.weights_bytes for model in models) + kv_bytes,
     )
 
 
-def _fit(model: ModelSizes, kv_bytes: int, card: Card, tokens: int) -> Fit:
-    times = guess_times(model.weights_bytes, model.kv_bytes_per_token, card, model.parameters)
-    length = min(tokens, model.context_tokens)
+def _fit(model: ModelSizes, kv_bytes: int, slot: _Slot) -> Fit:
+    times = guess_times(model.weights_bytes, model.kv_bytes_per_token, slot.card, model.parameters, gpus=slot.gpus)
+    length = min(slot.tokens, model.context_tokens)
     kv_tokens = kv_bytes // model.kv_bytes_per_token
     batch = kv_tokens // length
     return Fit(

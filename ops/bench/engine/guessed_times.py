@@ -1,11 +1,11 @@
 """How far guessed step times are from measured ones: `python -m ops.bench.engine.guessed_times POINTS`.
 
 POINTS is a CSV file as Aegaeon's artifact publishes, see `tidepool node profile --from`: each set of points is one
-model on one GPU type. A guess is compared with every point, not with a fit of them.
+model on one or several GPUs of a type. A guess is compared with every point, not with a fit of them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -38,6 +38,8 @@ def main(
         print_json(rows)
         return
     columns: Columns = {
+        "set": "set",
+        "GPUs": "gpus",
         "GPU": "gpu_type",
         "model": "model",
         "prefill": lambda row: f"{row['prefill']:.2f}",
@@ -45,19 +47,21 @@ def main(
         "points": "points",
     }
     print_table("Guessed over measured, medians of points", columns, rows)
-    print_table("Off by a factor of", {"step": "step", "median": "median", "worst": "worst"}, [*_off(rows)])
+    off = [one for is_group in (False, True) for one in _off([row for row in rows if (row["gpus"] > 1) is is_group])]
+    print_table("Off by a factor of", {name: name for name in ("GPUs", "step", "median", "worst")}, off)
 
 
 def compared(points: PointSet) -> dict[str, Any] | None:
-    """The medians of guessed over measured, of prefills and of decode steps; None where size or card is not known, or
-    several GPUs were one.
-    """
-    weights_bytes, card = points.weights_bytes, CARDS.get(points.gpu_type)
-    if weights_bytes is None or card is None or points.gpus > 1 or not points.prefill or not points.decode:
+    """The medians of guessed over measured, of prefills and of decode steps; None where size or card is not known."""
+    weights_bytes, card = points.weights_bytes, CARDS.get(points.gpu_type.upper())
+    if weights_bytes is None or card is None or not points.prefill or not points.decode:
         return None
-    latency = guess_times(weights_bytes, kv_bytes_of(points.model, weights_bytes), card).latency
+    kv_bytes = kv_bytes_of(points.model, weights_bytes)
+    latency = guess_times(weights_bytes, kv_bytes, card, gpus=points.gpus).latency
     return {
-        "gpu_type": points.gpu_type,
+        "set": points.source.rpartition(f"/{points.model}/")[0],
+        "gpus": points.gpus,
+        "gpu_type": card.name,
         "model": points.model,
         "prefill": median(latency.prefill_s(one.tokens, one.squared_tokens) / one.seconds for one in points.prefill),
         "decode": median(latency.decode_s(one.context_tokens, one.batch) / one.seconds for one in points.decode),
@@ -71,11 +75,12 @@ def kv_bytes_of(model: str, weights_bytes: int) -> int:
     return KV_BYTES_PER_TOKEN.get(model, _VALUES_BYTES * usual)
 
 
-def _off(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, str]]:
+def _off(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, str]]:
     """By kind of step, how far the sets' medians are off, either way."""
-    for step in ("prefill", "decode"):
+    for step in ("prefill", "decode") if rows else ():
         factors = [math.exp(abs(math.log(row[step]))) for row in rows]
-        yield {"step": step, "median": f"{median(factors):.2f}", "worst": f"{max(factors):.2f}"}
+        gpus = "-".join(sorted({str(row["gpus"]) for row in rows}))
+        yield {"GPUs": gpus, "step": step, "median": f"{median(factors):.2f}", "worst": f"{max(factors):.2f}"}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ops.bench.papers.aegaeon_fleet import TP4_EFFICIENCY
 from ops.bench.papers.workloads import Redraws, Workload
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
@@ -72,11 +71,11 @@ def a10() -> Hardware:
 
 def eight_h800(folder: Path) -> Hardware:
     """Two slots of four H800 and models like Qwen2.5-72B. Its step times on four were published by nobody: a guess from
-    the data sheet for a quarter of the model, of which the four do 80 %.
+    the data sheet, and from what smaller models take on four.
     """
     card, kv_bytes_per_token = CARDS["H800"], 327_680
     model = ModelPart(name="72B", weights_bytes=145_412_407_296, kv_bytes_per_token=kv_bytes_per_token)
-    quarter = guess_times(model.weights_bytes // 4, kv_bytes_per_token // 4, card)
+    times = guess_times(model.weights_bytes, kv_bytes_per_token, card, gpus=4)
     lines = [
         'gpu_type = "4 x H800"',
         f"memory_bytes = {4 * card.memory_bytes}",
@@ -88,7 +87,7 @@ def eight_h800(folder: Path) -> Hardware:
         'source = "a guess"',
         "gpus = 1",
         f"weights_bytes = {model.weights_bytes}",
-        *(f"{name} = {s / TP4_EFFICIENCY!r}" for name, s in asdict(quarter.latency).items()),
+        *(f"{name} = {seconds!r}" for name, seconds in asdict(times.latency).items()),
     ]
     path = folder / "4xh800.toml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -29,17 +29,14 @@ def _quantized(answer: Any) -> dict[str, float]:
 
 
 def _guesses(answer: Any) -> dict[str, float]:
-    def factors(key: str) -> list[float]:
-        return [max(row[key], 1 / row[key]) for row in answer]
-
-    prefill, decode = factors("prefill"), factors("decode")
-    return {
-        "models": len(answer),
-        "prefill": median(prefill),
-        "decode": median(decode),
-        "prefill_most": max(prefill),
-        "decode_most": max(decode),
-    }
+    figures = {}
+    for kind, is_group in (("one", False), ("group", True)):
+        rows = [row for row in answer if (row["gpus"] > 1) is is_group]
+        figures[f"sets_{kind}"] = float(len(rows))
+        for step in ("prefill", "decode"):
+            factors = [max(row[step], 1 / row[step]) for row in rows]
+            figures |= {f"{step}_{kind}": median(factors), f"{step}_{kind}_most": max(factors)}
+    return figures
 
 
 ROWS: Mapping[str, ResultRow] = {
@@ -75,11 +72,12 @@ ROWS: Mapping[str, ResultRow] = {
         tolerance=0.5,
     ),
     "guesses": ResultRow(
-        what="step times guessed from data sheets, over those published for {models:.0f} models on single GPUs:"
-        " factor, in the median and at worst",
+        what="step times guessed from data sheets, over {sets_one:.0f} sets of times published for single GPUs,"
+        " {sets_group:.0f} for two and four H800: factor, in the median and at worst",
         arguments=("-m", "ops.bench.engine.guessed_times", f"{DATA}/aegaeon/latency_profiles.csv.gz", "--json"),
         values=_guesses,
-        text="prefill {prefill:.2f}, {prefill_most:.2f}; decode {decode:.2f}, {decode_most:.2f}",
+        text="prefill {prefill_one:.2f}, {prefill_one_most:.2f}; decode {decode_one:.2f}, {decode_one_most:.2f};"
+        " two and four {prefill_group:.2f}, {prefill_group_most:.2f}; {decode_group:.2f}, {decode_group_most:.2f}",
         against="",
     ),
 }

@@ -24,6 +24,23 @@ def test_it_reads_the_checkpoint_alone(run: Run, folder: Path) -> None:
     assert plan["card"]["name"] == "L4"
 
 
+def test_gpus_of_a_slot_share_the_weights_and_repeat_kv_heads(run: Run, folder: Path) -> None:
+    one, two, four = (
+        run("node", "plan-memory", folder, "--card", "L4", "--gpus", gpus, "--json").json for gpus in (1, 2, 4)
+    )
+    assert (two["gpus"], two["usable_bytes"]) == (2, 2 * one["usable_bytes"])
+    [first], [second], [third] = one["alone"], two["alone"], four["alone"]
+    assert second["kv_bytes"] == two["usable_bytes"] - first["model"]["weights_bytes"]
+    per_token = [fit["model"]["kv_bytes_per_token"] for fit in (first, second, third)]
+    assert per_token == [per_token[0], 2 * per_token[0], 4 * per_token[0]], "its one KV head is on each GPU"
+
+
+def test_a_model_that_cannot_be_divided_is_refused(run: Run, folder: Path) -> None:
+    refused = run("node", "plan-memory", folder, "--card", "L4", "--gpus", 3)
+    assert refused.status == 1
+    assert "num_attention_heads=4 cannot be divided among 3 GPUs" in refused.err
+
+
 def test_the_tables_name_each_model_and_say_that_times_are_a_guess(run: Run, folder: Path) -> None:
     shown = run("node", "plan-memory", folder, folder, "--card", "H800")
     assert shown.status == 0

@@ -7,7 +7,14 @@ from ops.profiling.cards import Card
 from ops.profiling.memory_plan import ModelSizes, plan_memory
 
 GB = 10**9
-CARD = Card(name="card", memory_bytes=100 * GB, flops=1e14, memory_bytes_per_s=1e12, pcie_bytes_per_s=5e10)
+CARD = Card(
+    name="card",
+    memory_bytes=100 * GB,
+    flops=1e14,
+    memory_bytes_per_s=1e12,
+    pcie_bytes_per_s=5e10,
+    link_bytes_per_s=2e11,
+)
 LARGE = ModelSizes(name="large", weights_bytes=30 * GB, kv_bytes_per_token=1_000_000, context_tokens=32_768)
 SMALL = ModelSizes(name="small", weights_bytes=4 * GB, kv_bytes_per_token=100_000, context_tokens=2_000)
 HUGE = ModelSizes(name="huge", weights_bytes=95 * GB, kv_bytes_per_token=1_000_000, context_tokens=32_768)
@@ -44,3 +51,13 @@ def test_a_model_that_does_not_fit_is_named_so() -> None:
     assert alone.full_step_s is None
     assert alone.tokens_per_s is None
     assert plan.pooled.kv_share is None
+
+
+def test_a_slot_of_four_has_the_memory_of_four_less_the_adapters_of_each() -> None:
+    plan = plan_memory([HUGE], CARD, memory_share=0.9, tokens=4_000, adapters_bytes=GB, gpus=4)
+    [alone] = plan.alone
+    assert (plan.gpus, plan.usable_bytes) == (4, 4 * 89 * GB)
+    assert alone.kv_bytes == plan.usable_bytes - HUGE.weights_bytes
+    assert alone.fits
+    assert plan.pooled.kv_share == 0.73
+    assert alone.times.switch_s == pytest.approx(95e9 / (4 * 5e10 * 0.625))

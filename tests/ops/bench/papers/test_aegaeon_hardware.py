@@ -29,10 +29,10 @@ def test_a_slot_has_room_for_one_model_and_kv(tmp_path: Path) -> None:
         assert hardware.kv_bytes > 5 * 10**9
 
 
-def test_step_times_on_four_gpus_are_of_a_quarter_of_the_model(tmp_path: Path) -> None:
+def test_four_gpus_each_read_a_quarter_of_the_model(tmp_path: Path) -> None:
     (model,) = load_gpu_profile(eight_h800(tmp_path).profile).models
     read_s = model.weights_bytes / 4 / 3350e9
-    assert read_s < model.latency.decode_base_s < 3 * read_s
+    assert 10e-3 + read_s < model.latency.decode_base_s < 15e-3 + 1.3 * read_s
 
 
 def _point(models: int, service: float, unserved: int = 0) -> Point:
