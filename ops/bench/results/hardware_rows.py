@@ -25,7 +25,7 @@ _LOSSES = {
     "a10-pooled-both-deadlines": "tokens_0",
     "a10-pooled-both": "tokens_0",
     "a10-pooled": "service_0 service_1 tokens_0 tokens_1",
-    "large-pooled": "service_0 tokens_0 tokens_1",
+    "large-pooled": "service_1 tokens_0 tokens_1 tokens_2",
 }
 """Where less is kept than by whole requests."""
 

@@ -87,7 +87,7 @@ class AdapterStore:
         """Bring a prepared adapter to the device, and its other parts to the other ranks. Idempotent.
 
         Raises:
-            ModelLoadError: there is no memory for it.
+            ModelLoadError: there is no memory for it, here or on another rank.
         """
         adapters = base.skeleton.adapters
         if spec.name in adapters:
@@ -100,9 +100,9 @@ class AdapterStore:
             on_device = adapter.to(self._device)
         except torch.OutOfMemoryError as error:
             raise ModelLoadError(f"{spec.name}: no memory for {adapter.size_bytes} bytes on {self._device}") from error
-        adapters.add(on_device, base.skeleton.adaptable_layers())
         if base.skeleton.mirror is not None:
             base.skeleton.mirror.adapt(others)
+        adapters.add(on_device, base.skeleton.adaptable_layers())
         with self._lock:
             self._loaded[spec.name] = source, adapter.size_bytes
 

@@ -136,7 +136,11 @@ class Mirror(Protocol):
         """A shard was bound to a buffer of the arena."""
 
     def adapt(self, parts: Sequence[Adapter]) -> None:
-        """Serve an adapter: those of the other ranks, in order."""
+        """Serve an adapter: those of the other ranks, in order.
+
+        Raises:
+            ModelLoadError: one has no memory for it; none serves it then.
+        """
 
     def drop_adapter(self, name: str) -> None:
         """Serve an adapter no more."""

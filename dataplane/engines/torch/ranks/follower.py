@@ -30,6 +30,7 @@ from dataplane.engines.torch.model.runner import forward_logits, forward_states
 from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
 from dataplane.engines.torch.ranks.collectives import join_group
 from dataplane.engines.torch.ranks.commands import (
+    ADAPTED,
     ARENA,
     FILES_KEPT,
     HOST_KV,
@@ -177,12 +178,20 @@ class Follower:
 
     def _adapt(self, skeleton: Skeleton, command: Adapt) -> None:
         """The key, which is that of KV, is rank 0's to know."""
+        try:
+            on_device = self._read_adapter(command).to(self._device)
+        except torch.OutOfMemoryError:
+            self._reports.submit(lambda: self._report(REPORT.pack(ADAPTED, False)))
+            return
+        skeleton.adapters.add(on_device, skeleton.adaptable_layers())
+        self._reports.submit(lambda: self._report(REPORT.pack(ADAPTED, True)))
+
+    def _read_adapter(self, command: Adapt) -> Adapter:
         layers = {
             name: Factors(down=self._factor(down, (command.rank, -1)), up=self._factor(up, (-1, command.rank)))
             for name, (down, up) in command.layers.items()
         }
-        adapter = Adapter(name=command.name, key="", rank=command.rank, layers=layers)
-        skeleton.adapters.add(adapter.to(self._device), skeleton.adaptable_layers())
+        return Adapter(name=command.name, key="", rank=command.rank, layers=layers)
 
     def _factor(self, sent: bytes, shape: tuple[int, int]) -> torch.Tensor:
         return torch.frombuffer(bytearray(sent), dtype=self._dtype).view(shape)

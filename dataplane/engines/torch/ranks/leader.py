@@ -4,6 +4,7 @@ The engine is unchanged: its copy streams, the shards that are bound and the for
 ranks, each on its own part. A rank that fails ends, and with it the worker process: the agent starts a new one.
 """
 
+import queue
 import select
 import socket
 import threading
@@ -20,6 +21,7 @@ from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.parallel import Rank
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.ranks.commands import (
+    ADAPTED,
     FILES_KEPT,
     HOST_KV,
     REPORT,
@@ -42,7 +44,7 @@ from dataplane.engines.torch.ranks.commands import (
     send_command,
 )
 from dataplane.memory.events import AllOf, Event, FlagEvent, Settled, TransferError
-from dataplane.protocol.errors import DeviceLostError
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 
 
 class Regions:
@@ -87,6 +89,8 @@ class Leader:
         self.regions = Regions()
         self._exports = exports
         self._connections = tuple(connections)
+        self._adapted: tuple[queue.SimpleQueue[bool | None], ...] = tuple(queue.SimpleQueue() for _ in connections)
+        """By other rank: whether it serves the last adapter that was sent; None: it is gone."""
         self._readers = [
             threading.Thread(target=self._read_reports, args=(connection, number), name="reports", daemon=True)
             for number, connection in enumerate(connections)
@@ -132,6 +136,26 @@ class Leader:
                 except OSError as error:
                     raise DeviceLostError(f"rank {number} does not read its commands: {error}") from error
 
+    def adapt(self, commands: Sequence[Adapt]) -> tuple[int, ...]:
+        """Send an adapter, a command for each of the other ranks; by the engine's thread. Returns the ranks without
+        memory for it.
+
+        Raises:
+            DeviceLostError: as `send`, or a rank has not answered for the timeout.
+        """
+        self.send_each(commands)
+        without = []
+        for number, (connection, answers) in enumerate(zip(self._connections, self._adapted, strict=True), start=1):
+            try:
+                answer = answers.get(timeout=connection.gettimeout())
+            except queue.Empty:
+                answer = None
+            if answer is None:
+                raise DeviceLostError(f"rank {number} does not say whether it has an adapter")
+            if not answer:
+                without.append(number)
+        return tuple(without)
+
     def is_shared(self, region: str) -> bool:
         """Whether other slots read the region, or this one reads it from another."""
         return region_file(region) is not None or (region == HOST_KV and self._exports)
@@ -164,9 +188,13 @@ class Leader:
             while ready.poll() and (more := connection.recv(4096)):
                 received += more
                 whole = len(received) // REPORT.size * REPORT.size
-                for stream, submission in REPORT.iter_unpack(received[:whole]):
-                    self._streams[STREAMS[stream]].reported(submission, number)
+                for kind, value in REPORT.iter_unpack(received[:whole]):
+                    if kind == ADAPTED:
+                        self._adapted[number].put(bool(value))
+                    else:
+                        self._streams[STREAMS[kind]].reported(value, number)
                 received = received[whole:]
+        self._adapted[number].put(None)
 
 
 class MirroredStream:
@@ -268,7 +296,7 @@ class ModelMirror:
         self._leader.send(Bind(model=self._number, shard=shard, offset_bytes=buffer.data_ptr() - address))
 
     def adapt(self, parts: Sequence[Adapter]) -> None:
-        self._leader.send_each(
+        without = self._leader.adapt(
             [
                 Adapt(
                     model=self._number,
@@ -279,6 +307,11 @@ class ModelMirror:
                 for part in parts
             ]
         )
+        if without:
+            part = parts[0]
+            self.drop_adapter(part.name)
+            ranks = ", ".join(map(str, without))
+            raise ModelLoadError(f"{part.name}: no memory for {part.size_bytes} bytes on rank {ranks}")
 
     def drop_adapter(self, name: str) -> None:
         self._leader.send(DropAdapter(model=self._number, name=name))

@@ -1,12 +1,15 @@
 """LoRA adapters that several ranks run together make the tokens of models whose weights contain them."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from dataplane.checkpoints.adapters import read_adapter
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.model.adapters import Adapter
 from dataplane.protocol.errors import ModelLoadError
 from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.deep import Ticks
@@ -100,6 +103,36 @@ def test_an_adapter_that_exceeds_the_memory_of_one_gpu_is_refused(checkpoint: Ch
         less.load("a", adapter_spec("mlp", adapter, base))
     assert not less.models
     less.close()
+
+
+def test_an_adapter_that_another_rank_has_no_memory_for_is_refused_and_the_slot_goes_on(
+    two: TorchEngine, checkpoint: Checkpoint, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, (adapter, whole) = checkpoint("llama"), made("llama", "late")
+    mine, to = threading.get_ident(), Adapter.to
+
+    def full(self: Adapter, device: torch.device) -> Adapter:
+        if threading.get_ident() != mine:
+            raise torch.OutOfMemoryError
+        return to(self, device)
+
+    two.load("base", spec_of("model", base))
+    with monkeypatch.context() as patched:
+        patched.setattr(Adapter, "to", full)
+        with pytest.raises(ModelLoadError, match=r"late: no memory for \d+ bytes on rank 1"):
+            two.load("late", adapter_spec("late", adapter, base))
+    assert two.adapters.used_bytes == 0
+    two.load("late", adapter_spec("late", adapter, base))
+    prompt = prompt_of(2, 21)
+    for name in ("base", "late"):
+        two.add(request(name, prompt, instance_id=name, max_tokens=MAX_TOKENS))
+    gathered = drain(two)
+    for name in ("base", "late"):
+        two.unload(name)
+    assert gathered.tokens == {
+        "base": greedy_tokens(base, prompt, MAX_TOKENS),
+        "late": greedy_tokens(whole, prompt, MAX_TOKENS),
+    }
 
 
 def test_another_base_is_refused_by_its_whole_shape(two: TorchEngine, checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ import torch
 
 from dataplane.engines.torch.copies.base import Copy
 from dataplane.engines.torch.model.parallel import Rank, Unconnected
-from dataplane.engines.torch.ranks.commands import ARENA, HOST_KV, REPORT, STREAMS, Transfer, read_command
+from dataplane.engines.torch.ranks.commands import (
+    ADAPTED,
+    ARENA,
+    HOST_KV,
+    REPORT,
+    STREAMS,
+    Adapt,
+    Transfer,
+    read_command,
+)
 from dataplane.engines.torch.ranks.leader import FILES_KEPT, Leader, Regions
 from dataplane.memory.events import AllOf, Event, FlagEvent, Settled
 from dataplane.protocol.errors import DeviceLostError
@@ -112,6 +121,17 @@ def test_a_rank_that_is_gone_is_noticed(told: Callable[..., Told]) -> None:
     one.theirs.shutdown(socket.SHUT_RDWR)
     with pytest.raises(DeviceLostError, match="rank 1"):
         one.streams["kv_in"].submit([Copy(one.host[:4], one.arena[:4])])
+
+
+def test_a_rank_that_ends_without_an_answer_is_noticed(told: Callable[..., Told]) -> None:
+    one = told()
+    one.theirs.sendall(REPORT.pack(ADAPTED, 0) + REPORT.pack(ADAPTED, 1))
+    command = Adapt(model=1, name="a", rank=4, layers={})
+    assert one.leader.adapt([command]) == (1,)
+    assert one.leader.adapt([command]) == ()
+    one.theirs.shutdown(socket.SHUT_WR)
+    with pytest.raises(DeviceLostError, match="rank 1 does not say"):
+        one.leader.adapt([command])
 
 
 def test_regions_are_found_by_address_and_old_files_are_forgotten() -> None:
