@@ -1,4 +1,4 @@
-"""A scenario in several variants, one after the other: what each holds, and how late its first tokens are.
+"""A scenario in several variants and seeds, one after the other: what each holds, and how late its first tokens are.
 
 python -m ops.bench.planner.variants SCENARIO --variant planning.pools=true --variant planning.pools=false
 """
@@ -19,6 +19,7 @@ from ops.simulator.scenario.scenario import ScenarioError, load_scenario
 
 COLUMNS: Columns = {
     "variant": "variant",
+    "seed": "seed",
     "requests": "requests",
     "failed": "failed",
     "instance-h": lambda row: f"{row['instance_hours']:.1f}",
@@ -34,31 +35,35 @@ def main(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key that is set in all; repeatable.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of all runs.")] = 1,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, help="Run every variant with it; repeatable. By default the scenario's.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a scenario in several variants, and compare instance hours, GPU hours and interactive-fast TTFT."""
     rows = []
     for each in variant:
-        rows.append(measure(scenario, each, settings or (), seed))
-        notes().print(f"{each}: {rows[-1]['instance_hours']:.1f} instance hours", markup=False)
+        for one in seed or (None,):
+            rows.append(row := measure(scenario, each, settings or (), one))
+            notes().print(f"{each}, seed {row['seed']}: {row['instance_hours']:.1f} instance hours", markup=False)
     if as_json:
         print_json(rows)
     else:
         print_table(f"{scenario.name}, {', '.join(settings or ('as it is',))}", COLUMNS, rows)
 
 
-def measure(scenario: Path, variant: str, settings: Iterable[str], seed: int) -> dict[str, Any]:
-    """The figures of one variant.
+def measure(scenario: Path, variant: str, settings: Iterable[str], seed: int | None) -> dict[str, Any]:
+    """The figures of one variant. `seed` None: the scenario's.
 
     Raises:
         typer.BadParameter: it cannot be simulated, or says nothing of hours or interactive-fast requests.
     """
     try:
-        result = simulate(load_scenario(scenario, settings=[*settings, variant]), seed=seed).result
+        varied = load_scenario(scenario, settings=[*settings, variant])
+        result = simulate(varied, seed=seed).result
     except (ScenarioError, ProfileError, DemandFileError) as error:
         raise typer.BadParameter(f"{variant}: {error}", param_hint="--variant") from error
-    return {"variant": variant, **figures(result)}
+    return {"variant": variant, "seed": varied.seed if seed is None else seed, **figures(result)}
 
 
 def figures(result: Result) -> Mapping[str, float]:

@@ -1,17 +1,28 @@
 """Rows of results on simulated fleets: variants of a scenario, see `ops.bench.planner.variants`."""
 
 from collections.abc import Mapping
+from statistics import mean
 from typing import Any
 
 from ops.bench.results.row import DATA, ResultRow
 
+_SEEDS = ("1", "2", "3")
+_DRAWN = "seeds 1 to 3, means"
+
 
 def _pair(answer: Any) -> dict[str, float]:
-    """The figures of two variants, numbered, and the changes of hours from the second to the first."""
-    first, second = answer
+    """The figures of two variants, numbered: means over seeds, the range of what is late, and the changes of hours from
+    the second to the first.
+    """
     keys = ("requests", "instance_hours", "gpu_hours", "late", "ttft_p95_s")
-    figures = {f"{key}{number}": row[key] for number, row in enumerate(answer) for key in keys}
-    changes = {key: first[key] / second[key] - 1 for key in ("instance_hours", "gpu_hours")}
+    variants = [
+        [row for row in answer if row["variant"] == name] for name in dict.fromkeys(r["variant"] for r in answer)
+    ]
+    figures = {f"{key}{place}": mean(row[key] for row in rows) for place, rows in enumerate(variants) for key in keys}
+    for place, rows in enumerate(variants):
+        late = [row["late"] for row in rows]
+        figures |= {f"late{place}_least": min(late), f"late{place}_most": max(late)}
+    changes = {key: figures[f"{key}0"] / figures[f"{key}1"] - 1 for key in ("instance_hours", "gpu_hours")}
     return figures | {f"{key}_change": change for key, change in changes.items()}
 
 
@@ -20,6 +31,7 @@ def _variants(scenario: str, variants: tuple[str, str], settings: tuple[str, ...
         *("-m", "ops.bench.planner.variants", f"ops/scenarios/{scenario}", "--json"),
         *(option for setting in settings for option in ("--set", setting)),
         *(option for variant in variants for option in ("--variant", variant)),
+        *(option for seed in _SEEDS for option in ("--seed", seed)),
     )
 
 
@@ -35,7 +47,7 @@ def _siloed(rate_per_s: str, what: str, against: str) -> ResultRow:
         text="{instance_hours0:.1f} for {instance_hours1:.1f} ({instance_hours_change:+.0%}); {late0:.1%} for"
         " {late1:.1%}",
         against=against,
-        drawn="seed 1, one run",
+        drawn=_DRAWN,
     )
 
 
@@ -45,9 +57,9 @@ def _pools(scenario: str, what: str) -> ResultRow:
         arguments=_variants(scenario, ("planning.pools=true", "planning.pools=false")),
         values=_pair,
         text="{gpu_hours0:.1f} for {gpu_hours1:.1f} ({gpu_hours_change:+.0%}); **{ttft_p95_s0:.2f} for"
-        " {ttft_p95_s1:.3f} s**, {late0:.1%} late",
-        against="without pools, {late1:.1%} late",
-        drawn="seed 1, one run",
+        " {ttft_p95_s1:.3f} s**, {late0:.2%} ({late0_least:.2%} to {late0_most:.2%}) late",
+        against="without pools, {late1:.2%} late",
+        drawn=_DRAWN,
     )
 
 

@@ -28,8 +28,13 @@ def test_each_variant_is_simulated_with_its_own_key_and_those_of_all() -> None:
     assert 0 < reactive["instance_hours"] < siloed["instance_hours"], "each tier has a minimum of its own"
     assert 0 <= reactive["late"] <= 1
     assert reactive["ttft_p95_s"] > 0
-    again = CliRunner().invoke(app, [*arguments("simulate-scaled.toml", names[0]), "--seed", "2", "--json"])
-    assert json.loads(again.stdout)[0]["requests"] != reactive["requests"]
+    seeds = ("--seed", "2", "--seed", "1")
+    second, first = json.loads(
+        CliRunner().invoke(app, [*arguments("simulate-scaled.toml", names[0]), *seeds, "--json"]).stdout
+    )
+    assert (second["seed"], first["seed"]) == (2, 1)
+    assert second["requests"] != first["requests"]
+    assert first == reactive, "the scenario's own seed"
     assert "instance-h" in CliRunner().invoke(app, arguments("simulate-scaled.toml", names[0])).stdout
 
 
