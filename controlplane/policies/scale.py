@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
 from controlplane.policies.assignment.evacuation import (
     choose_evacuation,
@@ -105,7 +107,9 @@ def _release_steps(decision: PoolSlotDecision, instances: Iterable[PlacedInstanc
 
 def _without_pools(decision: PoolSlotDecision, slots: Iterable[SlotRoom]) -> tuple[SlotRoom, ...]:
     """The slots as `choose_slots` may fill them: those of the pools are full."""
-    return tuple(replace(slot, gpus_free=0, pooled=True) if slot.ref in decision.slots else slot for slot in slots)
+    return tuple(
+        structs.replace(slot, gpus_free=0, pooled=True) if slot.ref in decision.slots else slot for slot in slots
+    )
 
 
 def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:

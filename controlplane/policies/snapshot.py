@@ -12,6 +12,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from msgspec import structs
+
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
 from controlplane.policies.facts import (
@@ -147,7 +149,9 @@ class FleetSnapshot:
                 return each
             _, most = self.limits_in_force[each.endpoint]
             kind = kind_for(strategy, each.kind, instances_max=most)
-            return replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
+            if not each.pooled and each.instance_id not in gpus and kind == each.kind:
+                return each
+            return structs.replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
 
         return replace(self, instances=tuple(changed(each) for each in self.instances))
 

@@ -2,7 +2,8 @@
 
 import heapq
 from collections import Counter
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRef, SlotRoom, SlotSettings
 from controlplane.policies.facts import Endpoint

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.evacuation import leaving_larger_slots
@@ -180,7 +181,7 @@ def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size
     assert leaving(*(replace(each, regroups=False) for each in nodes)) == []
     full = instance("3", SMALL, "a", 0), instance("4", SMALL, "a", 1)
     assert leaving(*nodes, more=full) == []
-    assert leaving(*nodes, more=(replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
+    assert leaving(*nodes, more=(structs.replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
 
 
 def test_who_leaves_a_slot_for_larger_models_never_moves_to_another_such_slot() -> None:
