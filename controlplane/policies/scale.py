@@ -21,7 +21,7 @@ from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import Counts, ScaleStep, ScalingSettings
-from controlplane.policies.snapshot import FleetSnapshot, pool_slot_facts, scaling_facts, slot_rooms
+from controlplane.policies.snapshot import FleetSnapshot, pool_slot_facts, scaling_facts
 from dataplane.protocol.tiers import InstanceKind
 
 
@@ -63,7 +63,7 @@ def choose_scale(
     alone = [pooled[change.instance_id] for change in pooling.dedicates]
     dedicated = {each.instance_id: snapshot.gpus[each.key.pair] for each in alone}
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
-    slots = _without_pools(pooling, slot_rooms(snapshot))
+    slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
     leaving = choose_evacuation(instances, slots, stale_s=stale_s)
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
