@@ -105,10 +105,12 @@ def choose_windows(
             or any(instance.load > settings.load_max for instance in instances)
             or (is_beside and any(_would_be_late(instance, settings) for instance in instances))
         )
-        window = _step(facts, endpoint, instances, trouble, now_s, settings)
+        utilization = _utilization(instances)
+        window = _step(facts, endpoint, instances, utilization, trouble, now_s, settings)
         if is_beside and not _is_held(window, now_s, settings):
             needed_per_s = _needed_per_s(facts, endpoint.model, settings) * len(instances) / counts[endpoint.model]
-            window = _beside_interactive(window, facts, endpoint, instances, needed_per_s, now_s, settings)
+            least_per_s = max(needed_per_s, _signals(utilization, settings) / settings.signal_s)
+            window = _beside_interactive(window, facts, endpoint, instances, least_per_s, now_s, settings)
         windows[endpoint] = window
     return windows
 
@@ -162,6 +164,7 @@ def _step(
     facts: ReleaseFacts,
     endpoint: Endpoint,
     instances: list[InstanceFacts],
+    utilization: float,
     trouble: bool,
     now_s: float,
     settings: ReleaseSettings,
@@ -171,7 +174,6 @@ def _step(
     if elapsed_s > settings.forget_s:
         before, elapsed_s = Window(), 0.0
     others = _utilization_by_others(facts, endpoint, instances, settings)
-    utilization = _Rooms({endpoint: instances}, settings).utilization(endpoint)
     now = replace(before, utilization=others, stepped_s=max(now_s, before.stepped_s))
     if _is_held(before, now_s, settings):
         return now
@@ -192,7 +194,7 @@ def _beside_interactive(
     facts: ReleaseFacts,
     endpoint: Endpoint,
     instances: list[InstanceFacts],
-    needed_per_s: float,
+    least_per_s: float,
     now_s: float,
     settings: ReleaseSettings,
 ) -> Window:
@@ -200,9 +202,7 @@ def _beside_interactive(
     in_flight = facts.in_flight.get(endpoint, 0)
     tokens = _mean_input_tokens(facts, endpoint.model, settings)
     prefills_s = [tokens * each.prefill_token_s for each in instances if each.prefill_token_s]
-    by_share = sum(settings.beside_share / prefill_s for prefill_s in prefills_s)
-    utilization = _Rooms({endpoint: instances}, settings).utilization(endpoint)
-    per_s = max(by_share, _signals(utilization, settings) / settings.signal_s, needed_per_s)
+    per_s = max(least_per_s, sum(settings.beside_share / prefill_s for prefill_s in prefills_s))
     saved_s = min(now_s - window.begun_s, 2 * settings.signal_s)
     begin = int(per_s * saved_s + _ROUNDING)
     if begin < 1:
@@ -244,6 +244,16 @@ def _would_be_late(instance: InstanceFacts, settings: ReleaseSettings) -> bool:
         if wait_s is not None and wait_s > settings.late_share * ttft_s:
             return True
     return False
+
+
+def _utilization(instances: Iterable[InstanceFacts]) -> float:
+    """Of an endpoint's KV memory, with all that its own deferred requests will take. 1 without capacity."""
+    used_bytes = capacity_bytes = 0.0
+    for instance in instances:
+        taken_tokens = instance.deferred_tokens + instance.sent_tokens
+        used_bytes += instance.kv_used_bytes + taken_tokens * instance.kv_bytes_per_token
+        capacity_bytes += instance.kv_capacity_bytes
+    return used_bytes / capacity_bytes if capacity_bytes else 1.0
 
 
 def _signals(utilization: float, settings: ReleaseSettings) -> int:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
 from controlplane.policies.assignment.evacuation import (
     choose_evacuation,
@@ -19,7 +21,7 @@ from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import Counts, ScaleStep, ScalingSettings
-from controlplane.policies.snapshot import FleetSnapshot, pool_slot_facts, scaling_facts, slot_rooms
+from controlplane.policies.snapshot import FleetSnapshot, pool_slot_facts, scaling_facts
 from dataplane.protocol.tiers import InstanceKind
 
 
@@ -61,7 +63,7 @@ def choose_scale(
     alone = [pooled[change.instance_id] for change in pooling.dedicates]
     dedicated = {each.instance_id: snapshot.gpus[each.key.pair] for each in alone}
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
-    slots = _without_pools(pooling, slot_rooms(snapshot))
+    slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
     leaving = choose_evacuation(instances, slots, stale_s=stale_s)
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
@@ -105,7 +107,9 @@ def _release_steps(decision: PoolSlotDecision, instances: Iterable[PlacedInstanc
 
 def _without_pools(decision: PoolSlotDecision, slots: Iterable[SlotRoom]) -> tuple[SlotRoom, ...]:
     """The slots as `choose_slots` may fill them: those of the pools are full."""
-    return tuple(replace(slot, gpus_free=0, pooled=True) if slot.ref in decision.slots else slot for slot in slots)
+    return tuple(
+        structs.replace(slot, gpus_free=0, pooled=True) if slot.ref in decision.slots else slot for slot in slots
+    )
 
 
 def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:

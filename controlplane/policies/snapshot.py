@@ -3,7 +3,7 @@
 The planner reads a snapshot from PostgreSQL and Redis, the simulator from its world; what follows from it is the same:
 
     each hour          poolable_facts -> choose_poolable, placement_facts -> choose_placement
-    every 15 seconds   pool_slot_facts, scaling_facts, slot_rooms -> policies.scale.choose_scale
+    every 15 seconds   pool_slot_facts, scaling_facts, FleetSnapshot.rooms -> policies.scale.choose_scale
 """
 
 import math
@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+from msgspec import structs
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotRef, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotFacts
@@ -117,6 +119,30 @@ class FleetSnapshot:
     def pooled(self) -> tuple[PlacedInstance, ...]:
         return tuple(each for each in self.instances if each.pooled)
 
+    @cached_property
+    def rooms(self) -> tuple[SlotRoom, ...]:
+        """The slots for `choose_slots` and `choose_pool_slots`, with their free GPUs."""
+        held: Counter[SlotRef] = Counter()
+        for each in self.instances:
+            held[each.ref] += each.gpus
+        return tuple(
+            SlotRoom(
+                node_id=node.name,
+                slot=slot.number,
+                region=node.region,
+                gpu_type=node.gpu_type,
+                gpus=slot.gpus,
+                gpus_free=max(0, slot.gpus - held[node.name, slot.number]),
+                age_s=node.age_s,
+                accepting=node.accepting and not slot.going,
+                workers=slot.workers,
+                weights=slot.weights,
+                regroups=node.regroups,
+            )
+            for node in self.nodes
+            for slot in node.slots
+        )
+
     def serving_nodes(self, stale_s: float) -> tuple[NodeFacts, ...]:
         """Nodes that take instances. `stale_s`: a node silent for longer does not."""
         return tuple(node for node in self.nodes if node.accepting and node.age_s <= stale_s)
@@ -147,33 +173,13 @@ class FleetSnapshot:
                 return each
             _, most = self.limits_in_force[each.endpoint]
             kind = kind_for(strategy, each.kind, instances_max=most)
-            return replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
+            if not each.pooled and each.instance_id not in gpus and kind == each.kind:
+                return each
+            return structs.replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
 
-        return replace(self, instances=tuple(changed(each) for each in self.instances))
-
-
-def slot_rooms(snapshot: FleetSnapshot) -> tuple[SlotRoom, ...]:
-    """The slots for `choose_slots` and `choose_pool_slots`, with their free GPUs."""
-    held: Counter[SlotRef] = Counter()
-    for each in snapshot.instances:
-        held[each.ref] += each.gpus
-    return tuple(
-        SlotRoom(
-            node_id=node.name,
-            slot=slot.number,
-            region=node.region,
-            gpu_type=node.gpu_type,
-            gpus=slot.gpus,
-            gpus_free=max(0, slot.gpus - held[node.name, slot.number]),
-            age_s=node.age_s,
-            accepting=node.accepting and not slot.going,
-            workers=slot.workers,
-            weights=slot.weights,
-            regroups=node.regroups,
-        )
-        for node in snapshot.nodes
-        for slot in node.slots
-    )
+        instances = tuple(changed(each) for each in self.instances)
+        same = all(one is other for one, other in zip(instances, self.instances, strict=True))
+        return self if same else replace(self, instances=instances)
 
 
 def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
@@ -192,7 +198,7 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
         occupancy=snapshot.pools.occupancy,
         held=snapshot.pools.held,
         leaving=frozenset(key for key in snapshot.pools.held if not wanted.get(key)),
-        slots=slot_rooms(snapshot),
+        slots=snapshot.rooms,
         instances=snapshot.pooled,
         served=frozenset(_served(planned, snapshot.limits_in_force, serving)),
         dedicated=snapshot.dedicated,

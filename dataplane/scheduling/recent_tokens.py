@@ -10,10 +10,13 @@ class RecentTokens:
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque()
+        self._tokens = 0
+        """Of all `_seconds`."""
 
     def add(self, tokens: int, now_s: float) -> None:
         """Count tokens that came now."""
         second = int(now_s)
+        self._tokens += tokens
         if self._seconds and self._seconds[-1][0] == second:
             tokens += self._seconds.pop()[1]
         self._seconds.append((second, tokens))
@@ -21,5 +24,5 @@ class RecentTokens:
     def per_s(self, now_s: float) -> float:
         """Tokens per second over the last `SPAN_S` seconds."""
         while self._seconds and self._seconds[0][0] <= int(now_s) - SPAN_S:
-            self._seconds.popleft()
-        return sum(tokens for _, tokens in self._seconds) / SPAN_S
+            self._tokens -= self._seconds.popleft()[1]
+        return self._tokens / SPAN_S

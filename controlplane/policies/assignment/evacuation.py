@@ -9,7 +9,9 @@ Pooled instances are moved by `policies.assignment.pools`, which assigns slots o
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom
 from controlplane.policies.fit import ModelSize, WeightsMemory, fits
@@ -68,7 +70,9 @@ def leaving_larger_slots(
                 continue
             own[weights] -= 1
         leaving[each.instance_id] = f"slot {each.slot} of node {each.node_id} is for larger models"
-    return tuple(replace(each, leaving=leaving.get(each.instance_id, each.leaving)) for each in instances)
+    return tuple(
+        replace(each, leaving=leaving[each.instance_id]) if each.instance_id in leaving else each for each in instances
+    )
 
 
 def without_larger_slots(

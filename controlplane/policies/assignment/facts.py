@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts, ModelGpu, PoolKey
 from controlplane.policies.fit import UNKNOWN_MEMORY, ModelSize, WeightsMemory
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
@@ -12,8 +14,7 @@ SlotRef = tuple[str, int]
 """A slot: its node's name and its number there."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotRoom:
+class SlotRoom(Struct, frozen=True, kw_only=True):
     """One slot of a node.
 
     Attributes:
@@ -64,8 +65,7 @@ class Donation:
     noticed: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedInstance:
+class PlacedInstance(Struct, frozen=True, kw_only=True):
     """An instance on a slot.
 
     Attributes:

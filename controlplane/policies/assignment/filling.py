@@ -2,7 +2,9 @@
 
 import heapq
 from collections import Counter
-from dataclasses import replace
+from functools import cached_property
+
+from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRef, SlotRoom, SlotSettings
 from controlplane.policies.facts import Endpoint
@@ -37,12 +39,8 @@ class Filling:
             self._free[ref] = slot.gpus_free
             self._free_on[slot.node_id] += slot.gpus_free
         self._on_node: dict[str, list[SlotRoom]] = {}
-        self._emptiest: dict[tuple[str, str], list[_Room]] = {}
         for slot in self._open.values():
             self._on_node.setdefault(slot.node_id, []).append(slot)
-            self._emptiest.setdefault((slot.region, slot.gpu_type), []).append(self._room(slot))
-        for rooms in self._emptiest.values():
-            heapq.heapify(rooms)
         self._promised: dict[SlotRef, int] = {}
         self._changed: set[str] = set()
         instances = sorted(facts.instances, key=lambda each: each.instance_id)
@@ -58,6 +56,16 @@ class Filling:
         for ref in sorted(self._donated):
             if ref in self._open:
                 self._donated_slots.setdefault(self._open[ref].region, []).append(ref)
+
+    @cached_property
+    def _emptiest(self) -> dict[tuple[str, str], list[_Room]]:
+        """The slots of each region and GPU type, as heaps. Where nothing starts, nobody asks for them."""
+        emptiest: dict[tuple[str, str], list[_Room]] = {}
+        for slot in self._open.values():
+            emptiest.setdefault((slot.region, slot.gpu_type), []).append(self._room(slot))
+        for rooms in emptiest.values():
+            heapq.heapify(rooms)
+        return emptiest
 
     def take_draining(self, step: ScaleStep) -> PlacedInstance | None:
         """The draining instance with the most tokens left, on a node that accepts instances."""

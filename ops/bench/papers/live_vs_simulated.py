@@ -1,7 +1,8 @@
 """The same small scenario, run live and simulated: the error of the simulator.
 
 Live: a whole stack of real processes on this machine, with one node on the replay engine whose one slot has memory for
-two of three models. Simulated: a pool of that slot. Both get the same requests at the same times.
+two of three models. Simulated: a pool of that slot. Both get the same requests at the same times, after each model was
+asked once: so both begin with the same models on the slot.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import httpx2 as httpx
 import numpy as np
 import tomlkit
 import typer
+from msgspec.structs import replace
 
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
@@ -38,7 +40,8 @@ from ops.local.stack import LocalNode, LocalStack
 from ops.local.waiting import wait_until
 from ops.local.word_tokenizer import write_word_tokenizer
 from ops.simulator.kernel.requests import Request
-from ops.simulator.results.results import Quantiles, Result
+from ops.simulator.results.results import Quantiles
+from ops.simulator.results.results import Row as TierRow
 from ops.simulator.run import simulate
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import PROFILES, Scenario
@@ -50,6 +53,8 @@ BATCH_MAX = 32
 MODELS = {"13b": (27_793_336_320, 819_200), "7b": (15_231_233_024, 57_344), "14b": (28_334_581_760, 819_200)}
 """Weights, and KV of a token, in bytes."""
 READY_TIMEOUT_S, LOOK_EVERY_S = 300.0, 0.25
+WARM_UP_S = 60.0
+"""In the simulated world requests come so much later."""
 TTFT_S = 600.0
 """When a first token is due in both worlds: so late that nobody is refused, for the simulated world refuses nobody."""
 PATIENT = dict.fromkeys(("TIDEPOOL_SLO_IW_F_TTFT_S", "TIDEPOOL_SLO_IW_N_TTFT_S"), f"{TTFT_S:g}")
@@ -80,12 +85,25 @@ class Watch:
 
 
 async def warm_up(gateway: Gateway) -> None:
-    """Ask each model once, so that all of them are in host memory."""
-    for number, model in enumerate(MODELS):
-        request = Request(
-            number=number, arrived_s=0.0, model=model, origin=REGION, tier=Tier.IW_N, prompt_tokens=20, output_tokens=2
+    """Ask each model once, so that all of them are in host memory, and the slot has what it has in `simulated`."""
+    for request in warm_ups(Tier.IW_N):
+        await send_ourselves(gateway, [replace(request, arrived_s=0.0)])
+
+
+def warm_ups(tier: Tier) -> list[Request]:
+    """A short request to each model, each after the one before is answered."""
+    return [
+        Request(
+            number=number,
+            arrived_s=number * WARM_UP_S / (len(MODELS) + 1),
+            model=model,
+            origin=REGION,
+            tier=tier,
+            prompt_tokens=20,
+            output_tokens=2,
         )
-        await send_ourselves(gateway, [request])
+        for number, model in enumerate(MODELS)
+    ]
 
 
 @asynccontextmanager
@@ -164,6 +182,35 @@ async def live(
 
 
 @dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """What the simulated slot did after it was warm. `tiers`: of the requests since then; `took_s`: until the last of
+    them ended.
+    """
+
+    tiers: Sequence[TierRow]
+    switches: int
+    busy_s: float
+    took_s: float
+
+
+def simulated(scenario: Scenario, requests: Sequence[Request]) -> Simulated:
+    """Serve requests on a slot that was asked for each model once before, by deferred requests: they have own rows."""
+    before = warm_ups(Tier.NIW)
+    after = [
+        replace(one, number=number, arrived_s=one.arrived_s + WARM_UP_S)
+        for number, one in enumerate(requests, start=len(before))
+    ]
+    warm, whole = (simulate(scenario, traffic=traffic).result for traffic in (before, [*before, *after]))
+    assert warm.simulated_s < WARM_UP_S
+    return Simulated(
+        tiers=[row for row in whole.tiers if row.tier in SERVICE_TIERS],
+        switches=whole.totals.switches - warm.totals.switches,
+        busy_s=whole.busy_share * whole.simulated_s - warm.busy_share * warm.simulated_s,
+        took_s=whole.simulated_s - WARM_UP_S,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """A figure of both. `slowed`: simulated again with steps and transfers that take as much longer as the live slot
     was busier for the same work: what then differs is no matter of this machine's speed.
@@ -233,11 +280,11 @@ def slowed_profile(folder: Path, factor: float) -> Path:
     return path
 
 
-def rows(answers: Sequence[Answer], watch: Watch, result: Result, slowed: Result) -> list[Row]:
+def rows(answers: Sequence[Answer], watch: Watch, same: Simulated, slowed: Simulated) -> list[Row]:
     """Figures side by side."""
     found: list[Row] = []
     took_s = max(answer.request.arrived_s + answer.last_s for answer in answers)
-    for tier, slow in zip(result.tiers, slowed.tiers, strict=True):
+    for tier, slow in zip(same.tiers, slowed.tiers, strict=True):
         ours = [answer for answer in answers if answer.request.tier == tier.tier]
         ttft_s = [answer.first_s for answer in ours]
         tbt_s = [
@@ -247,10 +294,10 @@ def rows(answers: Sequence[Answer], watch: Watch, result: Result, slowed: Result
         ]
         found += _quantiles(f"{tier.tier} TTFT", ttft_s, tier.ttft_s, slow.ttft_s)
         found += _quantiles(f"{tier.tier} TBT", tbt_s, tier.tbt_mean_s, slow.tbt_mean_s)
-    simulated = [(one.totals.switches, one.busy_share * one.simulated_s, one.simulated_s) for one in (result, slowed)]
+    figures = [(one.switches, one.busy_s, one.took_s) for one in (same, slowed)]
     measured = (watch.switches, watch.busy_s, took_s)
     for name, live_one, one, other in zip(
-        ("switches", "slot busy, s", "all over after, s"), measured, *simulated, strict=True
+        ("switches", "slot busy, s", "all over after, s"), measured, *figures, strict=True
     ):
         found.append(Row(name=name, live=live_one, simulated=one, slowed=other))
     return found
@@ -260,9 +307,14 @@ def _quantiles(name: str, values: Sequence[float], simulated: Quantiles | None, 
     if simulated is None or slowed is None:
         return []
     return [
-        Row(name=f"{name} p{share}, s", live=float(np.percentile(values, share)), simulated=one, slowed=other)
+        Row(name=f"{name} p{share}, s", live=_percentile(values, share), simulated=one, slowed=other)
         for share, one, other in ((50, simulated.p50, slowed.p50), (95, simulated.p95, slowed.p95))
     ]
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    """The least value that this share of all does not exceed, as the simulator counts."""
+    return float(np.percentile(values, share, method="inverted_cdf"))
 
 
 def compared(
@@ -293,14 +345,13 @@ def compared(
         client = AiperfClient(tools=tools, out=folder / "aiperf", tokenizer=tokenizer, seed=seed)
     answers, watch = asyncio.run(live(folder, list(traffic_of(same, seed)), speed, client, tokenizer))
     sent = [answer.request for answer in answers]
-    result = simulate(same, traffic=sent).result
-    factor = watch.busy_s / (result.busy_share * result.simulated_s)
-    slowed = simulate(slower(factor / speed), traffic=sent).result
-    return len(sent), rows(answers, watch, result, slowed), factor
+    result = simulated(same, sent)
+    factor = watch.busy_s / result.busy_s
+    return len(sent), rows(answers, watch, result, simulated(slower(factor / speed), sent)), factor
 
 
 def main(
-    seconds: Annotated[float, typer.Option(min=5, help="For how long requests come.")] = 220.0,
+    seconds: Annotated[float, typer.Option(min=5, help="For how long requests come.")] = 900.0,
     rate_per_s: Annotated[float, typer.Option(min=0.1, help="Requests a second, of all three models together.")] = 0.25,
     speed: Annotated[
         float, typer.Option(min=0.01, help="1: as fast as an H800; less: this machine matters less.")
@@ -321,7 +372,7 @@ def main(
 
     \b
     Examples:
-      python -m ops.bench.papers.live_vs_simulated --seconds 220 --rate-per-s 0.25 --speed 0.5 --json
+      python -m ops.bench.papers.live_vs_simulated --seconds 900 --rate-per-s 0.25 --speed 0.5 --json
       python -m ops.bench.papers.live_vs_simulated --client aiperf  (`make bench-independent` installs it)
     """
     traffic = seconds, rate_per_s, seed

@@ -101,6 +101,8 @@ class Instance:
     @property
     def remaining_tokens(self) -> int:
         """Prompt tokens to prefill, and the tokens that answers have to come."""
+        if self.next_s == inf:
+            return 0  # nothing runs, so there is no request
         answers = self._answers
         others = [answers.rest(one.served.made, one.served.left) for one in self._unbatched]
         return self._prompt_tokens + answers.rests(self._batch) + sum(others)

@@ -95,7 +95,7 @@ class DedicatedServer:
         """The report of the instance as of the last completed step."""
         self.advance(self._events.now_s)
         instance = self._instance
-        token_bytes = instance.model.kv_bytes_per_token
+        token_bytes, wait_s = instance.model.kv_bytes_per_token, instance.prefill_wait_s
         yield InstanceFacts(
             instance_id=self.instance_id,
             node_id=self._place[0],
@@ -110,8 +110,8 @@ class DedicatedServer:
             requests=instance.requests,
             kv_bytes_per_token=token_bytes,
             kind=self.kind,
-            prefill_wait_s=instance.prefill_wait_s,
-            prefill_urgent_wait_s=instance.prefill_wait_s,
+            prefill_wait_s=wait_s,
+            prefill_urgent_wait_s=wait_s,
             prefill_token_s=instance.model.latency.prefill_per_token_s,
             batch_max=instance.batch_max,
             input_tokens_per_s=self._received.per_s(self._events.now_s),

@@ -4,6 +4,7 @@ The engine's `sleep` is where simulated time passes, deep inside a step: a green
 and comes back when the time has passed.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -21,7 +22,9 @@ from ops.simulator.servers.fast_forward_models import ServedOf
 from ops.simulator.servers.pool_log import LoggedEngine, PoolLog
 
 STATS_S = 0.25
-"""How old what a slot tells of itself may be: as with a worker."""
+"""How old what a slot tells of itself may be, and how long an idle one waits for a command before it takes a step
+without work: as with a worker.
+"""
 
 OnStep = Callable[["SlotProcess", list[EngineOutput], FastForward | None], None]
 """Called with what a step made, and its decode steps."""
@@ -65,6 +68,8 @@ class SlotProcess:
         self._fast_forward: FastForward | None = None
         self._sleep_number = 0
         self._parked = True
+        self._idle_since_s = math.inf
+        """Since when it is parked, without a step; infinite: it has taken one."""
         self._greenlet = greenlet(self._live)
 
     def load(self, models: Iterable[ModelSpec]) -> None:
@@ -92,6 +97,7 @@ class SlotProcess:
         """Add a request before the next step. It ends a fast-forward whose batch or turn it may change."""
         self._inbox.append(partial(self.engine.add, request))
         if self._parked:
+            self._step_idle()
             self._parked = False
             self._sleep_number += 1
             self._events.at(self._events.now_s, END, self._wake, self._sleep_number)
@@ -133,8 +139,16 @@ class SlotProcess:
                 if outputs or self.engine.batched_tokens_made:
                     self._on_step(self, outputs, self.engine.fast_forwarded)
             else:
-                self._parked = True
+                self._parked, self._idle_since_s = True, self._events.now_s
                 self._greenlet.parent.switch()
+
+    def _step_idle(self) -> None:
+        """Take the step without work that a worker has taken by now, which ends the time slice. Nobody sees it before
+        the next request comes.
+        """
+        if self._events.now_s >= self._idle_since_s + STATS_S:
+            self._idle_since_s = math.inf
+            self.engine.step()
 
     def _sleep(self, time_s: float) -> None:
         self._sleep_number += 1

@@ -24,6 +24,8 @@ class FleetLayouts:
         """Of the nodes that are not grouped as is wanted."""
         self._chosen_s: dict[str, float] = {}
         self._patience_s = patience_s
+        self._settled: dict[tuple[str, float], NodeFacts] = {}
+        """Facts of nodes that no plan has regrouped, by name and age: they stay as they are."""
 
     @property
     def count(self) -> int:
@@ -37,6 +39,14 @@ class FleetLayouts:
 
     def facts(self, node: FleetNode, now_s: float, *, age_s: float) -> NodeFacts:
         """A node for the snapshot. `age_s`: for how long it has been silent."""
+        if node.name in self._chosen_s:
+            return self._facts(node, now_s, age_s)
+        key = node.name, age_s
+        if key not in self._settled:
+            self._settled[key] = self._facts(node, now_s, age_s)
+        return self._settled[key]
+
+    def _facts(self, node: FleetNode, now_s: float, age_s: float) -> NodeFacts:
         going = self.going(node.name)
         return NodeFacts(
             name=node.name,

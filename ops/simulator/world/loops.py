@@ -13,7 +13,7 @@ from controlplane.policies.assignment.facts import SlotFacts, SlotSettings
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import Counts, ScaleStep, ScalingSettings
-from controlplane.policies.snapshot import FleetSnapshot, PlanPools, slot_rooms
+from controlplane.policies.snapshot import FleetSnapshot, PlanPools
 from dataplane.protocol.tiers import Tier
 from ops.simulator.kernel.events import Kind
 from ops.simulator.world.fleet import Fleet
@@ -53,7 +53,7 @@ class Loops:
             ValueError: the fleet has too few GPUs for them.
         """
         empty = self._plan.snapshot(self._fleet, {})
-        facts = SlotFacts(steps=tuple(steps), slots=slot_rooms(empty), instances=(), gpus=empty.gpus)
+        facts = SlotFacts(steps=tuple(steps), slots=empty.rooms, instances=(), gpus=empty.gpus)
         decision = choose_slots(facts, self._now_s, self._settings.slots)
         if decision.unplaced:
             first = decision.unplaced[0]

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.evacuation import leaving_larger_slots
@@ -19,7 +20,7 @@ from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.planned_layouts import PlacedHour, PlannedLayouts, PlannedLayoutSettings, plan_layouts
 from controlplane.policies.scale import choose_scale
 from controlplane.policies.scaling.facts import ScaleStep, ScalingSettings
-from controlplane.policies.snapshot import FleetSnapshot, placement_facts, poolable_facts, slot_rooms
+from controlplane.policies.snapshot import FleetSnapshot, placement_facts, poolable_facts
 from dataplane.protocol.layouts import Layout, slots_of
 from tests.controlplane.policies.placement.test_poolable import LATENCY
 
@@ -173,14 +174,14 @@ def test_who_is_on_a_slot_for_larger_models_leaves_it_for_a_free_one_of_its_size
 
     def leaving(*of: NodeFacts, more: tuple[PlacedInstance, ...] = ()) -> list[str]:
         fleet = snapshot(*of, instances=(guest, large, *more))
-        left = leaving_larger_slots(fleet.instances, slot_rooms(fleet), fleet.sizes, stale_s=60.0)
+        left = leaving_larger_slots(fleet.instances, fleet.rooms, fleet.sizes, stale_s=60.0)
         return [each.instance_id for each in left if each.leaving is not None]
 
     assert leaving(*nodes) == ["1"]
     assert leaving(*(replace(each, regroups=False) for each in nodes)) == []
     full = instance("3", SMALL, "a", 0), instance("4", SMALL, "a", 1)
     assert leaving(*nodes, more=full) == []
-    assert leaving(*nodes, more=(replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
+    assert leaving(*nodes, more=(structs.replace(full[0], succeeds="1"), full[1])) == ["1"], "it goes on leaving"
 
 
 def test_who_leaves_a_slot_for_larger_models_never_moves_to_another_such_slot() -> None:
@@ -205,7 +206,7 @@ def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:
     step = ScaleStep(endpoint=SMALL, gpu_type="H800", delta=1, reason="of the test")
 
     def slot(of: FleetSnapshot) -> tuple[str, int]:
-        facts = SlotFacts(steps=(step,), slots=slot_rooms(of), instances=of.instances, gpus=of.gpus)
+        facts = SlotFacts(steps=(step,), slots=of.rooms, instances=of.instances, gpus=of.gpus)
         [add] = choose_slots(facts, 0.0, SlotSettings()).adds
         return add.node_id, add.slot
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance
 from controlplane.policies.facts import Endpoint, EndpointGpu, InstanceFacts
@@ -224,11 +225,11 @@ def test_only_ready_instances_with_gpus_of_their_own_that_report_are_observed() 
     seen = [
         placed(1),
         placed(2, rate=1100.0, used=60, wait_s=1.5),
-        replace(placed(3), pooled=True),
-        replace(placed(4), ready=False),
-        replace(placed(5), draining=True),
-        replace(placed(6), donation=Donation(age_s=1.0, leased=False, noticed=False)),
-        replace(placed(7), report=None),
+        structs.replace(placed(3), pooled=True),
+        structs.replace(placed(4), ready=False),
+        structs.replace(placed(5), draining=True),
+        structs.replace(placed(6), donation=Donation(age_s=1.0, leased=False, noticed=False)),
+        structs.replace(placed(7), report=None),
         placed(8, rate=None),
     ]
     sums = load_sums(seen, ttft_s={"llama": 1.0}, stale_s=5.0)

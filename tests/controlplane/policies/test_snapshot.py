@@ -1,9 +1,9 @@
 """What policies take from a snapshot, and what changes in the whole fleet."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotSettings
 from controlplane.policies.facts import (
@@ -170,7 +170,7 @@ RESERVE = PlanPools(gpus={POOL: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
 
 def test_an_instance_on_each_slot_of_the_reserve_counts_for_the_minimum() -> None:
     """`b` needs two at least, and has one in the reserve that serves and one that starts."""
-    there = (pooled(B, 0), replace(pooled(B, 1, ready=False), instance_id="second"))
+    there = (pooled(B, 0), structs.replace(pooled(B, 1, ready=False), instance_id="second"))
     limits = {A: (0, 4), B: (2, 4), C: (0, 1)}
     found = scaled(fleet({B: 0}, *there, pools=RESERVE, limits=limits))[B]
     assert (found.min, found.planned, found.reserve) == (1, {"H800": 0}, "H800")

@@ -10,6 +10,7 @@ from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.costs import LatencyModel
 from dataplane.scheduling.profile import GpuProfile, ModelProfile
+from dataplane.worker.main import STATS_EVERY_S
 from ops.simulator.kernel.requests import Request
 
 LATENCY = LatencyModel(
@@ -64,6 +65,8 @@ def replay(
     times_s: dict[int, list[float]] = {request.number: [] for request in requests}
     while arrivals or engine.has_work():
         if not engine.has_work():
+            if clock.now_s + STATS_EVERY_S <= arrivals[0].arrived_s:
+                engine.step()  # as a worker does that no command has come for
             clock.now_s = max(clock.now_s, arrivals[0].arrived_s)
         while arrivals and arrivals[0].arrived_s <= clock.now_s:
             request = arrivals.popleft()

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.facts import (
@@ -394,11 +395,11 @@ def test_no_slot_is_overfull_and_nothing_is_left_undone_with_room(
 def test_weights_that_do_not_fit_go_where_they_do_or_are_said() -> None:
     """The emptiest slots are too small for them in the type that their node computes in."""
     mib, sizes = 2**20, {"a": ModelSize(weights_bytes=257 * 2**20, parameters=257 * 2**19)}
-    small = replace(slot("n1"), weights=WeightsMemory(weights_bytes=256 * mib, dtype="float32"))
-    large = replace(slot("n2", free=1), weights=WeightsMemory(weights_bytes=600 * mib, dtype="float32"))
+    small = structs.replace(slot("n1"), weights=WeightsMemory(weights_bytes=256 * mib, dtype="float32"))
+    large = structs.replace(slot("n2", free=1), weights=WeightsMemory(weights_bytes=600 * mib, dtype="float32"))
     spare = donated("s", B, gpus=4)
     for others in ((), (spare,)):
-        rooms = (replace(small, gpus_free=0) if others else small, large)
+        rooms = (structs.replace(small, gpus_free=0) if others else small, large)
         facts = SlotFacts(steps=(step(A, 2),), slots=rooms, instances=others, gpus=GPUS, sizes=sizes)
         decision = choose_slots(facts, 0.0, SlotSettings())
         assert [add.node_id for add in decision.adds] == ["n2"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from controlplane.policies.assignment.facts import Donation, PlacedInstance, SlotRoom
 from controlplane.policies.assignment.pools import PoolSlotDecision, PoolSlotFacts, choose_pool_slots
@@ -208,7 +209,7 @@ def test_what_does_not_come_up_is_tried_on_another_slot_and_stays() -> None:
 
 def test_what_comes_up_nowhere_is_tried_on_one_more_slot_and_no_more() -> None:
     """Of a pool of four, on another node first."""
-    slots = (room("n1", free=0), replace(room("n1", free=0), slot=1), room("n2", free=0), room("n3", free=0))
+    slots = (room("n1", free=0), structs.replace(room("n1", free=0), slot=1), room("n2", free=0), room("n3", free=0))
     others = (pooled("b", "n1"), pooled("c", "n2"), pooled("d", "n3"))
     shares = {"a": 0.2, "b": 0.1, "c": 0.3, "d": 0.3}
     once = pooled("a", "n1", stuck=True)
@@ -220,7 +221,7 @@ def test_what_comes_up_nowhere_is_tried_on_one_more_slot_and_no_more() -> None:
 
 def test_a_pooled_model_stands_where_its_weights_fit() -> None:
     small, large = (
-        replace(room(node), weights=WeightsMemory(weights_bytes=memory, dtype="bfloat16"))
+        structs.replace(room(node), weights=WeightsMemory(weights_bytes=memory, dtype="bfloat16"))
         for node, memory in (("n1", 100), ("n2", 200))
     )
     given_facts = replace(
@@ -361,7 +362,7 @@ def test_a_model_that_the_reserve_no_longer_holds_leaves_when_it_is_served() -> 
 
 def test_a_model_too_large_for_a_slot_is_not_started_there() -> None:
     small, large = WeightsMemory(weights_bytes=5), WeightsMemory(weights_bytes=50)
-    slots = (replace(room("n1"), weights=small), replace(room("n2"), weights=large))
+    slots = (structs.replace(room("n1"), weights=small), structs.replace(room("n2"), weights=large))
     given = replace(reserve(2, "ab", slots), sizes={"a": ModelSize(weights_bytes=20), "b": ModelSize(weights_bytes=2)})
     assert places(choose(given)) == [("a", "n2"), ("b", "n1"), ("b", "n2")]
 
@@ -396,7 +397,7 @@ def test_adapters_are_placed_beside_their_base_while_its_slot_has_capacity() -> 
 def test_pools_of_two_sizes_each_keep_to_slots_of_their_size() -> None:
     """Neither takes the other's slot, be it free or half empty."""
     large = PoolKey(region="east", gpu_type="H800", worker_gpus=4)
-    four = replace(room("n2", gpus=4), workers=1)
+    four = structs.replace(room("n2", gpus=4), workers=1)
     both = replace(
         facts(2, {"a": 0.5, "b": 0.4, "big": 0.5}, (room("n1"), four)),
         pool_gpus={POOL: 2, large: 4},

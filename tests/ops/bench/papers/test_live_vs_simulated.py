@@ -6,9 +6,19 @@ from typing import Any
 
 import pytest
 
+from dataplane.protocol.tiers import Tier
 from ops.bench.papers.live_clients import Answer
-from ops.bench.papers.live_vs_simulated import PATIENT, PROFILE, Watch, rows, scenario, slowed_profile
-from ops.simulator.run import simulate
+from ops.bench.papers.live_vs_simulated import (
+    PATIENT,
+    PROFILE,
+    REGION,
+    Watch,
+    rows,
+    scenario,
+    simulated,
+    slowed_profile,
+)
+from ops.simulator.kernel.requests import Request
 from ops.simulator.scenario.formats import traffic_of
 
 
@@ -39,6 +49,19 @@ def test_a_slower_profile_makes_everything_take_longer(tmp_path: Path) -> None:
     assert (slow["weights_bytes"], slow["gpus"]) == (first["weights_bytes"], first["gpus"])
 
 
+def test_the_simulated_slot_begins_with_the_models_that_were_asked_last() -> None:
+    def asked(model: str) -> float:
+        request = Request(
+            number=0, arrived_s=1.0, model=model, origin=REGION, tier=Tier.IW_F, prompt_tokens=100, output_tokens=5
+        )
+        [tier] = simulated(scenario(20.0, 0.5, 1, PROFILE), [request]).tiers
+        assert tier.requests == 1
+        assert tier.ttft_s is not None
+        return tier.ttft_s.p50
+
+    assert max(asked("7b"), asked("14b")) < 0.1 * asked("13b")
+
+
 def test_both_worlds_have_the_same_objectives() -> None:
     simulated = scenario(20.0, 0.5, 1, PROFILE).targets
     assert {
@@ -48,12 +71,10 @@ def test_both_worlds_have_the_same_objectives() -> None:
 
 def test_what_is_live_as_it_is_simulated_does_not_differ() -> None:
     same = scenario(20.0, 0.5, 1, PROFILE)
-    result = simulate(same).result
     requests = list(traffic_of(same, 1))
-    answers = [
-        Answer(request=request, first_s=1.0, last_s=result.simulated_s - request.arrived_s) for request in requests
-    ]
-    watch = Watch(busy_s=result.busy_share * result.simulated_s, switches=result.totals.switches)
+    result = simulated(same, requests)
+    answers = [Answer(request=request, first_s=1.0, last_s=result.took_s - request.arrived_s) for request in requests]
+    watch = Watch(busy_s=result.busy_s, switches=result.switches)
     found = {row.name: row for row in rows(answers, watch, result, result)}
     for name in ("switches", "slot busy, s", "all over after, s"):
         assert found[name].difference == found[name].slowed_difference == 0.0
