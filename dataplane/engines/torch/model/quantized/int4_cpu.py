@@ -1,0 +1,98 @@
+"""Four bits on a CPU, repacked for torch's own product when a checkpoint is read.
+
+torch multiplies bfloat16 by integers of 4 bits as they lie in cache lines (`_weight_int4pack_mm_for_cpu`): a block of
+outputs, as many as 4 registers hold, side by side for each input, the first half of them in the low 4 bits. So one
+token reads a quarter of the bytes of bfloat16. With many rows its products take longer than unpacking, which then is
+done block by block, so that what is unpacked stays in the cache.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from dataplane.engines.torch.model.quantized.formats import FEW_ROWS, Format, GroupedFormat, Side, Tensors
+
+_BLOCKS = {"AVX512": 64, "AVX2": 32}
+"""Outputs of a block, by what torch calls a CPU's vectors. Others have another layout, without blocks."""
+_GROUPS = (32, 64, 128, 256)
+"""What torch's product takes."""
+_MIDDLE = 8
+"""torch's integers count from -8."""
+
+
+def block_outputs() -> int | None:
+    """The outputs of a block on this CPU; None if torch has no such layout for it."""
+    return _BLOCKS.get(torch.backends.cpu.get_cpu_capability())
+
+
+def can_repack(source: Format, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of a format can be kept for torch's product on this CPU, if that is the device."""
+    block = block_outputs()
+    return (
+        isinstance(source, GroupedFormat)
+        and device.type == "cpu"
+        and dtype == torch.bfloat16
+        and source.quantization.bits == 4  # as the file says
+        and not source.quantization.by_index
+        and source.group in _GROUPS
+        and source.shape.inputs % source.group == 0
+        and block is not None
+        and source.shape.outputs % block == 0
+    )
+
+
+class Int4CpuFormat(Format):
+    """Four bits of another format in blocks: `packed` `[blocks, inputs, half a block]` bytes, and `scaling` `[groups,
+    outputs, 2]`: scales, and what an integer 8 stands for.
+    """
+
+    def __init__(self, source: GroupedFormat) -> None:
+        super().__init__(source.quantization, source.shape)
+        block = block_outputs()
+        assert block is not None, "torch has no layout of blocks for this CPU"
+        self._source, self._block = source, block
+
+    def sides(self) -> dict[str, tuple[Side, ...]]:
+        """The tensors of a checkpoint, and their sides."""
+        return self._source.sides()
+
+    def kept(self, types: object) -> dict[str, torch.Tensor]:  # they are always the same here
+        """The tensors that lie in memory, empty on `meta`."""
+        outputs, inputs, block = self.shape.outputs, self.shape.inputs, self._block
+        return {
+            "packed": torch.empty(outputs // block, inputs, block // 2, dtype=torch.uint8, device="meta"),
+            "scaling": torch.empty(inputs // self._source.group, outputs, 2, dtype=torch.bfloat16, device="meta"),
+        }
+
+    def repack(self, stored: Tensors, kept: Tensors) -> None:
+        """Fill the tensors in memory from those of the checkpoint."""
+        half = self._block // 2
+        integers = self._source.integers(stored).view(self.shape.inputs, -1, 2, half)
+        packed = integers[:, :, 0] | integers[:, :, 1] << 4
+        kept["packed"].copy_(packed.transpose(0, 1))
+        scales, zeros = stored["scales"].float(), self._source.zeros(stored, torch.float32)
+        kept["scaling"][..., 0] = scales
+        kept["scaling"][..., 1] = (_MIDDLE - zeros) * scales
+
+    def product(self, tensors: Tensors, input: torch.Tensor) -> torch.Tensor:
+        """`[rows, inputs]` to `[rows, outputs]`, a new tensor."""
+        if len(input) > FEW_ROWS:
+            return self._by_blocks(tensors, input)
+        packed = tensors["packed"].view(self.shape.outputs, self.shape.inputs // 2)
+        multiply: Callable[..., torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001  # torch's name
+        return multiply(input, packed, self._source.group, tensors["scaling"])
+
+    def _by_blocks(self, tensors: Tensors, input: torch.Tensor) -> torch.Tensor:
+        """The product of many rows: each block is unpacked once."""
+        block, half = self._block, self._block // 2
+        out = input.new_empty(len(input), self.shape.outputs)
+        weights = input.new_empty(self.shape.inputs, block)
+        groups = weights.view(-1, self._source.group, block)
+        for number, packed in enumerate(tensors["packed"]):
+            at = slice(number * block, (number + 1) * block)
+            scales, middles = tensors["scaling"][:, None, at].unbind(-1)
+            weights[:, :half] = packed & 15
+            weights[:, half:] = packed >> 4
+            groups.sub_(_MIDDLE).mul_(scales).add_(middles)
+            out[:, at] = input @ weights
+        return out
