@@ -23,26 +23,28 @@ def product(input: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, blo
     many outputs and inputs.
     """
     (outputs, inputs), (tall, wide) = weight.shape, block
-    wide_scales = scales.float().repeat_interleave(wide, dim=1)[:, :inputs]
-    few = len(input) <= ROWS_SCALED
-    numbers = input.float() * _HALF_SCALE if few else input
-    out = numbers.new_empty(len(input), outputs)
     most = max(BLOCK_NUMBERS // inputs, 1)
     bits = torch.empty(min(most, tall, outputs), inputs, dtype=torch.int32)
-    for number, row in enumerate(wide_scales):
-        end = min((number + 1) * tall, outputs)
-        scaled = numbers * row if few else numbers
-        for start in range(number * tall, end, most):
-            stop = min(start + most, end)
-            part = _unpacked(weight[start:stop], bits)
-            if not few:
-                part = part.mul_(_HALF_SCALE).mul_(row * _HALF_SCALE).to(input.dtype)
-            out[:, start:stop] = linear(scaled, part)
-    return out.mul_(_HALF_SCALE).to(input.dtype) if few else out
+    rows = scales.float().repeat_interleave(wide, dim=1)[:, :inputs]
+    blocks = torch.split(weight.view(torch.int8), tall)
+    if len(input) <= ROWS_SCALED:
+        scaled = (input.float() * _HALF_SCALE) * rows[:, None]
+        parts = [
+            linear(x, _unpacked(part, bits))
+            for x, one in zip(scaled, blocks, strict=True)
+            for part in torch.split(one, most)
+        ]
+        return torch.cat(parts, dim=1).mul_(_HALF_SCALE).to(input.dtype)
+    half_scaled, out, end = input * _HALF_SCALE, input.new_empty(len(input), outputs), 0
+    for row, one in zip(rows * _HALF_SCALE, blocks, strict=True):
+        for part in torch.split(one, most):
+            start, end = end, end + len(part)
+            out[:, start:end] = linear(half_scaled, _unpacked(part, bits).mul_(row).to(input.dtype))
+    return out
 
 
-def _unpacked(weight: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def _unpacked(eights: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """The weights as float32, 2^120 times too small, in the memory of `bits`."""
-    mine = bits[: len(weight)]
-    mine.copy_(weight.view(torch.int8)).mul_(_TO_FLOAT).bitwise_and_(_SIGN_AND_NUMBER)
+    mine = bits[: len(eights)]
+    mine.copy_(eights).mul_(_TO_FLOAT).bitwise_and_(_SIGN_AND_NUMBER)
     return mine.view(torch.float32)

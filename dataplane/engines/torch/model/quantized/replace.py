@@ -27,7 +27,7 @@ from dataplane.engines.torch.model.quantized.layers import ExpertStack, Quantize
 from dataplane.engines.torch.model.split import Split
 from dataplane.protocol.errors import ModelLoadError
 
-_FORMATS: Mapping[Method, type[StoredFormat]] = {"awq": AwqFormat, "gptq": GptqFormat, "fp8": Fp8Format}
+FORMAT_OF: Mapping[Method, type[StoredFormat]] = {"awq": AwqFormat, "gptq": GptqFormat, "fp8": Fp8Format}
 _STORED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("qweight", "qzeros", "g_idx"), ("I32",)),
     "weight": ("F8_E4M3",),
@@ -93,7 +93,7 @@ class Replacement:
             raise ModelLoadError(f"{self.folder}: {prefix} cannot be quantized in {quantization.bits} bits: {wrong}")
         all_inputs = split.size if split is not None and split.dim == 1 else inputs
         shape = Shape(outputs=outputs, inputs=inputs, inputs_of_all_ranks=all_inputs)
-        return _FORMATS[quantization.method](quantization, shape)
+        return FORMAT_OF[quantization.method](quantization, shape)
 
     def _kept(self, form: StoredFormat) -> Format:
         if self.repacks(form) and isinstance(form, GroupedFormat):

@@ -23,7 +23,7 @@ from tests.dataplane.engines.torch.ranks.test_exactness import PROMPTS, check_gr
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import greedy_tokens, save_tiny, spec_of
 
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 64}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
 """Sizes of which four ranks have whole groups of 16 and whole int32."""
 SMALL_BLOCKS = "fp8, small blocks"
 ALL = {name: one for name, one in FORMATS.items() if name != "fp8, blocks"} | {
@@ -46,7 +46,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = engine_of(request.param, tmp_path_factory.mktemp("models"))
+    made = engine_of(request.param, tmp_path_factory.mktemp("models"), weights_bytes=2**20)
     yield made
     made.close()
 

@@ -11,7 +11,7 @@ def test_every_number_is_unpacked_exactly() -> None:
     every = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
     numbers = every[~every.float().isnan()].view(1, -1)
     assert numbers.numel() == 254
-    unpacked = fp8_blocks._unpacked(numbers, torch.empty(1, 254, dtype=torch.int32))
+    unpacked = fp8_blocks._unpacked(numbers.view(torch.int8), torch.empty(1, 254, dtype=torch.int32))
     assert torch.equal(unpacked.double() * 2.0**120, numbers.double())
 
 

@@ -107,8 +107,8 @@ def test_the_states_of_a_repacked_model_are_those_of_its_unpacked_weights(
     """To within twice what bfloat16 makes of these, also on two ranks."""
     dense = save_tiny(architecture, tmp_path / "dense", **SIZES)
     quantized, meant = quantized_pair(dense, tmp_path, config, pack)
-    layers = [one for one in build_skeleton(quantized, torch.bfloat16, CPU).model.modules()]
-    packed = [one for one in layers if isinstance(one, PackedWeights)]
+    modules = build_skeleton(quantized, torch.bfloat16, CPU).model.modules()
+    packed = [one for one in modules if isinstance(one, PackedWeights)]
     assert packed != []
     assert all(layer.is_repacked for layer in packed)
     sizes = {"weights_bytes": 2**22, "kv_bytes": 2**18, "prefill_tokens_per_step_max": 128}
