@@ -1,7 +1,7 @@
 """The mapping of a checkpoint's tensors to a model's run-time layout, and the cache key of the resulting bytes."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 
 from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.model.checkpoint import Part, can_convert, read_parts
-from dataplane.engines.torch.model.skeleton import PlacedTensor, Repacked, Skeleton
+from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton
 from dataplane.protocol.errors import ModelLoadError
 
 LAYOUT_VERSION = 2
@@ -58,7 +58,7 @@ def read_weights(
     """Read the weights of all ranks to their host copies, flat uint8 in run-time layout.
 
     Raises:
-        ModelLoadError: a file ended early or cannot be read.
+        ModelLoadError: a file ended early or cannot be read, or a layer's tensors contradict each other.
     """
     straight = [pair for pair in pairs if not pair[0].layer]
     read_parts(
@@ -72,17 +72,18 @@ def read_weights(
         if place.layer:
             layers[place.layer].append((place, stored))
     with ThreadPoolExecutor(REPACK_THREADS, thread_name_prefix="repack") as pool:
-        for _ in pool.map(lambda name: _repack(skeleton, skeleton.repacked[name], layers[name], hosts), layers):
+        for _ in pool.map(lambda name: _repack(skeleton, name, layers[name], hosts), layers):
             pass
 
 
 def _repack(
     skeleton: Skeleton,
-    layer: Repacked,
-    pairs: Iterable[tuple[PlacedTensor, StoredTensor]],
+    name: str,
+    pairs: Sequence[tuple[PlacedTensor, StoredTensor]],
     hosts: Sequence[torch.Tensor],
 ) -> None:
     """Read one layer's tensors, and fill its part of the host copies from them."""
+    layer = skeleton.repacked[name]
     buffers = [torch.empty(layer.stored_bytes, dtype=torch.uint8) for _ in hosts]
     read_parts(
         (
@@ -95,7 +96,10 @@ def _repack(
     )
     shard = skeleton.shards[next(iter(layer.kept.values())).shard]
     for buffer, host in zip(buffers, hosts, strict=True):
-        layer.repack(buffer, shard.of(host))
+        try:
+            layer.repack(buffer, shard.of(host))
+        except ValueError as error:
+            raise ModelLoadError(f"{pairs[0][1].file}: {name}: {error}") from error
 
 
 def _parts(place: PlacedTensor, stored: StoredTensor, buffer: torch.Tensor, rank: int) -> Iterator[Part]:

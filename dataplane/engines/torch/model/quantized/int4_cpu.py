@@ -33,7 +33,7 @@ def can_repack(source: Format, dtype: torch.dtype, device: torch.device) -> bool
         and device.type == "cpu"
         and dtype == torch.bfloat16
         and source.quantization.bits == 4  # as the file says
-        and not source.quantization.by_index
+        and (not source.quantization.by_index or source.shape.inputs == source.shape.inputs_of_all_ranks)
         and source.group in _GROUPS
         and source.shape.inputs % source.group == 0
         and block is not None
@@ -43,7 +43,8 @@ def can_repack(source: Format, dtype: torch.dtype, device: torch.device) -> bool
 
 class Int4CpuFormat(Format):
     """Four bits of another format in blocks: `packed` `[blocks, inputs, half a block]` bytes, and `scaling` `[groups,
-    outputs, 2]`: scales, and what an integer 8 stands for.
+    outputs, 2]`: scales, and what an integer 8 stands for. Inputs that are in groups in any order are brought into that
+    of their groups: `order` `[inputs]`.
     """
 
     def __init__(self, source: GroupedFormat) -> None:
@@ -59,15 +60,25 @@ class Int4CpuFormat(Format):
     def kept(self, types: object) -> dict[str, torch.Tensor]:  # they are always the same here
         """The tensors that lie in memory, empty on `meta`."""
         outputs, inputs, block = self.shape.outputs, self.shape.inputs, self._block
-        return {
+        kept = {
             "packed": torch.empty(outputs // block, inputs, block // 2, dtype=torch.uint8, device="meta"),
             "scaling": torch.empty(inputs // self._source.group, outputs, 2, dtype=torch.bfloat16, device="meta"),
         }
+        if self.quantization.by_index:
+            kept["order"] = torch.empty(inputs, dtype=torch.int32, device="meta")
+        return kept
 
     def repack(self, stored: Tensors, kept: Tensors) -> None:
-        """Fill the tensors in memory from those of the checkpoint."""
-        half = self._block // 2
-        integers = self._source.integers(stored).view(self.shape.inputs, -1, 2, half)
+        """Fill the tensors in memory from those of the checkpoint.
+
+        Raises:
+            ValueError: groups have other sizes than the config says.
+        """
+        half, integers = self._block // 2, self._source.integers(stored)
+        if self.quantization.by_index:
+            kept["order"].copy_(self._order(stored["g_idx"]))
+            integers = integers[kept["order"]]
+        integers = integers.view(self.shape.inputs, -1, 2, half)
         packed = integers[:, :, 0] | integers[:, :, 1] << 4
         kept["packed"].copy_(packed.transpose(0, 1))
         scales, zeros = stored["scales"].float(), self._source.zeros(stored, torch.float32)
@@ -76,11 +87,23 @@ class Int4CpuFormat(Format):
 
     def product(self, tensors: Tensors, input: torch.Tensor) -> torch.Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, a new tensor."""
+        ordered = input[:, tensors["order"]] if self.quantization.by_index else input
         if len(input) > FEW_ROWS:
-            return self._by_blocks(tensors, input)
+            return self._by_blocks(tensors, ordered)
         packed = tensors["packed"].view(self.shape.outputs, self.shape.inputs // 2)
         multiply: Callable[..., torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001  # torch's name
-        return multiply(input, packed, self._source.group, tensors["scaling"])
+        return multiply(ordered, packed, self._source.group, tensors["scaling"])
+
+    def _order(self, index: torch.Tensor) -> torch.Tensor:
+        """The inputs, group after group."""
+        group, counts = self._source.group, index.bincount()
+        wrong = (counts != group).nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            raise ValueError(
+                f"g_idx puts {int(counts[first])} inputs into group {first}, quantization_config.group_size is {group}"
+            )
+        return index.argsort(stable=True)
 
     def _by_blocks(self, tensors: Tensors, input: torch.Tensor) -> torch.Tensor:
         """The product of many rows: each block is unpacked once."""

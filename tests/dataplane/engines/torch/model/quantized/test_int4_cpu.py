@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
 from dataplane.engines.torch.engine import TorchEngine
@@ -15,6 +16,7 @@ from dataplane.engines.torch.model.quantized.int4_cpu import Int4CpuFormat, bloc
 from dataplane.engines.torch.model.quantized.layers import PackedWeights
 from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.model.packing import AWQ, GPTQ, Pack, awq, gptq, quantized_pair
 from tests.dataplane.engines.torch.rank_engines import engine_of
@@ -28,6 +30,11 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_inte
 PACKS: dict[str, tuple[type[GroupedFormat], Quantization, Pack]] = {
     "awq": (AwqFormat, Quantization(method="awq", bits=4, group=64), awq(64)),
     "gptq": (GptqFormat, Quantization(method="gptq", bits=4, group=32, is_shifted=True), gptq(4, 32)),
+    "gptq, by activations": (
+        GptqFormat,
+        Quantization(method="gptq", bits=4, group=32, is_shifted=True, by_index=True),
+        gptq(4, 32, shuffled=True),
+    ),
     "gptq, one group": (GptqFormat, Quantization(method="gptq", bits=4, is_shifted=True), gptq(4, INPUTS)),
 }
 
@@ -41,7 +48,10 @@ def repacked(name: str) -> tuple[Int4CpuFormat, dict[str, torch.Tensor], torch.T
     form = Int4CpuFormat(source)
     kept = {one: torch.empty_like(empty, device=CPU) for one, empty in form.kept({}).items()}
     form.repack(tensors, kept)
-    return form, kept, source.integers(tensors).t(), torch.from_numpy(dense)
+    integers = source.integers(tensors)
+    if "order" in kept:
+        integers = integers[tensors["g_idx"].argsort(stable=True)]
+    return form, kept, integers.t(), torch.from_numpy(dense)
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -72,7 +82,7 @@ def test_products_are_those_of_unpacked_weights(name: str, rows: int) -> None:
         ({"group": 16}, 192, torch.bfloat16, "cpu"),
         ({"group": 64, "inputs": 96}, 192, torch.bfloat16, "cpu"),
         ({"bits": 8}, 192, torch.bfloat16, "cpu"),
-        ({"by_index": True}, 192, torch.bfloat16, "cpu"),
+        ({"by_index": True, "inputs_of_all_ranks": 256}, 192, torch.bfloat16, "cpu"),
     ],
 )
 def test_what_torchs_product_does_not_take_stays_as_it_is(
@@ -80,9 +90,23 @@ def test_what_torchs_product_does_not_take_stays_as_it_is(
 ) -> None:
     given = {"bits": 4, "group": 32, "inputs": 128, **changes}
     inputs = given.pop("inputs")
-    shape = Shape(outputs=outputs, inputs=inputs, inputs_of_all_ranks=inputs)
+    shape = Shape(outputs=outputs, inputs=inputs, inputs_of_all_ranks=given.pop("inputs_of_all_ranks", inputs))
     source = GptqFormat(Quantization(method="gptq", **given), shape)  # type: ignore[arg-type]
     assert not can_repack(source, dtype, torch.device(device))
+
+
+def test_groups_of_other_sizes_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    dense = save_tiny("llama", tmp_path / "dense", **SIZES)
+    config = GPTQ | {"group_size": 32, "desc_act": True}
+    quantized, _ = quantized_pair(dense, tmp_path, config, gptq(4, 32, shuffled=True))
+    tensors = load_file(quantized / "model.safetensors")
+    index = tensors["model.layers.2.mlp.up_proj.g_idx"]
+    index[(index == 3).nonzero()[0]] = 1
+    save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
+    engine = TorchEngine(TorchEngineSettings(weights_bytes=2**22, kv_bytes=2**18, dtype="bfloat16"), lambda: 0.0)
+    wrong = r"layers\.2\.mlp\.up_proj: g_idx puts 33 inputs into group 1, quantization_config\.group_size is 32"
+    with pytest.raises(ModelLoadError, match=wrong):
+        engine.load("a", spec_of("a", quantized))
 
 
 def states(engine: TorchEngine, folder: Path) -> torch.Tensor:
@@ -99,7 +123,12 @@ def states(engine: TorchEngine, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("architecture", ["llama", "internlm3", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize(
-    ("config", "pack"), [(AWQ | {"group_size": 32}, awq(32)), (GPTQ | {"group_size": 32}, gptq(4, 32))]
+    ("config", "pack"),
+    [
+        (AWQ | {"group_size": 32}, awq(32)),
+        (GPTQ | {"group_size": 32}, gptq(4, 32)),
+        (GPTQ | {"group_size": 32, "desc_act": True}, gptq(4, 32, shuffled=True)),
+    ],
 )
 def test_the_states_of_a_repacked_model_are_those_of_its_unpacked_weights(
     config: dict[str, object], pack: Pack, architecture: str, tmp_path: Path
