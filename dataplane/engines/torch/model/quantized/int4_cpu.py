@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from dataplane.engines.torch.model.quantized.formats import FEW_ROWS, Format, GroupedFormat, Side, Tensors
+from dataplane.engines.torch.model.quantized.formats import Format, GroupedFormat, Side, Tensors
 
+PACKED_ROWS = 96
+"""Up to so many rows torch's product takes less than unpacking does."""
 _BLOCKS = {"AVX512": 64, "AVX2": 32}
 """Outputs of a block, by what torch calls a CPU's vectors. Others have another layout, without blocks."""
 _GROUPS = (32, 64, 128, 256)
@@ -88,7 +90,7 @@ class Int4CpuFormat(Format):
     def product(self, tensors: Tensors, input: torch.Tensor) -> torch.Tensor:
         """`[rows, inputs]` to `[rows, outputs]`, a new tensor."""
         ordered = input[:, tensors["order"]] if self.quantization.by_index else input
-        if len(input) > FEW_ROWS:
+        if len(input) > PACKED_ROWS:
             return self._by_blocks(tensors, ordered)
         packed = tensors["packed"].view(self.shape.outputs, self.shape.inputs // 2)
         multiply: Callable[..., torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001  # torch's name
@@ -111,11 +113,11 @@ class Int4CpuFormat(Format):
         out = input.new_empty(len(input), self.shape.outputs)
         weights = input.new_empty(self.shape.inputs, block)
         groups = weights.view(-1, self._source.group, block)
+        scales, middles = (part.contiguous() for part in tensors["scaling"][:, None].unbind(-1))
         for number, packed in enumerate(tensors["packed"]):
             at = slice(number * block, (number + 1) * block)
-            scales, middles = tensors["scaling"][:, None, at].unbind(-1)
-            weights[:, :half] = packed & 15
-            weights[:, half:] = packed >> 4
-            groups.sub_(_MIDDLE).mul_(scales).add_(middles)
+            weights[:, :half] = (packed & 15).view(torch.int8).sub_(_MIDDLE)
+            weights[:, half:] = (packed >> 4).view(torch.int8).sub_(_MIDDLE)
+            groups.mul_(scales[..., at]).add_(middles[..., at])
             out[:, at] = input @ weights
         return out

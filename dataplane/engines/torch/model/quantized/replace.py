@@ -80,8 +80,9 @@ class Replacement:
         return {name.removesuffix(end) for name in eights if name.endswith(end)}
 
     def _known(self, names: tuple[str, ...]) -> str:
-        quantized = self.quantized()
-        return next(name for name in names if name in quantized)
+        """The one of a layer's names by which the checkpoint has it."""
+        end = "weight" if self.quantization.method == "fp8" else "qweight"
+        return next(name for name in names if f"{name}.{end}" in self.stored)
 
     def _form(self, prefix: str, sizes: tuple[int, int], split: Split | None) -> StoredFormat:
         """`sizes`: outputs and inputs of a rank's weights."""

@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model.quantized.config import Quantization
-from dataplane.engines.torch.model.quantized.formats import FEW_ROWS, AwqFormat, GptqFormat, GroupedFormat, Shape
-from dataplane.engines.torch.model.quantized.int4_cpu import Int4CpuFormat, block_outputs, can_repack
+from dataplane.engines.torch.model.quantized.formats import AwqFormat, GptqFormat, GroupedFormat, Shape
+from dataplane.engines.torch.model.quantized.int4_cpu import PACKED_ROWS, Int4CpuFormat, block_outputs, can_repack
 from dataplane.engines.torch.model.quantized.layers import PackedWeights
 from dataplane.engines.torch.model.skeleton import build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
@@ -62,7 +62,7 @@ def test_the_layout_is_that_of_torchs_own_conversion(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PACKS)
-@pytest.mark.parametrize("rows", [1, 7, FEW_ROWS, FEW_ROWS + 1, 150])
+@pytest.mark.parametrize("rows", [1, 7, PACKED_ROWS, PACKED_ROWS + 1, 150])
 def test_products_are_those_of_unpacked_weights(name: str, rows: int) -> None:
     """To within what bfloat16 makes of the unpacked weights, and half as much again."""
     form, kept, _, dense = repacked(name)
@@ -112,13 +112,13 @@ def test_groups_of_other_sizes_than_the_config_says_are_refused(tmp_path: Path) 
 def states(engine: TorchEngine, folder: Path) -> torch.Tensor:
     """Of the last tokens of two prompts: one that packed weights multiply, and one that unpacked ones do."""
     engine.load("a", replace(spec_of(folder.name, folder), task="embed"))
-    for length in (5, 90):
+    for length in (5, PACKED_ROWS + 10):
         prompt = [(7 * at + length) % 90 for at in range(length)]
         engine.add(request(f"r{length}", prompt, max_tokens=1, pooling=True))
     values = drain(engine).values
     engine.unload("a")
     engine.close()
-    return torch.tensor([values["r5"], values["r90"]])
+    return torch.tensor([values["r5"], values[f"r{PACKED_ROWS + 10}"]])
 
 
 @pytest.mark.parametrize("architecture", ["llama", "internlm3", "phi3", "qwen3_moe"])
