@@ -86,7 +86,7 @@ test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment 
 	@touch $@
 
 test-kernels: .clients/triton/.ready ## interpret the GPU kernels, and compile them for a GPU, without one (Linux)
-	PYTHONPATH=.clients/triton $(BIN)/python -m pytest -n0 tests/dataplane/engines/torch/model/test_paged_kernels.py $(ARGS)
+	PYTHONPATH=.clients/triton $(BIN)/python -m pytest -n0 tests/dataplane/engines/torch/model/test_paged_kernels.py tests/dataplane/engines/torch/model/quantized/test_kernels.py $(ARGS)
 
 # Each client has an environment of its own. --no-deps: GuideLLM's torch is the CPU build, without CUDA's libraries.
 .clients/node/.ready .clients/browser/.ready: .clients/%/.ready: $(CLIENT_LOCKS)/%/package-lock.json

@@ -11,6 +11,7 @@ from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.local.tiny_models import RECIPES, build_tiny_models
 from tests.dataplane.engines.torch.drive import drain, request
+from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, CONTEXT_TOKENS, VOCABULARY, save_tiny, spec_of
 
 pytestmark = [
@@ -39,6 +40,30 @@ def test_greedy_tokens_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
 def test_every_architecture_makes_the_tokens_of_the_cpu(architecture: str, tmp_path: Path) -> None:
     folder = save_tiny(architecture, tmp_path / "model")
     assert _tokens(folder, "cuda", VOCABULARY) == _tokens(folder, "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_quantized_models_make_the_tokens_of_the_cpu(form: str, tmp_path: Path) -> None:
+    """Prompts of 40 tokens are prefilled 16 at a time: all products are those of packed weights."""
+    quantized, _ = quantized_pair(save_tiny("llama", tmp_path / "dense"), tmp_path, *FORMATS[form])
+    assert _tokens(quantized, "cuda", VOCABULARY) == _tokens(quantized, "cpu", VOCABULARY)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "gptq, by activations", "fp8, blocks", "fp8, one scale"])
+def test_quantized_experts_make_the_tokens_of_the_cpu(form: str, tmp_path: Path) -> None:
+    dense = save_tiny("qwen3_moe", tmp_path / "dense", moe_intermediate_size=32)
+    quantized, _ = quantized_pair(dense, tmp_path, *FORMATS[form])
+    assert _tokens(quantized, "cuda", VOCABULARY) == _tokens(quantized, "cpu", VOCABULARY)
+
+
+def test_graphs_of_quantized_models_change_no_token(tmp_path: Path) -> None:
+    """In memory for one, a model in 4 bits and one in FP8."""
+    dense = {form: save_tiny("llama", tmp_path / form / "dense", seed=len(form)) for form in ("gptq", "fp8, blocks")}
+    folders = [quantized_pair(one, one.parent, *FORMATS[form])[0] for form, one in dense.items()]
+    tokens, captures = _switched(folders, cuda_graphs=True)
+    expected, without = _switched(folders, cuda_graphs=False)
+    assert tokens == expected
+    assert (captures >= 4, without) == (True, 0)
 
 
 def _switched(folders: list[Path], *, cuda_graphs: bool, **settings: Any) -> tuple[dict[str, tuple[int, ...]], int]:

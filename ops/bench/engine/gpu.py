@@ -1,5 +1,6 @@
 """What a GPU shows of the torch engine, in one run: decode steps against the bytes they must read, with and without
-CUDA graphs; switches against the wire; and the first token after a switch, layer by layer, by the length of its prompt.
+CUDA graphs, of a dense model and of the same quantized; the products of packed weights by themselves; switches against
+the wire; and the first token after a switch, layer by layer, by the length of its prompt.
 
 Models have random weights. The floor of a decode step is its weights and KV over the rate of a large copy within the
 device, which reads and writes.
@@ -7,7 +8,7 @@ device, which reads and writes.
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -19,6 +20,7 @@ import typer
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from ops.bench.engine.quantized import FORMATS, layer_of, quantized
 from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import (
@@ -41,6 +43,8 @@ COPY_BYTES = 2**32
 STEP_TOKENS = 8192
 SEQUENCES = (1, 16, 64, 128)
 PROMPTS = (512, 4_000, 10_000, 20_000)
+LAYERS = 16
+ROWS = (1, 8, 16, 32, 64, 128)
 
 
 def copy_rate(device: torch.device) -> float:
@@ -85,6 +89,29 @@ def _rate_of(run: Callable[[], list[list[float]]]) -> Callable[[], float]:
     return lambda: decode_rate(run())
 
 
+def measure_products(
+    *, device: str, rounds: int, outputs: int = 14_336, inputs: int = 4_096
+) -> Iterator[dict[str, Any]]:
+    """One layer's product with packed weights over that in the same type unpacked, by format and number of rows. Layers
+    take turns, so that none is found in the cache.
+    """
+    at = torch.device(device)
+    for form, (described, pack) in FORMATS.items():
+        layers = [layer_of(described, pack(outputs, inputs), outputs, inputs).to(at) for _ in range(LAYERS)]
+        dense = [torch.nn.Linear(inputs, outputs, bias=False, device=at, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        for rows in ROWS:
+            given = torch.randn(rows, inputs, dtype=torch.bfloat16, device=at)
+            arms = {"dense": partial(_in_turn, dense, given), "packed": partial(_in_turn, layers, given)}
+            times = medians(interleaved({name: partial(seconds, run, at) for name, run in arms.items()}, rounds=rounds))
+            yield {"format": form, "rows": rows, "packed": times["packed"] / times["dense"]}
+
+
+@torch.inference_mode()
+def _in_turn(layers: Sequence[torch.nn.Module], given: torch.Tensor) -> None:
+    for layer in layers:
+        layer(given)
+
+
 def measure_starts(models: list[BenchModel], load_s: float, *, device: str, rounds: int) -> Iterator[dict[str, Any]]:
     """The first token after a switch that takes `load_s`, by the length of its prompt. `hidden`: of what can be, since
     nothing is sooner than the longer of load and run. The host submits a model's kernels while its weights are loaded
@@ -123,6 +150,14 @@ def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: i
             model, shape_of(decoded), device=device, rounds=rounds, prompt_tokens=512, bytes_per_s=bytes_per_s
         )
     )
+    notes().print("packed weights")
+    found["products"] = list(measure_products(device=device, rounds=rounds))
+    found["quantized_decodes"] = []
+    for form in FORMATS:
+        small = quantized(model, form, folder / form.partition(",")[0])
+        shape = shape_of(decoded)
+        rows = measure_decodes(small, shape, device=device, rounds=rounds, prompt_tokens=512, bytes_per_s=bytes_per_s)
+        found["quantized_decodes"] += [{"format": form, **row} for row in rows]
     return found
 
 
@@ -173,6 +208,9 @@ def _show(found: dict[str, Any]) -> None:
         "share of it": lambda row: f"{row['share']:.0%}",
     }
     print_table(f"Decode, copies at {found['copy_bytes_per_s'] / 1e12:.2f} TB/s", rates, found["decodes"])
+    print_table("Decode, quantized", {"format": "format", **rates}, found["quantized_decodes"])
+    products: Columns = {"format": "format", "rows": "rows", "packed": lambda row: f"{row['packed']:.2f}x"}
+    print_table("A layer's product with packed weights over that in bfloat16", products, found["products"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A quantized model beside the same model in bfloat16: the time of a switch to it, and of its linear layers.
 
-Weights are random: neither time depends on their values. A switch moves fewer bytes; a step unpacks every weight that
-it uses, since no kernel here multiplies packed ones.
+Weights are random: neither time depends on their values. A switch moves fewer bytes. A step of a few tokens multiplies
+them packed; FP8 is unpacked on a CPU, some rows at a time.
 """
 
 import json
@@ -16,6 +16,10 @@ import typer
 from safetensors.torch import load_file, save_file
 
 from dataplane.engines.torch.memory.host_models import HostModel
+from dataplane.engines.torch.model.quantized.config import read_quantization
+from dataplane.engines.torch.model.quantized.formats import Shape
+from dataplane.engines.torch.model.quantized.layers import QuantizedLinear
+from dataplane.engines.torch.model.quantized.replace import FORMAT_OF
 from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import BenchModel, build_checkpoints, parameters_of, shape_of
@@ -61,6 +65,17 @@ def quantized(dense: BenchModel, form: str, target: Path) -> BenchModel:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     weights_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return BenchModel(name=target.name, folder=target, weights_bytes=weights_bytes)
+
+
+def layer_of(config: dict[str, Any], tensors: dict[str, torch.Tensor], outputs: int, inputs: int) -> QuantizedLinear:
+    """A layer of such tensors, as a GPU has it."""
+    found = read_quantization(Path(), {"quantization_config": config})
+    assert found is not None
+    form = FORMAT_OF[found.method](found, Shape(outputs=outputs, inputs=inputs, inputs_of_all_ranks=inputs))
+    layer = QuantizedLinear(form, {name: tensor.dtype for name, tensor in tensors.items()}, None)
+    for name, tensor in tensors.items():
+        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+    return layer
 
 
 def measure(dense: BenchModel, form: str, folder: Path, rounds: int) -> dict[str, Any]:

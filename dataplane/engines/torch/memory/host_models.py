@@ -20,8 +20,8 @@ from dataplane.checkpoints.safetensors_file import StoredTensor
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned
 from dataplane.engines.torch.memory.releases import PendingReleases
-from dataplane.engines.torch.model.checkpoint import list_tensors, read_parts
-from dataplane.engines.torch.model.layout import cache_key, match_tensors, parts_of
+from dataplane.engines.torch.model.checkpoint import list_tensors
+from dataplane.engines.torch.model.layout import cache_key, match_tensors, read_weights
 from dataplane.engines.torch.model.mapping import as_stored
 from dataplane.engines.torch.model.pooling import Pooler, make_pooler
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton, build_skeleton
@@ -240,7 +240,7 @@ class HostModels:
             limit = f"cache_bytes={self._cache.capacity_bytes}"
             raise ModelLoadError(f"{name}: weights of {host_bytes} bytes exceed {limit} of the node")
         stored = list_tensors(folder, task)
-        pairs = match_tensors(folder, as_stored(skeleton.places, stored), stored)
+        pairs = match_tensors(folder, as_stored(skeleton.places_to_read, stored), stored)
         if self._leader is not None:
             skeleton.mirror = self._leader.build(skeleton, folder)
         return HostModel(
@@ -248,7 +248,7 @@ class HostModels:
             folder=folder,
             skeleton=skeleton,
             pairs=tuple(pairs),
-            key=cache_key(folder, self._dtype, pairs),
+            key=cache_key(folder, self._dtype, pairs, skeleton.places),
             pooler=pooler,
         )
 
@@ -329,6 +329,4 @@ class HostModels:
 
     def _fill(self, model: HostModel, host: torch.Tensor) -> None:
         """Read the parts of all ranks."""
-        parts = torch.split(host, model.skeleton.size_bytes)
-        shards = model.skeleton.shards
-        read_parts(one for rank, part in enumerate(parts) for one in parts_of(model.pairs, shards, part, rank))
+        read_weights(model.pairs, model.skeleton, torch.split(host, model.skeleton.size_bytes))

@@ -5,23 +5,21 @@ such a parameter is its stored tensors one after another, so that each is read s
 
     gate_up_proj [experts, 2 * f, h] | gate 0 [f, h] | up 0 [f, h] | gate 1 [f, h] | up 1 [f, h] | ...
     down_proj    [experts, h, f]     | down 0 [h, f] | down 1 [h, f] | ...
+
+Quantized experts have a parameter for each tensor of each of the three, such as `gate_proj.qweight`.
 """
 
+import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 
+from dataplane.engines.torch.model.expert_names import expert_names
 from dataplane.engines.torch.model.skeleton import PlacedTensor
 from dataplane.engines.torch.model.split import Split
 
-_EXPERTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "mlp.experts.gate_up_proj": (
-        ("mlp.experts.{}.gate_proj.weight", "block_sparse_moe.experts.{}.w1.weight"),
-        ("mlp.experts.{}.up_proj.weight", "block_sparse_moe.experts.{}.w3.weight"),
-    ),
-    "mlp.experts.down_proj": (("mlp.experts.{}.down_proj.weight", "block_sparse_moe.experts.{}.w2.weight"),),
-}
-"""Suffix of a parameter's name -> the tensors of one expert in order, each by the names it may be stored under."""
-
+_EXPERTS = "mlp.experts"
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""A parameter of all experts -> the linear layers of one expert in it, in order."""
 _RENAMED = {"mlp.gate.weight": "block_sparse_moe.gate.weight"}
 """Suffix of a parameter's name -> another name it may be stored under."""
 
@@ -36,23 +34,25 @@ def as_stored(places: Iterable[PlacedTensor], stored: Container[str]) -> tuple[P
 
 def _pieces(place: PlacedTensor, stored: Container[str]) -> Iterator[PlacedTensor]:
     name = place.names[0]
-    fused = next((end for end in _EXPERTS if name.endswith(end)), None)
-    if fused is None or name in stored:
+    before, found, after = name.rpartition(f"{_EXPERTS}.")
+    projection, _, tensor = after.partition(".")
+    if not found or name in stored:
         also = (name.removesuffix(end) + other for end, other in _RENAMED.items() if name.endswith(end))
         yield replace(place, names=(*place.names, *also))
         return
-    tensors = _EXPERTS[fused]
-    experts, rows, columns = place.shape
-    shape = (rows // len(tensors), columns)
-    piece_bytes = shape[0] * columns * place.dtype.itemsize
-    for number in range(experts * len(tensors)):
-        expert, tensor = divmod(number, len(tensors))
-        names = tuple(name.removesuffix(fused) + known.format(expert) for known in tensors[tensor])
+    layers = (projection,) if tensor else _FUSED[projection]
+    experts, *sizes = place.shape
+    shape = (sizes[0] // len(layers), *sizes[1:]) if sizes else ()
+    piece_bytes = math.prod(shape) * place.dtype.itemsize
+    for number in range(experts * len(layers)):
+        expert, layer = divmod(number, len(layers))
+        known = expert_names(f"{before}{_EXPERTS}", layers[layer], expert)
+        names = tuple(f"{one}.{tensor or 'weight'}" for one in known)
         offset_bytes = place.offset_bytes + number * piece_bytes
-        split = None if place.split is None else _split_of_expert(place.split, tensor)
+        split = None if place.split is None else _split_of_expert(place.split, layer)
         yield replace(place, names=names, shape=shape, offset_bytes=offset_bytes, split=split)
 
 
-def _split_of_expert(split: Split, tensor: int) -> Split:
+def _split_of_expert(split: Split, layer: int) -> Split:
     """How one of an expert's tensors is divided, where the parameter of all experts is."""
-    return replace(split, dim=split.dim - 1, segments=(split.segments[tensor],))
+    return replace(split, dim=split.dim - 1, segments=(split.segments[layer],))

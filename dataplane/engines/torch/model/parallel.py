@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from dataplane.engines.torch.model.linear import is_quick, transposed_product
-from dataplane.engines.torch.model.quantized import QuantizedLinear
+from dataplane.engines.torch.model.quantized.layers import ExpertStack, QuantizedLinear
 from dataplane.engines.torch.model.split import Split
 
 
@@ -108,7 +108,7 @@ def parallelize(model: Any, splits: Mapping[str, Split], rank: Rank, vocabulary:
         split = splits.get(f"{name}.weight")
         if f"{name}.down_proj" in splits:  # experts, which have no modules of their own
             module.register_forward_hook(lambda _, __, out: collectives.all_reduce(out))
-        elif split is None:
+        elif split is None or isinstance(module, ExpertStack):
             continue
         elif module is head:
             module.register_forward_hook(lambda _, __, out: collectives.all_gather(out)[..., :vocabulary])

@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,10 @@ from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.linear import speed_up
 from dataplane.engines.torch.model.norms import fuse_norms
 from dataplane.engines.torch.model.parallel import Rank, parallelize
-from dataplane.engines.torch.model.quantized import QuantizedLinear, quantize, read_quantization
+from dataplane.engines.torch.model.quantized.config import read_quantization
+from dataplane.engines.torch.model.quantized.int4_cpu import can_repack
+from dataplane.engines.torch.model.quantized.layers import PackedWeights, QuantizedLinear
+from dataplane.engines.torch.model.quantized.replace import quantize
 from dataplane.engines.torch.model.split import Split, make_splits, rank_config
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
@@ -64,7 +68,8 @@ _UNSUPPORTED_ROPE = frozenset(("dynamic", "longrope"))
 @dataclass(frozen=True, kw_only=True)
 class PlacedTensor:
     """A weight and its location in its shard. `names`: all its names, the model's own first. `split`: how the whole
-    weight is divided, if a rank has a part of it only.
+    weight is divided, if a rank has a part of it only. `layer`: the one in whose `Repacked.stored_bytes` it is located
+    instead, if any.
     """
 
     names: tuple[str, ...]
@@ -73,6 +78,7 @@ class PlacedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     split: Split | None = None
+    layer: str = ""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -120,6 +126,25 @@ class WeightShard:
         return buffer[self.offset_bytes : self.offset_bytes + self.size_bytes]
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Repacked:
+    """A layer whose tensors lie in memory otherwise than in the checkpoint, from which they are read to a buffer of
+    `stored_bytes` first. Both kinds of places are by the name of the tensor in the layer.
+    """
+
+    weights: PackedWeights
+    stored: Mapping[str, PlacedTensor]
+    stored_bytes: int
+    kept: Mapping[str, PlacedTensor]
+
+    def repack(self, stored: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill the layer's part of its `shard` from what was read to `stored`, both flat uint8."""
+        self.weights.repack(
+            {name: place.view(stored) for name, place in self.stored.items()},
+            {name: place.view(shard) for name, place in self.kept.items()},
+        )
+
+
 class Mirror(Protocol):
     """What lets other ranks follow a model, on the rank that decides."""
 
@@ -151,7 +176,8 @@ class Mirror(Protocol):
 
 class Skeleton:
     """A model's modules. `places` and `shards` describe the layout of its weights; in host memory they take
-    `size_bytes`. `trunk`: the model without what makes logits or scores of its states; `head`: what makes scores.
+    `size_bytes`. `repacked`: layers that lie there otherwise than in the checkpoint, by name. `trunk`: the model
+    without what makes logits or scores of its states; `head`: what makes scores.
 
     `await_shard` is called before a shard is used; it is set while the weights are loaded. `passed_shard` is called
     once the kernels of a layer, or of the output embedding, are submitted; it is set while layers rotate. `splits`: of
@@ -184,6 +210,7 @@ class Skeleton:
         slots = _parameter_slots(model)
         stages = _stages(model)
         self.places, self.shards = _lay_out(slots, stages, self._splits)
+        self.repacked = _repacked(model, self.places, self._splits)
         self.size_bytes = sum(shard.size_bytes for shard in self.shards)
         self.addresses: tuple[int, ...] = (0,) * len(self.shards)
         self.can_have_graphs = not any(name.endswith("experts") for name, _ in model.named_modules())
@@ -199,7 +226,14 @@ class Skeleton:
     @property
     def is_quantized(self) -> bool:
         """Whether some of its weights are packed integers or 8-bit numbers."""
-        return any(isinstance(module, QuantizedLinear) for module in self.model.modules())
+        return any(isinstance(module, PackedWeights) for module in self.model.modules())
+
+    @property
+    def places_to_read(self) -> tuple[PlacedTensor, ...]:
+        """Where the tensors of the checkpoint are read to."""
+        kept = {id(place) for layer in self.repacked.values() for place in layer.kept.values()}
+        straight = (place for place in self.places if id(place) not in kept)
+        return (*straight, *(place for layer in self.repacked.values() for place in layer.stored.values()))
 
     @property
     def can_be_captured(self) -> bool:
@@ -305,7 +339,8 @@ def build_skeleton(
     except Exception as error:
         raise ModelLoadError(f"{folder}/config.json describes no model that can be built: {error}") from error
     if quantization is not None:
-        splits |= quantize(folder, model, quantization, list_tensors(folder, task), splits)
+        repacks = partial(can_repack, dtype=dtype, device=device)
+        splits |= quantize(folder, model, quantization, list_tensors(folder, task), splits, repacks)
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
@@ -423,6 +458,31 @@ def _lay_out(
     starts = [sum(sizes[:shard]) for shard in range(len(sizes))]
     shards = (WeightShard(offset_bytes=start, size_bytes=size) for start, size in zip(starts, sizes, strict=True))
     return tuple(places), tuple(shards)
+
+
+def _repacked(
+    model: torch.nn.Module, places: tuple[PlacedTensor, ...], splits: Mapping[str, Split]
+) -> dict[str, Repacked]:
+    placed, found = {place.names[0]: place for place in places}, {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, PackedWeights) and module.is_repacked:
+            kept = {name: placed[f"{prefix}.{name}"] for name in module.kept_names}
+            (shard,) = {place.shard for place in kept.values()}
+            stored, size_bytes = {}, 0
+            for name, empty in module.stored().items():
+                full_name = f"{prefix}.{name}"
+                stored[name] = PlacedTensor(
+                    names=(full_name,),
+                    shard=shard,
+                    offset_bytes=size_bytes,
+                    shape=tuple(empty.shape),
+                    dtype=empty.dtype,
+                    split=splits.get(full_name),
+                    layer=prefix,
+                )
+                size_bytes += aligned(empty.nbytes)
+            found[prefix] = Repacked(weights=module, stored=stored, stored_bytes=size_bytes, kept=kept)
+    return found
 
 
 def _parameter(place: PlacedTensor, buffer: torch.Tensor) -> torch.nn.Parameter:

@@ -30,6 +30,14 @@ def test_decode_steps_are_measured_against_the_bytes_that_they_read(
     assert slow[1]["floor"] == pytest.approx(3 * 1e10 / (models[0].weights_bytes + 3 * kv_bytes))
 
 
+def test_products_of_packed_weights_are_measured_beside_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LAYERS", 2)
+    monkeypatch.setattr(gpu, "ROWS", (1, 70))
+    found = list(gpu.measure_products(device="cpu", rounds=1, outputs=256, inputs=128))
+    assert [(row["format"], row["rows"]) for row in found] == [(form, n) for form in gpu.FORMATS for n in (1, 70)]
+    assert min(row["packed"] for row in found) > 0
+
+
 def test_what_a_start_hides_is_told_where_something_can_be_hidden(
     models: list[BenchModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

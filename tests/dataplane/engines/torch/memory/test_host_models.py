@@ -212,19 +212,19 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     unpinned_by: list[int] = []
     monkeypatch.setattr(releases, "unpinned", lambda *_: unpinned_by.append(threading.get_ident()))
     reading, go_on = threading.Event(), threading.Event()
-    read = host_models.read_parts
+    read = host_models.read_weights
 
-    def slow(parts: Any) -> None:
+    def slow(*what: Any) -> None:
         reading.set()
         assert go_on.wait(30)
-        read(parts)
+        read(*what)
 
     slot.prepare("llama")
     postponed = slot.prepare("qwen3")
     slot.models.forget("llama")
     slot.models.release_spare()
     unpinned_by.clear()
-    monkeypatch.setattr(host_models, "read_parts", slow)
+    monkeypatch.setattr(host_models, "read_weights", slow)
     while not reading.is_set():
         assert not slot.step(postponed)
     slot.models.forget("qwen3")

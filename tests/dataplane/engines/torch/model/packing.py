@@ -134,7 +134,7 @@ def quantized_pair(dense: Path, target: Path, config: dict[str, Any], pack: Pack
     stored = load_file(dense / "model.safetensors")
     packed, meant = dict(stored), dict(stored)
     for name, weights in stored.items():
-        if ".layers." not in name or not name.endswith("_proj.weight"):
+        if ".layers." not in name or not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
             continue
         tensors, values = pack(weights.float().numpy())
         del packed[name]

@@ -23,7 +23,7 @@ from tests.dataplane.engines.torch.ranks.test_exactness import PROMPTS, check_gr
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import greedy_tokens, save_tiny, spec_of
 
-WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_intermediate_size": 128}
 """Sizes of which four ranks have whole groups of 16 and whole int32."""
 SMALL_BLOCKS = "fp8, small blocks"
 ALL = {name: one for name, one in FORMATS.items() if name != "fp8, blocks"} | {
@@ -46,7 +46,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made = engine_of(request.param, tmp_path_factory.mktemp("models"))
+    made = engine_of(request.param, tmp_path_factory.mktemp("models"), weights_bytes=2**20)
     yield made
     made.close()
 
@@ -59,12 +59,14 @@ def engine(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         *(("awq", one) for one in ("internlm3", "phi3")),
         (SMALL_BLOCKS, "phi3"),
         ("gptq, by activations", "internlm3"),
+        *((form, "mixtral") for form in ("awq", "gptq, 8 bits", "fp8, one scale")),
+        *((form, "qwen3_moe") for form in ("gptq", "gptq, by activations", SMALL_BLOCKS)),
     ],
 )
 def test_tokens_are_those_of_the_weights_that_a_checkpoint_stands_for(
     form: str, architecture: str, engine: TorchEngine, wide: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Layers with biases (internlm3) and several weights in one (phi3) among them."""
+    """Layers with biases (internlm3), several weights in one (phi3) and experts among them."""
     quantized, meant = quantized_pair(wide(architecture), tmp_path, *ALL[form])
     expected = {which: greedy_tokens(meant, prompt, MAX_TOKENS) for which, prompt in PROMPTS.items()}
     assert tokens_of(engine, "a", quantized) == expected

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model.checkpoint import list_tensors
-from dataplane.engines.torch.model.quantized import QuantizedLinear
+from dataplane.engines.torch.model.quantized.layers import QuantizedExperts, QuantizedLinear
 from dataplane.engines.torch.model.skeleton import Skeleton, build_skeleton
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.dataplane.engines.torch.model.packing import AWQ, FORMATS, GPTQ, fp8, gptq, quantized_pair
+from tests.dataplane.engines.torch.model.packing import FORMATS, GPTQ, fp8, gptq, quantized_pair
 from tests.dataplane.engines.torch.tiny import greedy_tokens, save_tiny, spec_of
 
 PROMPT = [5, 9, 33, 60, 12]
@@ -158,12 +158,41 @@ def test_scales_of_activations_and_of_a_quantized_cache_are_not_read(checkpoint:
     assert tokens_of(engine_with(quantized), quantized) == greedy_tokens(meant, PROMPT, 24)
 
 
-def test_quantized_experts_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    quantized, _ = quantized_pair(checkpoint("qwen3_moe"), tmp_path, AWQ | {"group_size": 8}, FORMATS["awq"][1])
-    with pytest.raises(
-        ModelLoadError, match=r"experts\.0\.down_proj is quantized, .* linear layers only, not of experts"
-    ):
-        engine_with(quantized)
+EXPERTS = {"mixtral": {"intermediate_size": 64}, "qwen3_moe": {"moe_intermediate_size": 32}}
+"""Sizes of whole int32."""
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_tokens_of_quantized_experts_are_those_of_the_weights_that_they_stand_for(
+    form: str, architecture: str, tmp_path: Path
+) -> None:
+    dense = save_tiny(architecture, tmp_path / "dense", **EXPERTS[architecture])
+    quantized, meant = quantized_pair(dense, tmp_path, *FORMATS[form])
+    assert any(isinstance(one, QuantizedExperts) for one in skeleton_of(quantized).model.modules())
+    assert tokens_of(engine_with(quantized), quantized) == greedy_tokens(meant, PROMPT, 24)
+
+
+def test_quantized_experts_beside_dense_ones_of_a_layer_are_refused(tmp_path: Path) -> None:
+    dense = save_tiny("qwen3_moe", tmp_path / "dense", **EXPERTS["qwen3_moe"])
+    quantized, _ = quantized_pair(dense, tmp_path, *FORMATS["awq"])
+    layer = "model.layers.1.mlp.experts.3.up_proj"
+    weights = load_file(dense / "model.safetensors")[f"{layer}.weight"]
+
+    def mixed(tensors: dict[str, torch.Tensor]) -> None:
+        for name in ("qweight", "qzeros", "scales"):
+            del tensors[f"{layer}.{name}"]
+        tensors[f"{layer}.weight"] = weights
+
+    with pytest.raises(ModelLoadError, match=rf"{layer} is not quantized, but other experts of its layer are"):
+        engine_with(changed(quantized, mixed))
+
+
+def test_a_quantized_embedding_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    quantized, _ = quantized_pair(checkpoint("llama"), tmp_path, *FORMATS["fp8, one scale"])
+    name = "model.embed_tokens.weight"
+    with pytest.raises(ModelLoadError, match=r"embed_tokens is quantized, which is supported of linear layers and"):
+        engine_with(changed(quantized, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)})))
 
 
 def test_outputs_that_do_not_fill_an_integer_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Weights that stay packed in memory: formats of published checkpoints, and layers that compute with them."""
