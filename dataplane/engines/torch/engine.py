@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import structlog
 import torch
 from msgspec.structs import replace
 
@@ -17,10 +18,13 @@ from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import InstanceStats, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
+from dataplane.engines.torch.copies.interprocess import DeviceEvents, device_events
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.adapters import AdapterStore
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.kv_exports import KvExports
+from dataplane.engines.torch.memory.kv_imports import KvImports
 from dataplane.engines.torch.memory.models import TorchModel, make_model
 from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
 from dataplane.engines.torch.memory.transfer_rates import TransferRates, transfer_rates
@@ -40,6 +44,8 @@ from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.schedule import Turn
 
+log = structlog.get_logger()
+
 IDLE_S = 0.001
 """How long a step waits when all that could run is being transferred."""
 CHECK_EVERY_S = 10.0
@@ -56,8 +62,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         make_copy_stream: Callable[[str], CopyStream] | None = None,
         watch: Watch | None = None,
         other_ranks: OtherRanks | None = None,
+        events: DeviceEvents | None = None,
     ) -> None:
-        """`other_ranks`: those that were started for `settings.ranks`; None: they are started here."""
+        """`other_ranks`: those that were started for `settings.ranks`; None: they are started here. `events`: those of
+        the device that other workers wait for; None: its own.
+        """
         self._settings = settings
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
@@ -81,7 +90,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             ranks=settings.ranks,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        self.kv = self._make_kv(buffer, rates)
+        interprocess = settings.kv_events == "device"
+        self.kv = self._make_kv(buffer, rates, events or device_events(self._device, interprocess=interprocess))
         self.weights = WeightStore(
             self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"], self.kv
         )
@@ -130,7 +140,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             leader=self._leader,
         )
 
-    def _make_kv(self, buffer: torch.Tensor, rates: TransferRates) -> KvStore:
+    def _make_kv(self, buffer: torch.Tensor, rates: TransferRates, events: DeviceEvents | None) -> KvStore:
         settings = self._settings
         kv = KvStore(
             self.arena,
@@ -142,11 +152,30 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             rates=rates,
             prefix_cache=settings.prefix_cache,
             ranks=settings.ranks,
-            note_file=None if self._leader is None else self._leader.note_file,
+            imports=KvImports(
+                self._device,
+                events,
+                ranks=settings.ranks,
+                note_file=None if self._leader is None else self._leader.note_file,
+            ),
+            exports=self._make_exports(events),
         )
         if self._leader is not None:
             self._leader.regions.add(HOST_KV, kv.host_bytes)
         return kv
+
+    def _make_exports(self, events: DeviceEvents | None) -> KvExports | None:
+        """What announces KV that is still being transferred to other slots; the log says whether, or why not."""
+        settings = self._settings
+        if settings.host_kv_file is None:
+            return None
+        refusal = settings.announcement_refusal
+        if refusal is not None:
+            log.info("KV is announced once it was transferred", reason=refusal)
+            return None
+        waits = settings.kv_events if self._device.type == "cuda" else "host"
+        log.info("KV is announced while it is transferred", waits=waits, asked=settings.kv_events)
+        return KvExports(settings.host_kv_file, events)
 
     def close(self) -> None:
         """End the threads. The engine cannot be used afterwards."""
