@@ -262,12 +262,12 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, exported or not, and free its memory now. It has no further outputs. Unknown ids are ignored:
-        it may just have ended.
+        """Drop a request, exported or not, and free its memory now, or when no transfer uses it any more. It has no
+        further outputs. Unknown ids are ignored: it may just have ended.
         """
 
     def release(self, request_id: str) -> None:
-        """Free the KV of a request that was exported. Unknown ids are ignored."""
+        """Free the KV of a request that was exported, as `cancel` does. Unknown ids are ignored."""
 
     def step(self) -> list[EngineOutput]:
         """Run one step and return its outputs: often none, while prompts are long or weights or KV are transferred. It

@@ -80,9 +80,7 @@ class KvMemory(Protocol[KvT_contra]):
         """Take over KV in the host memory of another slot; its location is HOST then. False if it cannot be read."""
 
     def can_export(self, kv: KvT_contra) -> bool:
-        """Whether other slots can be told of the KV: it is on the HOST, or SWAPPING_OUT with an event that they can wait
-        for.
-        """
+        """Whether other slots can be told of the KV: it is on the HOST, or SWAPPING_OUT and they can wait for it."""
 
     def handle(self, kv: KvT_contra, tokens: int) -> KvHandle:
         """How another slot reads the first `tokens` tokens of KV that can be exported."""
