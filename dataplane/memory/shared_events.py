@@ -16,16 +16,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Final
 
 from dataplane.memory.events import Event, MoveList, TransferError
 
-SLOTS: Final = 1024
-"""Transfers of one table at a time that are under way, or announced and not read yet."""
 POLL_S = 0.0002
 _WORD_BYTES = 8
 _STATES = 4
@@ -56,7 +53,7 @@ def event_file(kv_file: Path) -> Path:
 class EventTable:
     """A table of this process. `note` may be called on any thread, all else on one."""
 
-    def __init__(self, file: Path, slots: int = SLOTS) -> None:
+    def __init__(self, file: Path, slots: int) -> None:
         """Make the file.
 
         Raises:
@@ -98,6 +95,11 @@ class EventTable:
             with self._lock:
                 self._write(transfer, TransferState.RELEASED)
             self._free.append(transfer.slot)
+
+    def check(self, held: Iterable[SharedTransfer]) -> None:
+        """Assert that each slot is free, of a transfer in `held`, or of a released one that is not done."""
+        used = [transfer.slot for transfer in (*held, *self._leaving)]
+        assert sorted([*self._free, *used]) == list(range(len(self._words))), "lost or doubled events"
 
     def close(self) -> None:
         """Unlock the file: who still waits for a transfer learns that it does not pass."""

@@ -233,6 +233,8 @@ class KvStore:
         self._prefixes.device.prefixes.check((kv.shape, block) for kv in held for block in kv.blocks)
         own = [(kv.shape, block) for kv in held if kv.file is None for block in kv.host]
         self._prefixes.host.prefixes.check([*own, *self._prefixes.copies_in_use])
+        if self._exports is not None:
+            self._exports.check(kv.exported for kv in held if kv.exported is not None)
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)

@@ -1,5 +1,6 @@
 """Announcing KV that is still being transferred: the events of transfers to the file that other slots read."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from dataplane.engines.interface import KvEvent
@@ -7,6 +8,9 @@ from dataplane.engines.torch.copies.base import Line
 from dataplane.engines.torch.copies.interprocess import DeviceEvents
 from dataplane.memory.events import Event
 from dataplane.memory.shared_events import EventTable, SharedTransfer, TransferState, event_file
+
+SLOTS = 1024
+"""Transfers of a slot at a time that are under way, or announced and not read yet."""
 
 
 class KvExports:
@@ -20,7 +24,7 @@ class KvExports:
         Raises:
             OSError: it exists already, or the file system is full.
         """
-        self._table = EventTable(event_file(kv_file))
+        self._table = EventTable(event_file(kv_file), SLOTS)
         self._device = device
         self._line = Line("kv_exports")
 
@@ -42,7 +46,12 @@ class KvExports:
         self._table.release(transfer, after)
 
     def settle(self) -> None:
+        """Free the events of released transfers that are done."""
         self._table.settle()
+
+    def check(self, held: Iterable[SharedTransfer]) -> None:
+        """Assert that the events in use are those of `held`, and of released transfers that are not done."""
+        self._table.check(held)
 
     def close(self) -> None:
         """No transfer is under way."""

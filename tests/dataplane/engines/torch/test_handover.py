@@ -5,20 +5,22 @@ between processes, no token shows it.
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from msgspec import structs
 
-from dataplane.engines.interface import EngineRequest
+from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.torch.copies.interprocess import DeviceEvents
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory import kv_exports
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.memory.events import FlagEvent
+from dataplane.memory.shared_events import event_file
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
-from tests.dataplane.engines.torch.drive import request
+from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.fake_streams import FakeEvents
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.handing import DELAY_S, Handing, Streams, table_of
@@ -118,7 +120,9 @@ def check_free(*engines: TorchEngine) -> None:
     for engine in engines:
         for _ in within(WAIT_S):
             engine.step()
-            if not (engine.kv.host_cache.usage() and any(u.moving_bytes for u in engine.kv.host_cache.usage().values())):
+            if not (
+                engine.kv.host_cache.usage() and any(u.moving_bytes for u in engine.kv.host_cache.usage().values())
+            ):
                 break
         engine.check()
         assert [instance.kv_used_bytes for instance in engine.stats().instances] == [0] * len(NAMES)
@@ -144,3 +148,94 @@ def test_late_reordered_and_failing_transfers_change_no_token(
     check_free(prefiller, decoder)
     prefiller.close()
     decoder.close()
+
+
+@pytest.mark.parametrize("wait", ["device", "host"])
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_that_leave_while_their_kv_is_transferred_free_everything(
+    wait: Wait, seed: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    device = wait == "device"
+    streams = Streams(f"{seed} first", device=device), Streams(f"{seed} second", device=device)
+    prefiller, decoder = pair(checkpoint, tmp_path, wait, streams)
+    handing = Handing(wanted=wants(5), decoder=decoder, release=prefiller.release)
+    leaving = random.Random(seed).sample(sorted(handing.wanted), 8)
+    serve(prefiller, handing, cancel=leaving)
+    check_tokens(checkpoint, handing)
+    assert handing.announced > 0
+    check_free(prefiller, decoder)
+    prefiller.close()
+    decoder.close()
+
+
+@pytest.mark.parametrize("wait", ["device", "host"])
+def test_a_transfer_that_is_given_up_is_prefilled_again(wait: Wait, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    first = Streams("first", device=wait == "device")
+    prefiller, decoder = pair(checkpoint, tmp_path, wait, (first, Streams("second", fail_share=0.0)))
+    faulty: FaultyStream = first.made["kv_out"]
+    faulty.fail_share, faulty.fails_in_a_row_max = 1.0, 1000
+    handing = Handing(wanted=wants(1), decoder=decoder, release=prefiller.release)
+    serve(prefiller, handing)
+    check_tokens(checkpoint, handing)
+    assert handing.announced == len(handing.wanted)
+    assert decoder.stats().extra["swapped_in"] > 0
+    check_free(prefiller, decoder)
+    prefiller.close()
+    decoder.close()
+
+
+def test_a_slot_that_does_not_transfer_what_it_announced_is_not_waited_for_without_end(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Its process lives, as where its GPU hangs. Requests whose KV is there go on meanwhile."""
+    held = FlagEvent()
+    prefiller, decoder = pair(checkpoint, tmp_path, "host", (Streams("first", fail_share=0.0),) * 2)
+    decoder.kv.imports._wait_max_s = 0.5
+    handing = Handing(wanted=wants(1), decoder=decoder, release=prefiller.release)
+    prefiller.kv._out.submit((), [held])  # all transfers are behind it
+    serve(prefiller, handing)
+    check_tokens(checkpoint, handing)
+    assert handing.announced == len(handing.wanted)
+    held.finish()
+    check_free(prefiller, decoder)
+
+
+def test_more_transfers_than_events_are_announced_when_they_have_ended(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_exports, "SLOTS", 2)
+    streams = Streams("first"), Streams("second")
+    prefiller, decoder = pair(checkpoint, tmp_path, "host", streams)
+    handing = Handing(wanted=wants(2), decoder=decoder, release=prefiller.release)
+    for one in handing.wanted.values():
+        prefiller.add(one)
+    while prefiller.has_work():
+        handing.prefilled(prefiller.step())
+    while not handing.over:
+        handing.decode()
+    check_tokens(checkpoint, handing)
+    assert handing.announced == 2
+    check_free(prefiller, decoder)
+
+
+@pytest.mark.parametrize("change", ["slot", "file"])
+def test_an_event_that_is_not_there_is_no_reason_to_read_kv(
+    change: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    prefiller, decoder = pair(checkpoint, tmp_path, "host", (Streams("first"), Streams("second")))
+    (wanted,) = [one for one in wants(1).values() if one.instance_id == "llama"]
+    prefiller.add(wanted)
+    outputs: list[EngineOutput] = []
+    while prefiller.has_work():
+        outputs += prefiller.step()
+    made, left = outputs
+    assert left.kv is not None
+    assert left.kv.event is not None
+    if change == "file":
+        event_file(tmp_path / "kv").unlink()
+    slot = 2**20 if change == "slot" else left.kv.event.slot
+    kv = structs.replace(left.kv, event=structs.replace(left.kv.event, slot=slot))
+    decoder.add(structs.replace(wanted, generated=made.token_ids, kv=kv))
+    rest = drain(decoder, steps_max=50_000).tokens[wanted.request_id]
+    assert made.token_ids + rest == greedy_tokens(checkpoint("llama"), wanted.prompt, wanted.max_tokens)
+    assert sum(decoder.kv.imports.waited_for.values()) == 0
