@@ -1,16 +1,16 @@
 """Events that another process waits for: how far a transfer is, whose use of a word it was, and the owner's end."""
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from dataplane.memory.events import PASSED, FlagEvent, TransferError
 from dataplane.memory.shared_events import (
@@ -158,30 +158,78 @@ def test_who_waits_learns_that_the_owner_was_killed(file: Path) -> None:
 
 
 class Tables(RuleBasedStateMachine):
-    """An owner, and one that waits for any of its transfers, at any time, in any order."""
+    """An owner, and processes that wait for any of its transfers, at any time, also for those that are over."""
 
     transfers: Bundle[SharedTransfer] = Bundle("transfers")
 
     def __init__(self) -> None:
         super().__init__()
-        file = Path(f"/proc/self/fd/{os.memfd_create('events')}")
-        self._folder = file
-        import tempfile  # noqa: PLC0415
-
-        self._tmp = tempfile.TemporaryDirectory()
-        path = Path(self._tmp.name) / "events"
-        self._table, self._watched = EventTable(path, 3), WatchedTable(path)
+        self._folder = TemporaryDirectory()
+        file = Path(self._folder.name) / "events"
+        self._table, self._watched = EventTable(file, 3), WatchedTable(file)
         self._states: dict[SharedTransfer, TransferState] = {}
-        self._copies: dict[SharedTransfer, FlagEvent] = {}
-        self._events: list[tuple[SharedTransfer, SharedEvent, list[bool]]] = []
+        self._leaving: dict[SharedTransfer, FlagEvent] = {}
+        self._events: list[tuple[SharedTransfer, SharedEvent]] = []
 
+    def teardown(self) -> None:
+        self._table.close()
+        self._folder.cleanup()
+
+    @precondition(lambda self: self._in_use() < 3)
     @rule(target=transfers)
     def take(self) -> SharedTransfer:
-        transfer = self._table.take()
-        used = [one for one, state in self._states.items() if state is not TransferState.RELEASED]
-        if transfer is None:
-            assert len(used) == 3
-            return SharedTransfer(slot=0, number=0)
-        assert transfer.slot not in {one.slot for one in used}
+        transfer = taken(self._table)
+        assert transfer not in self._states
         self._states[transfer] = TransferState.SUBMITTED
         return transfer
+
+    @rule(transfer=transfers, state=st.sampled_from([TransferState.RECORDED, TransferState.PASSED]))
+    def note(self, transfer: SharedTransfer, state: TransferState) -> None:
+        self._table.note(transfer, state)
+        if self._states[transfer] is not TransferState.RELEASED:
+            self._states[transfer] = state
+
+    @rule(transfer=consumes(transfers))
+    def release(self, transfer: SharedTransfer) -> None:
+        self._leaving[transfer] = FlagEvent()
+        self._table.release(transfer, self._leaving[transfer])
+
+    @precondition(lambda self: self._leaving)
+    @rule(data=st.data())
+    def end_copies(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self._leaving, key=repr)))
+        self._leaving.pop(transfer).finish()
+        self._table.settle()
+        self._states[transfer] = TransferState.RELEASED
+
+    @precondition(lambda self: self._states)
+    @rule(data=st.data())
+    def watch(self, data: st.DataObject) -> None:
+        transfer = data.draw(st.sampled_from(sorted(self._states, key=repr)))
+        self._events.append((transfer, SharedEvent(self._watched, transfer, fails_s=FAR_S)))
+
+    @invariant()
+    def words_say_how_far_transfers_are(self) -> None:
+        assert {transfer: self._watched.state(transfer) for transfer in self._states} == self._states
+        held = [one for one, state in self._states.items() if state is not TransferState.RELEASED]
+        self._table.check([one for one in held if one not in self._leaving])
+
+    @invariant()
+    def events_end_once(self) -> None:
+        """A watcher that looks after each change sees whether it passed before it was released."""
+        for transfer, event in self._events:
+            had_passed, had_failed = event._passed, event.error is not None
+            done, state = event.done(), self._states[transfer]
+            if had_passed or had_failed:
+                assert (event._passed, event.error is not None) == (had_passed, had_failed)
+            else:
+                assert event._passed is (state is TransferState.PASSED)
+                assert (event.error is not None) is (state is TransferState.RELEASED)
+            assert done is (event._passed or event.error is not None)
+
+    def _in_use(self) -> int:
+        return sum(state is not TransferState.RELEASED for state in self._states.values())
+
+
+TestTables = Tables.TestCase
+TestTables.settings = settings(max_examples=100, stateful_step_count=40)
