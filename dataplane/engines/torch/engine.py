@@ -64,9 +64,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         other_ranks: OtherRanks | None = None,
         events: DeviceEvents | None = None,
     ) -> None:
-        """`other_ranks`: those that were started for `settings.ranks`; None: they are started here. `events`: those of
-        the device that other workers wait for; None: its own.
-        """
+        """`other_ranks`: those that were started for `settings.ranks`; `events`: of the device; None: made here."""
         self._settings = settings
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
@@ -80,7 +78,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self._leader: Leader | None = None
         if settings.ranks > 1:
             self._leader = lead(settings, buffer, other_ranks or start_processes(settings.ranks - 1))
-        self._streams = self._make_streams(make_copy_stream)
+        self._new_stream = make_copy_stream or self._make_stream
+        self._streams = self._make_streams()
         self.host_models = self._make_host_models(slab_bytes)
         self.adapters = AdapterStore(
             self._dtype,
@@ -90,8 +89,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             ranks=settings.ranks,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        interprocess = settings.kv_events == "device"
-        self.kv = self._make_kv(buffer, rates, events or device_events(self._device, interprocess=interprocess))
+        self.kv = self._make_kv(buffer, rates, events)
         self.weights = WeightStore(
             self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"], self.kv
         )
@@ -118,13 +116,20 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         has_graphs = self._device.type == "cuda" and settings.cuda_graphs and settings.ranks == 1
         return DecodeGraphs(self._device, settings.batch_max) if has_graphs else None
 
-    def _make_streams(self, make: Callable[[str], CopyStream] | None) -> dict[str, CopyStream]:
-        threads = self._settings.copy_threads
-        own = make or (lambda name: make_stream(self._device, name, threads=threads))
-        streams = {name: own(name) for name in STREAMS}
+    def _make_stream(self, name: str) -> CopyStream:
+        return make_stream(self._device, name, threads=self._settings.copy_threads)
+
+    def _make_streams(self) -> dict[str, CopyStream]:
+        streams = {name: self._new_stream(name) for name in STREAMS}
         if self._leader is None:
             return streams
         return {name: self._leader.stream(name, inner) for name, inner in streams.items()}
+
+    def _stream(self, name: str) -> CopyStream:
+        """One of the streams that all ranks have, or one of this rank alone."""
+        if name not in self._streams:
+            self._streams[name] = self._new_stream(name)
+        return self._streams[name]
 
     def _make_host_models(self, slab_bytes: int) -> HostModels:
         settings = self._settings
@@ -142,13 +147,14 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _make_kv(self, buffer: torch.Tensor, rates: TransferRates, events: DeviceEvents | None) -> KvStore:
         settings = self._settings
+        events = events or device_events(self._device, interprocess=settings.kv_events == "device")
         kv = KvStore(
             self.arena,
             buffer,
             settings.slab_size_bytes,
             host_bytes=settings.host_kv_bytes,
             host_file=settings.host_kv_file,
-            make_stream=self._streams.__getitem__,
+            make_stream=self._stream,
             rates=rates,
             prefix_cache=settings.prefix_cache,
             ranks=settings.ranks,

@@ -108,6 +108,7 @@ class KvStore:
         size_bytes = self._host_slabs.slabs * slab_bytes
         memory = host_memory(size_bytes if host_file is None else ranks * size_bytes, host_file)[:size_bytes]
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
+        self._make_stream = make_stream
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
         self.rates = rates
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
@@ -438,7 +439,8 @@ class KvStore:
             if kv.source.done() and kv.source.error is None:
                 kv.source = PASSED
             after.append(kv.source)
-            kv.event = self._in.submit([Copy(source=host, target=device) for device, host in pairs], after)
+            stream = self._in if kv.source is PASSED else self._make_stream("kv_imports")  # those behind it wait, too
+            kv.event = stream.submit([Copy(source=host, target=device) for device, host in pairs], after)
             self.swapped_in_total += 1
             if kv.file is not None:
                 self.imports.note_copy(kv.file, kv.event)
