@@ -49,23 +49,19 @@ class CudaEvents:
         self._interprocess = interprocess
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
-        self._own: dict[int, torch.cuda.Event] = {}
+        self._own: dict[int, tuple[torch.cuda.Event, bytes]] = {}
         self._opened: dict[bytes, torch.cuda.Event | None] = {}
 
     def handle(self, slot: int) -> bytes:
-        if not self._interprocess:
-            return b""
-        with torch.cuda.device(self._device):
-            handle: Any = self._event(slot).ipc_handle()  # type: ignore[no-untyped-call]
-        return bytes(handle)
+        return self._event(slot)[1]
 
     def record(self, slot: int, transfer: Event) -> None:
         with torch.cuda.stream(self._stream):
             transfer.wait()
-            self._event(slot).record()
+            self._event(slot)[0].record()
 
     def synchronize(self, slot: int) -> None:
-        self._event(slot).synchronize()
+        self._event(slot)[0].synchronize()
 
     def wait_for(self, handle: bytes, source: torch.Tensor) -> bool:
         event = self._open(handle) if handle and source.is_pinned() else None  # else the host stages it, at once
@@ -78,11 +74,16 @@ class CudaEvents:
         event = self._open(handle)
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
-    def _event(self, slot: int) -> torch.cuda.Event:
+    def _event(self, slot: int) -> tuple[torch.cuda.Event, bytes]:
+        """The event of a slot and its handle, which is taken before it is first recorded."""
         with self._lock:
             if slot not in self._own:
                 made = torch.cuda.Event(blocking=True, interprocess=self._interprocess)  # type: ignore[no-untyped-call]
-                self._own[slot] = made
+                handle: Any = b""
+                if self._interprocess:
+                    with torch.cuda.device(self._device):
+                        handle = made.ipc_handle()  # type: ignore[no-untyped-call]
+                self._own[slot] = made, bytes(handle)
             return self._own[slot]
 
     def _open(self, handle: bytes) -> torch.cuda.Event | None:

@@ -95,7 +95,7 @@ class KvStore:
         rates: TransferRates,
         prefix_cache: bool = True,
         ranks: int = 1,
-        imports: KvImports,
+        imports: KvImports | None = None,
         exports: KvExports | None = None,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
@@ -104,7 +104,7 @@ class KvStore:
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
         self.host_cache = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
-        self.imports, self._exports = imports, exports
+        self.imports, self._exports = imports or KvImports(buffer.device, None), exports
         size_bytes = self._host_slabs.slabs * slab_bytes
         memory = host_memory(size_bytes if host_file is None else ranks * size_bytes, host_file)[:size_bytes]
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
