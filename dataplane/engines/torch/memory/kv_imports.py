@@ -17,10 +17,10 @@ from dataplane.memory.events import PASSED, Event
 from dataplane.memory.shared_events import SharedEvent, SharedTransfer, WatchedTable, event_file
 from dataplane.protocol.errors import DeviceLostError
 
-WAIT_MAX_S = 10.0
-"""How long after its announcement KV of another slot must have been transferred, and how long a device may wait for an
-event that was recorded already: behind it are two parts of a copy, a millisecond.
-"""
+WAIT_MAX_S = 30.0
+"""How long after its announcement KV of another slot must have been transferred, with all that goes before it."""
+DEVICE_WAIT_MAX_S = 10.0
+"""How long a device may wait for an event that was recorded: before it are two parts of a copy, a millisecond."""
 POLL_S = 0.0002
 
 
@@ -47,11 +47,12 @@ class KvImports:
         ranks: int = 1,
         note_file: Callable[[str, torch.Tensor], None] | None = None,
         wait_max_s: float = WAIT_MAX_S,
+        device_wait_max_s: float = DEVICE_WAIT_MAX_S,
     ) -> None:
         self._device = device
         self._events = events
         self._ranks, self._note_file = ranks, note_file
-        self._wait_max_s = wait_max_s
+        self._wait_max_s, self._device_wait_max_s = wait_max_s, device_wait_max_s
         self._files: dict[str, ImportedFile] = {}
         self._pins = Line("kv_pins")
         self._lock = threading.Lock()
@@ -97,7 +98,7 @@ class KvImports:
             if self._events.has_passed(handle):
                 continue
             if time.monotonic() >= until_s:
-                raise DeviceLostError(f"the event of another worker has not passed for {self._wait_max_s:g} s")
+                raise DeviceLostError(f"the event of another worker has not passed for {self._device_wait_max_s:g} s")
             with self._lock:
                 self._waits.append((handle, until_s))
 
@@ -127,7 +128,7 @@ class KvImports:
         if self._events is None or not self._events.wait_for(handle, file.bytes):
             return False
         with self._lock:
-            self._waits.append((handle, time.monotonic() + self._wait_max_s))
+            self._waits.append((handle, time.monotonic() + self._device_wait_max_s))
             self._on_device += 1
         return True
 
