@@ -17,7 +17,7 @@ from dataplane.protocol.messages import InstanceReport
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """A metric of KV pressure. `values`: from a worker's statistics, by the value of `label`; `label_values`: other
+    """A metric of KV memory. `values`: from a worker's statistics, by the value of `label`; `label_values`: other
     names for some of these.
     """
 
@@ -61,6 +61,13 @@ _MOVED = _Family(
     label="direction",
     values=lambda pool: pool.layers_moved,
 )
+_IMPORTS = _Family(
+    make=CounterMetricFamily,
+    name="tidepool_kv_imports",
+    about="Requests whose KV a prefill worker computed, by what the decode worker's copy of it waited for",
+    label="waited_for",
+    values=lambda pool: pool.kv_imports,
+)
 _PRESSURE = (
     (_OFFLOADED, _OFFLOADED.former("tidepool_given_up_layers", "model_name")),
     (_EVENTS, _EVENTS.former("tidepool_kv_relief", "way")),
@@ -82,6 +89,7 @@ class AgentCollector(Collector):
         yield from self._prefixes()
         yield from self._memory()
         yield from self._pressure()
+        yield self._family(_IMPORTS, _IMPORTS)
 
     def _by_model(self) -> Iterator[Metric]:
         by_model: dict[str, list[InstanceReport]] = {}
@@ -170,12 +178,16 @@ class AgentCollector(Collector):
     def _pressure(self) -> Iterator[Metric]:
         for new, old in _PRESSURE:
             for family in (new, old):
-                made = family.make(family.name, family.about, labels=["slot", family.label])
-                for worker in self._agent.workers:
-                    values = {} if worker.stats.pool is None else new.values(worker.stats.pool)
-                    for key, value in sorted(values.items()):
-                        made.add_metric([str(worker.index), family.label_values.get(key, key)], value)
-                yield made
+                yield self._family(family, new)
+
+    def _family(self, family: _Family, current: _Family) -> Metric:
+        """A family, which has the values of the `current` one under other names."""
+        made = family.make(family.name, family.about, labels=["slot", family.label])
+        for worker in self._agent.workers:
+            values = {} if worker.stats.pool is None else current.values(worker.stats.pool)
+            for key, value in sorted(values.items()):
+                made.add_metric([str(worker.index), family.label_values.get(key, key)], value)
+        return made
 
 
 def _shape_bytes(shape: KvShapeStats) -> tuple[tuple[str, int], ...]:

@@ -12,6 +12,7 @@ from dataplane.checkpoints.local import Sources
 from dataplane.checkpoints.sources import FetchRules
 from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.core.devices import StepLimits, step_limits, visible_gpus
+from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.core.pressure import KvPressure, vllm_refusal
 from dataplane.engines.vllm.version import TESTED, check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
@@ -113,6 +114,10 @@ class AgentSettings(BaseSettings):
     """disaggregate prefill and decode: divide the workers of each size into both kinds"""
     prefill_ratio: float = Field(0.5, gt=0, lt=1)
     """share of the workers of each size that prefill, where `split` is set"""
+    kv_events: KvEvents = "host"
+    """how decode workers wait for KV that a prefill worker transfers. host: a thread waits for its end, seen in shared
+    memory; device: the GPU waits for the prefill worker's, which decode workers then see; off: the KV is announced when
+    it has been transferred"""
     together: bool = False
     """place each instance on all workers of a size; the control plane sees them as one slot"""
     engine: EngineKind = Field(
@@ -328,6 +333,14 @@ class AgentSettings(BaseSettings):
             return range(0)
         start = int(first) if first else sum(before.gpus for before in self.slots[:worker])
         return range(start, start + self.slots[worker].gpus)
+
+    def awaited_gpus(self, worker: int) -> tuple[int, ...]:
+        """The GPUs of prefill workers for which a decode worker's GPU waits, and which it must see therefore."""
+        if self.kv_events != "device" or self.kinds[worker] != "decode" or self.ranks_of(worker) > 1:
+            return ()
+        (group,) = (indices for indices in self.groups if worker in indices)
+        gpus = [gpu for index in group if self.kinds[index] == "prefill" for gpu in self.gpus_of(index)]
+        return tuple(dict.fromkeys(gpu for gpu in gpus if gpu not in self.gpus_of(worker)))
 
     def _usable_ranks(self, worker: WorkerSettings) -> tuple[int, ...]:
         """How many ranks a worker may have. The first is the default."""

@@ -24,6 +24,7 @@ from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.core.pressure import vllm_refusal
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, InstanceStats
 from dataplane.engines.vllm.version import check_version
+from dataplane.memory.shared_events import event_file
 from dataplane.protocol.errors import DataplaneError, ModelLoadError
 from dataplane.protocol.messages import DesiredInstance, EngineKind
 from dataplane.worker.frames import (
@@ -270,6 +271,7 @@ class WorkerSupervisor:
             status = await link.stop()
             if kv_file is not None:
                 kv_file.unlink(missing_ok=True)
+                event_file(kv_file).unlink(missing_ok=True)
         return status
 
     def _process_lost(self, end: str, failures: int) -> None:
@@ -323,13 +325,13 @@ def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:
 
 
 def worker_environment(settings: AgentSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker process, from the agent's own. The worker sees its own GPUs and no others, so that a
-    thread that chooses no device takes the worker's first one.
+    """The environment of a worker process, from the agent's own. The worker sees its own GPUs first, and no others but
+    those whose events it waits for, so that a thread that chooses no device takes the worker's first one.
     """
     given = {"OMP_NUM_THREADS": "1"} | dict(environment)
     gpus = settings.gpus_of(index)
     if gpus and settings.engine != "replay":
-        given[VISIBLE] = visible_gpus(gpus, environment)
+        given[VISIBLE] = visible_gpus([*gpus, *settings.awaited_gpus(index)], environment)
     return given
 
 
@@ -356,6 +358,7 @@ def configure(
         batch_max=limits.batch_max,
         prefill_tokens_max=limits.prefill_tokens_max if engine == "vllm" else settings.prefill_tokens_max,
         prefill_only=settings.kinds[index] == "prefill",
+        kv_events=settings.kv_events,
         prefetch=settings.prefetch,
         turns=settings.turns,
         profile=None if settings.profile is None else str(settings.profile),

@@ -15,10 +15,23 @@ from dataplane.scheduling.pace import PrefillPace
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
 
 
+class KvEvent(Struct, frozen=True, kw_only=True):
+    """The end of a transfer of KV that was announced while it was under way: the `number`th use of a `slot` in the
+    event table of the slot that computed it (`dataplane.memory.shared_events`), and the handle of its interprocess CUDA
+    event, empty if there is none.
+    """
+
+    slot: int
+    number: int
+    device: bytes = b""
+
+
 class KvHandle(Struct, frozen=True, kw_only=True):
     """The KV of a prefilled request: `blocks` of one shape in the host KV file of the slot that computed it.
 
     `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
+    `event`: what has to pass before they can be read; None: they are there. Of replayed KV, `passes_s` is when that is,
+    by the machine's monotonic clock or that of the simulation.
     """
 
     file: str
@@ -26,6 +39,8 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     shape: tuple[int, int, int, int, int]
     blocks: tuple[int, ...]
     tokens: int
+    event: KvEvent | None = None
+    passes_s: float = 0.0
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
@@ -157,7 +172,9 @@ class PoolStats(Struct, frozen=True, kw_only=True):
     from them; all times are on the engine's clock, now `now_s`. `weights_bytes_per_s`: the measured rate of weight
     transfers, from which switch costs are estimated; `unpinned`: how much host memory CUDA refused to pin, and why.
     `offloaded_layers`: weight layers evicted for KV, by model. Since the start: `pressure_actions`: how KV pressure was
-    handled; `offloads_declined`: why no layers were offloaded then; `layers_moved`: offloaded and reclaimed.
+    handled; `offloads_declined`: why no layers were offloaded then; `layers_moved`: offloaded and reclaimed;
+    `kv_imports`: requests whose KV another slot computed, by what its copy waited for, the other slot's `device`, the
+    `host`, or `nothing`.
     """
 
     now_s: float
@@ -176,6 +193,7 @@ class PoolStats(Struct, frozen=True, kw_only=True):
     pressure_actions: dict[str, int] = field(default_factory=dict)
     offloads_declined: dict[str, int] = field(default_factory=dict)
     layers_moved: dict[str, int] = field(default_factory=dict)
+    kv_imports: dict[str, int] = field(default_factory=dict)
     time_slices: tuple[TimeSlice, ...] = ()
     prefill_pace: PrefillPace = PrefillPace()
 
@@ -244,12 +262,12 @@ class Engine(Protocol):
         """
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request, exported or not, and free its memory now. It has no further outputs. Unknown ids are ignored:
-        it may just have ended.
+        """Drop a request, exported or not, and free its memory now, or when no transfer uses it any more. It has no
+        further outputs. Unknown ids are ignored: it may just have ended.
         """
 
     def release(self, request_id: str) -> None:
-        """Free the KV of a request that was exported. Unknown ids are ignored."""
+        """Free the KV of a request that was exported, as `cancel` does. Unknown ids are ignored."""
 
     def step(self) -> list[EngineOutput]:
         """Run one step and return its outputs: often none, while prompts are long or weights or KV are transferred. It

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.protocol.messages import EngineKind, ModelSpec
@@ -24,7 +25,8 @@ class FrameError(Exception):
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """First command of a worker: its engine and memory. `profile` is the path of a replay's GPU profile.
 
-    All instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read its KV.
+    All instances share `kv_bytes`. A `prefill_only` worker makes `host_kv_file`, from which decode workers read its KV,
+    as `kv_events` says.
     The workers of a node share the models of `cache_folder`; a load that finds no free space there for
     `host_wait_max_s` fails. `prefill_tokens_max` None: the engine's own. A worker of several `ranks` runs each model in
     as many processes; the sizes, except for that of the cache, are those of one of them. Adapters take up to
@@ -45,6 +47,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     batch_max: int
     prefill_tokens_max: int | None
     prefill_only: bool
+    kv_events: KvEvents
     prefetch: bool
     kv_pressure: KvPressure
     prefix_cache: bool

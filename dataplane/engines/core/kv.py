@@ -2,9 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from dataplane.engines.interface import KvHandle
+
+KvEvents = Literal["device", "host", "off"]
+"""How a decode slot waits for KV that a prefill slot still transfers: its device waits for the prefill slot's one, or a
+thread of the host for a word in shared memory; "off": the KV is announced when it has been transferred.
+"""
 
 
 class KvLocation(Enum):
@@ -74,8 +79,11 @@ class KvMemory(Protocol[KvT_contra]):
     def adopt(self, kv: KvT_contra, handle: KvHandle) -> bool:
         """Take over KV in the host memory of another slot; its location is HOST then. False if it cannot be read."""
 
+    def can_export(self, kv: KvT_contra) -> bool:
+        """Whether other slots can be told of the KV: it is on the HOST, or SWAPPING_OUT and they can wait for it."""
+
     def handle(self, kv: KvT_contra, tokens: int) -> KvHandle:
-        """How another slot reads the first `tokens` tokens of KV that is on the HOST."""
+        """How another slot reads the first `tokens` tokens of KV that can be exported."""
 
     def track(self, kv: KvT_contra, tokens: Sequence[int], salt: str) -> None:
         """Let KV share prefixes with KV of the same model and salt. `tokens`: those of its sequence, which may grow."""

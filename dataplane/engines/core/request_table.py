@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Generic
 
-from dataplane.engines.core.kv import DEVICE, HOST, NONE, KvMemory, KvT
+from dataplane.engines.core.kv import DEVICE, NONE, KvMemory, KvT
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
@@ -53,6 +53,11 @@ class RequestTable(Generic[KvT]):
     def all_kv(self) -> list[KvT]:
         """The KV of running and waiting requests, and of exported ones that were not released."""
         return [*(sequence.kv for sequence in self), *self._exported.values()]
+
+    @property
+    def exported(self) -> Mapping[str, KvT]:
+        """The KV of exported requests that were not released, by id."""
+        return self._exported
 
     @property
     def waiting_models(self) -> frozenset[str]:
@@ -188,12 +193,14 @@ class RequestTable(Generic[KvT]):
         )
 
     def export_prefilled(self) -> None:
-        """Transfer the KV of requests past their prefill to host memory, and export those whose transfer has ended."""
+        """Transfer the KV of requests past their prefill to host memory, and export those that another slot can wait
+        for, or whose transfer has ended.
+        """
         for model in self.busy_models:
             for sequence in model.decoding:
                 if sequence.kv.location is DEVICE:
                     self._kv.swap_out(sequence.kv, sequence.cached)
-                elif sequence.kv.location is HOST:
+                if self._kv.can_export(sequence.kv):
                     self._export(sequence)
 
     def _export(self, sequence: TokenSequence[KvT]) -> None:

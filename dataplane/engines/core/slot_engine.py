@@ -258,6 +258,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
             outputs += self._take(made)
+            if self._slot.prefill_only:
+                self.requests.export_prefilled()
         self._hold = hold_prefills(
             self._hold,
             turn.kind,

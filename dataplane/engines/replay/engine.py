@@ -36,7 +36,12 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
         self._adapters: dict[str, int] = {}
         """The bytes of those that are loaded, by name."""
         self.kv = ReplayKvMemory(
-            settings.kv_bytes, settings.host_kv_bytes, clock, self.weights, prefix_cache=settings.prefix_cache
+            settings.kv_bytes,
+            settings.host_kv_bytes,
+            clock,
+            self.weights,
+            prefix_cache=settings.prefix_cache,
+            announces=settings.kv_events != "off",
         )
         super().__init__(
             settings,

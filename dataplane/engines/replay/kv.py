@@ -33,9 +33,9 @@ class KvShare:
 
 class SequenceKv(Struct, eq=False, kw_only=True):
     """The KV of one sequence: `device_bytes` and `host_bytes` of memory (no host memory if another slot holds it).
-    A transfer moves `moved_tokens` and ends at `moved_s`. `share`: the share of device memory it is limited to, if any.
-    `chain`: the keys of its blocks, if it may share prefixes with others of its `model` and `adapter`; of these it uses
-    those in `held`, and took over the first `reused`.
+    A transfer moves `moved_tokens` and ends at `moved_s`; KV that another slot holds is there at `source_s`. `share`:
+    the share of device memory it is limited to, if any. `chain`: the keys of its blocks, if it may share prefixes with
+    others of its `model` and `adapter`; of these it uses those in `held`, and took over the first `reused`.
     """
 
     bytes_per_token: int
@@ -46,6 +46,7 @@ class SequenceKv(Struct, eq=False, kw_only=True):
     host_bytes: int = 0
     moved_tokens: int = 0
     moved_s: float = 0.0
+    source_s: float = 0.0
     model: str = ""
     adapter: str = ""
     chain: PrefixChain | None = None
@@ -75,8 +76,12 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         weights: WeightsMemory,
         *,
         prefix_cache: bool = False,
+        announces: bool = True,
     ) -> None:
-        """`weights`: the models whose offloaded layers KV may use."""
+        """`weights`: the models whose offloaded layers KV may use. `announces`: whether KV is exported while its
+        transfer is under way.
+        """
+        self._announces = announces
         self._prefixes = CachedBlocks() if prefix_cache else None
         self._clock = clock
         self._capacity_bytes = capacity_bytes
@@ -217,12 +222,17 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         assert kv.location is NONE
         if handle.file != REPLAY_KV_FILE:
             return False
-        kv.location, kv.moved_tokens = HOST, handle.tokens
+        kv.location, kv.moved_tokens, kv.source_s = HOST, handle.tokens, handle.passes_s
         return True
 
+    def can_export(self, kv: SequenceKv) -> bool:
+        return kv.location is HOST or (kv.location is SWAPPING_OUT and self._announces)
+
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        assert kv.location is HOST
-        return KvHandle(file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens)
+        assert self.can_export(kv)
+        return KvHandle(
+            file=REPLAY_KV_FILE, slab_bytes=0, shape=(0, 0, 0, 0, 0), blocks=(), tokens=tokens, passes_s=kv.moved_s
+        )
 
     def drop(self, kv: SequenceKv) -> None:
         if kv.location is NONE:
@@ -231,7 +241,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
             self._stop(kv)
         self._take(kv, -kv.device_bytes)
         self._free_host(kv)
-        kv.location = NONE
+        kv.location, kv.source_s = NONE, 0.0
         self._let_go(kv)
 
     def settle(self) -> None:
@@ -246,11 +256,11 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
                 kv.location = HOST
             else:
                 self._free_host(kv)
-                kv.location = DEVICE
+                kv.location, kv.source_s = DEVICE, 0.0
 
     def _move(self, kv: SequenceKv, location: KvLocation, link: HostLink) -> None:
         kv.location = location
-        kv.moved_s = link.send(kv.moved_bytes / kv.bytes_per_s, self._clock())
+        kv.moved_s = link.send(kv.moved_bytes / kv.bytes_per_s, max(self._clock(), kv.source_s))
         self._moving.append(kv)
         self._swapping_out += location is SWAPPING_OUT
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.replay.vocabulary import WORDS
@@ -16,7 +17,8 @@ class ReplaySettings:
     `weights_bytes` is the memory for weights on the slot, `kv_bytes` that for KV, `host_kv_bytes` the host memory for
     preempted and transferred KV. A step decodes at most `batch_max` sequences and prefills at most
     `prefill_tokens_per_step_max` tokens. `prefetch` loads the next model early; on a `prefill_only` slot a request
-    leaves after its first token, to be decoded by another slot. `kv_pressure`: how KV pressure is handled; `remap`:
+    leaves after its first token, to be decoded by another slot, and before its KV is transferred unless `kv_events` is
+    "off". `kv_pressure`: how KV pressure is handled; `remap`:
     which of the `layers` equal layers of each model, which contain all its weights, are offloaded then.
 
     LoRA adapters take memory of their own, `adapters_bytes` at most. `adapter_steps`: by how much steps take longer
@@ -36,6 +38,7 @@ class ReplaySettings:
     prefill_tokens_per_step_max: int = 2048
     prefetch: bool = True
     prefill_only: bool = False
+    kv_events: KvEvents = "host"
     kv_pressure: KvPressure = "swap"
     remap: RemapSettings = field(default_factory=RemapSettings)
     layers: int = 32

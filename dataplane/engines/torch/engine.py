@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import structlog
 import torch
 from msgspec.structs import replace
 
@@ -17,10 +18,13 @@ from dataplane.engines.core.remapping.actions import Action
 from dataplane.engines.core.slot_engine import Made, SlotEngine
 from dataplane.engines.interface import InstanceStats, PoolStats
 from dataplane.engines.torch.copies.base import CopyStream
+from dataplane.engines.torch.copies.interprocess import DeviceEvents, device_events
 from dataplane.engines.torch.copies.open import make_stream
 from dataplane.engines.torch.memory.adapters import AdapterStore
 from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
+from dataplane.engines.torch.memory.kv_exports import KvExports
+from dataplane.engines.torch.memory.kv_imports import KvImports
 from dataplane.engines.torch.memory.models import TorchModel, make_model
 from dataplane.engines.torch.memory.slot_memory import TorchSlotMemory
 from dataplane.engines.torch.memory.transfer_rates import TransferRates, transfer_rates
@@ -40,6 +44,8 @@ from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.schedule import Turn
 
+log = structlog.get_logger()
+
 IDLE_S = 0.001
 """How long a step waits when all that could run is being transferred."""
 CHECK_EVERY_S = 10.0
@@ -56,8 +62,9 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         make_copy_stream: Callable[[str], CopyStream] | None = None,
         watch: Watch | None = None,
         other_ranks: OtherRanks | None = None,
+        events: DeviceEvents | None = None,
     ) -> None:
-        """`other_ranks`: those that were started for `settings.ranks`; None: they are started here."""
+        """`other_ranks`: those that were started for `settings.ranks`; `events`: of the device; None: made here."""
         self._settings = settings
         self._dtype = torch.float32 if settings.dtype == "float32" else torch.bfloat16
         self._device = torch.device(settings.device)
@@ -71,7 +78,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self._leader: Leader | None = None
         if settings.ranks > 1:
             self._leader = lead(settings, buffer, other_ranks or start_processes(settings.ranks - 1))
-        self._streams = self._make_streams(make_copy_stream)
+        self._new_stream = make_copy_stream or self._make_stream
+        self._streams = self._make_streams()
         self.host_models = self._make_host_models(slab_bytes)
         self.adapters = AdapterStore(
             self._dtype,
@@ -81,7 +89,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             ranks=settings.ranks,
         )
         rates = transfer_rates(buffer, settings.host_link_bytes_per_s)
-        self.kv = self._make_kv(buffer, rates)
+        self.kv = self._make_kv(buffer, rates, events)
         self.weights = WeightStore(
             self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"], self.kv
         )
@@ -108,13 +116,20 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         has_graphs = self._device.type == "cuda" and settings.cuda_graphs and settings.ranks == 1
         return DecodeGraphs(self._device, settings.batch_max) if has_graphs else None
 
-    def _make_streams(self, make: Callable[[str], CopyStream] | None) -> dict[str, CopyStream]:
-        threads = self._settings.copy_threads
-        own = make or (lambda name: make_stream(self._device, name, threads=threads))
-        streams = {name: own(name) for name in STREAMS}
+    def _make_stream(self, name: str) -> CopyStream:
+        return make_stream(self._device, name, threads=self._settings.copy_threads)
+
+    def _make_streams(self) -> dict[str, CopyStream]:
+        streams = {name: self._new_stream(name) for name in STREAMS}
         if self._leader is None:
             return streams
         return {name: self._leader.stream(name, inner) for name, inner in streams.items()}
+
+    def _stream(self, name: str) -> CopyStream:
+        """One of the streams that all ranks have, or one of this rank alone."""
+        if name not in self._streams:
+            self._streams[name] = self._new_stream(name)
+        return self._streams[name]
 
     def _make_host_models(self, slab_bytes: int) -> HostModels:
         settings = self._settings
@@ -130,23 +145,43 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             leader=self._leader,
         )
 
-    def _make_kv(self, buffer: torch.Tensor, rates: TransferRates) -> KvStore:
+    def _make_kv(self, buffer: torch.Tensor, rates: TransferRates, events: DeviceEvents | None) -> KvStore:
         settings = self._settings
+        events = events or device_events(self._device, interprocess=settings.kv_events == "device")
         kv = KvStore(
             self.arena,
             buffer,
             settings.slab_size_bytes,
             host_bytes=settings.host_kv_bytes,
             host_file=settings.host_kv_file,
-            make_stream=self._streams.__getitem__,
+            make_stream=self._stream,
             rates=rates,
             prefix_cache=settings.prefix_cache,
             ranks=settings.ranks,
-            note_file=None if self._leader is None else self._leader.note_file,
+            imports=KvImports(
+                self._device,
+                events,
+                ranks=settings.ranks,
+                note_file=None if self._leader is None else self._leader.note_file,
+            ),
+            exports=self._make_exports(events),
         )
         if self._leader is not None:
             self._leader.regions.add(HOST_KV, kv.host_bytes)
         return kv
+
+    def _make_exports(self, events: DeviceEvents | None) -> KvExports | None:
+        """What announces KV that is still being transferred to other slots; the log says whether, or why not."""
+        settings = self._settings
+        if settings.host_kv_file is None:
+            return None
+        refusal = settings.announcement_refusal
+        if refusal is not None:
+            log.info("KV is announced once it was transferred", reason=refusal)
+            return None
+        waits = settings.kv_events if self._device.type == "cuda" else "host"
+        log.info("KV is announced while it is transferred", waits=waits, asked=settings.kv_events)
+        return KvExports(settings.host_kv_file, events)
 
     def close(self) -> None:
         """End the threads. The engine cannot be used afterwards."""

@@ -30,6 +30,7 @@ def memory_stats(
         weights_bytes_per_s=weights.bytes_per_s,
         unpinned=PINS.refused,
         offloaded_layers=weights.offloaded,
+        kv_imports=kv.imports.waited_for,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.scheduling.schedule import TurnSettings
@@ -23,7 +24,8 @@ class TorchEngineSettings:
     finds no memory there for `host_wait_max_s` fails.
     A step runs at most `batch_max` sequences and prefills at most `prefill_tokens_per_step_max` tokens. `prefetch`
     loads the next model early; `layerwise` starts a model while its later layers are loaded; on a `prefill_only` slot a
-    request leaves after its first token, to be decoded by another slot. `prefix_cache`: whether KV is kept for requests
+    request leaves after its first token, to be decoded by another slot, which waits for its KV by `kv_events`: on the
+    device by an interprocess event, if it has such, or on the host. `prefix_cache`: whether KV is kept for requests
     whose tokens begin alike; `cuda_graphs`: whether decode steps of a single GPU run as CUDA graphs.
     `host_link_bytes_per_s`: the bandwidth between host memory and the device in each direction, if known; None:
     measured. `kv_pressure`: how KV pressure is handled; `remap`: which layers are offloaded then.
@@ -50,6 +52,7 @@ class TorchEngineSettings:
     prefetch: bool = True
     layerwise: bool = True
     prefill_only: bool = False
+    kv_events: KvEvents = "host"
     prefix_cache: bool = True
     cuda_graphs: bool = True
     copy_threads: int = 1
@@ -97,6 +100,13 @@ class TorchEngineSettings:
             raise ValueError("prefill_only needs host_kv_file: the next slot reads the KV there")
         if self.prefill_only and self.host_kv_bytes < self.slab_size_bytes:
             raise ValueError(f"host_kv_bytes must hold a slab of {self.slab_size_bytes}, got {self.host_kv_bytes}")
+
+    @property
+    def announcement_refusal(self) -> str | None:
+        """Why KV is announced to other slots when it has been transferred, and not while it is; None: it is not so."""
+        if self.kv_events == "off":
+            return "kv_events=off"
+        return None if self.ranks == 1 else f"the slot has {self.ranks} ranks, and other slots know the first one only"
 
     @property
     def slab_size_bytes(self) -> int:

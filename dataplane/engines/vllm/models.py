@@ -67,6 +67,9 @@ class VllmKvMemory(WithoutPrefixCache[VllmKv]):
         """False: KV of other slots has another shape and is recomputed."""
         return False
 
+    def can_export(self, kv: VllmKv) -> bool:
+        return False
+
     def handle(self, kv: VllmKv, tokens: int) -> KvHandle:
         raise AssertionError("the settings allow no KV transfer")
 

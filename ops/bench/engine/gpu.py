@@ -1,6 +1,7 @@
 """What a GPU shows of the torch engine, in one run: decode steps against the bytes they must read, with and without
 CUDA graphs, of a dense model and of the same quantized; the products of packed weights by themselves; switches against
-the wire; and the first token after a switch, layer by layer, by the length of its prompt.
+the wire; the first token after a switch, layer by layer, by the length of its prompt; and the second token of requests
+that one worker prefills and another decodes, by how their KV is waited for.
 
 Models have random weights. The floor of a decode step is its weights and KV over the rate of a large copy within the
 device, which reads and writes.
@@ -13,11 +14,12 @@ from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 import typer
 
+from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.bench.engine.quantized import FORMATS, layer_of, quantized
@@ -34,6 +36,7 @@ from ops.profiling.checkpoints import (
 )
 from ops.profiling.decode import decode_rate, engine_run
 from ops.profiling.figures import interleaved, medians, seconds
+from ops.profiling.handover import devices_of, measure_handovers
 from ops.profiling.layerwise import measure_layerwise
 from ops.profiling.switch import measure_prefetch, measure_switch
 
@@ -45,6 +48,7 @@ SEQUENCES = (1, 16, 64, 128)
 PROMPTS = (512, 4_000, 10_000, 20_000)
 LAYERS = 16
 ROWS = (1, 8, 16, 32, 64, 128)
+HANDED_OVER, HANDED_TOKENS = 8, 4_000
 
 
 def copy_rate(device: torch.device) -> float:
@@ -132,6 +136,26 @@ def measure_starts(models: list[BenchModel], load_s: float, *, device: str, roun
         }
 
 
+def measure_seconds(
+    model: BenchModel, shape: Shape, folder: Path, *, device: str, rounds: int, prompt_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Seconds from the first to the second token of requests that are handed over, by how their KV is waited for."""
+    kv_token_bytes = 2 * shape.layers * shape.config["num_key_value_heads"] * shape.head_dim * 2
+    for kv_events in get_args(KvEvents):
+        found = measure_handovers(
+            model,
+            folder,
+            devices=devices_of(device),
+            dtype=DTYPE,
+            kv_events=kv_events,
+            requests=HANDED_OVER,
+            prompt_tokens=prompt_tokens,
+            kv_token_bytes=kv_token_bytes,
+            rounds=rounds,
+        )
+        yield {"kv_events": kv_events, "prompt_tokens": prompt_tokens, **asdict(found)}
+
+
 def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: int) -> dict[str, Any]:
     """All figures, of a model of `decoded` parameters and of two of `switched`."""
     bytes_per_s = copy_rate(torch.device(device))
@@ -143,6 +167,10 @@ def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: i
         found[name] = asdict(figure(pair, device=device, dtype=DTYPE, rounds=rounds))
     notes().print("layer-wise starts")
     found["starts"] = list(measure_starts(pair, found["switch"]["details"]["switch_s"], device=device, rounds=rounds))
+    notes().print("handovers")
+    found["handovers"] = list(
+        measure_seconds(pair[0], shape_of(switched), folder, device=device, rounds=rounds, prompt_tokens=HANDED_TOKENS)
+    )
     notes().print("decode steps")
     (model,) = built(folder / "decoded", [shape_of(decoded)])
     found["decodes"] = list(
@@ -168,7 +196,7 @@ def main(
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
     as_json: AsJson = False,
 ) -> None:
-    """Decode steps, switches and layer-wise starts of the torch engine on a GPU.
+    """Decode steps, switches, layer-wise starts and handovers of the torch engine on a GPU.
 
     \b
     Example:
@@ -200,6 +228,14 @@ def _show(found: dict[str, Any]) -> None:
         "hidden of what can be": lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
     }
     print_table("First token after a switch", seconds_of, found["starts"])
+    handovers: Columns = {
+        "KV is waited for": "kv_events",
+        "prompt": "prompt_tokens",
+        "second token after, s": lambda row: f"{row['gap_s']:.4f}",
+        "longest, s": lambda row: f"{row['longest_s']:.4f}",
+        "copies waited for": lambda row: ", ".join(f"{name} {count}" for name, count in row["waited_for"].items()),
+    }
+    print_table("Handed over from worker to worker", handovers, found["handovers"])
     rates: Columns = {
         "sequences": "sequences",
         "tokens/s": lambda row: f"{row['graphs']:,.0f}",

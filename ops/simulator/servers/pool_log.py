@@ -141,9 +141,16 @@ class LoggedEngine(FastForwardEngine):
                 times.prefill_s += took_s
 
     def _note_moves(self, began_s: float) -> None:
-        """Note the transfers of KV that the step has begun, all of them at its beginning."""
+        """Note the transfers of KV that the step has begun: at its end those of KV that was exported, all others at its
+        beginning. One that waits for another slot's transfer, which is noted there, begins when that ends.
+        """
+        now_s = self._clock()
         for sequence in self.requests:
-            kv, name = sequence.kv, sequence.request.request_id
-            if kv.location in (SWAPPING_IN, SWAPPING_OUT) and self._moves.get(name) != kv.moved_s:
-                self._moves[name] = kv.moved_s
-                self._notes.requests[int(name)].kv_s += kv.moved_s - began_s
+            self._note_move(sequence.request.request_id, sequence.kv, began_s)
+        for name, kv in self.requests.exported.items():
+            self._note_move(name, kv, now_s)
+
+    def _note_move(self, name: str, kv: SequenceKv, began_s: float) -> None:
+        if kv.location in (SWAPPING_IN, SWAPPING_OUT) and self._moves.get(name) != kv.moved_s:
+            self._moves[name] = kv.moved_s
+            self._notes.requests[int(name)].kv_s += kv.moved_s - max(began_s, kv.source_s)

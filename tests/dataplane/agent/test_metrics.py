@@ -16,6 +16,7 @@ def make_agent() -> Agent:
         pressure_actions={"swap": 2},
         offloads_declined={"switching": 5},
         layers_moved={"offloaded": 7, "reclaimed": 4},
+        kv_imports={"nothing": 1, "host": 6, "device": 0},
         time_slices=(
             TimeSlice(kind="decode", model="m", started_s=0.5, ended_s=0.75, tokens=1, prompt_tokens=0, switched=False),
         ),
@@ -50,6 +51,15 @@ def test_kv_pressure_has_its_new_names_and_its_former_ones() -> None:
         'tidepool_moved_layers_total{slot="0",way="lent"} 7.0',
     }
     assert any(line == "# HELP tidepool_kv_relief_total Deprecated: tidepool_kv_pressure_events" for line in lines)
+
+
+def test_kv_of_other_workers_is_counted_by_what_its_copies_waited_for() -> None:
+    lines = set(generate_latest(agent_registry(make_agent())).decode().splitlines())
+    assert lines >= {
+        'tidepool_kv_imports_total{slot="0",waited_for="nothing"} 1.0',
+        'tidepool_kv_imports_total{slot="0",waited_for="host"} 6.0',
+        'tidepool_kv_imports_total{slot="0",waited_for="device"} 0.0',
+    }
 
 
 def test_prefix_cache_queries_and_hits_are_in_tokens_by_model_and_worker() -> None:

@@ -35,3 +35,18 @@ def test_workers_without_gpus_keep_the_agents_environment() -> None:
         made = worker_environment(given, 1, {"A": "b", "CUDA_VISIBLE_DEVICES": "3"})
         assert made == {"OMP_NUM_THREADS": "1", "A": "b", "CUDA_VISIBLE_DEVICES": "3"}
     assert worker_environment(given, 1, {"OMP_NUM_THREADS": "8"}) == {"OMP_NUM_THREADS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("kv_events", "seen"), [("device", ["0", "1", "2,0,1", "3,0,1"]), ("host", ["0", "1", "2", "3"])]
+)
+def test_decode_workers_see_the_gpus_that_they_wait_for_behind_their_own(kv_events: str, seen: list[str]) -> None:
+    given = settings(slots=workers(1, 1, 1, 1), device="cuda", engine="torch", profile=None, split=True)
+    given = given.model_copy(update={"kv_events": kv_events})
+    assert given.kinds == ("prefill", "prefill", "decode", "decode")
+    assert [worker_environment(given, index, {})["CUDA_VISIBLE_DEVICES"] for index in range(4)] == seen
+
+
+def test_workers_of_one_gpu_see_it_once() -> None:
+    given = settings(slots=workers(1, 1), device="cuda:0", engine="torch", profile=None, split=True, kv_events="device")
+    assert [worker_environment(given, index, {})["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["0", "0"]

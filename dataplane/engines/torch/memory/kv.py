@@ -20,19 +20,23 @@ from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_
 from dataplane.engines.interface import KvHandle
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.open import pinned, record_event, unpinned
+from dataplane.engines.torch.memory.kv_exports import KvExports
 from dataplane.engines.torch.memory.kv_file import KvFile, host_memory
+from dataplane.engines.torch.memory.kv_imports import ImportedFile, KvImports
 from dataplane.engines.torch.memory.prefixes import Memory, PrefixStore
 from dataplane.engines.torch.memory.transfer_rates import TransferRates
 from dataplane.memory.events import PASSED, AllOf, Event
 from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, blocks_for
 from dataplane.memory.prefix_cache import PrefixCache
 from dataplane.memory.prefix_keys import PrefixChain, prefix_scope
+from dataplane.memory.shared_events import SharedTransfer
 from dataplane.memory.slabs import SlabArena
 
 TRIES_MAX = 5
 """How often in a row a transfer of a sequence's KV may fail before it is dropped and recomputed."""
 
 POLL_S = 0.0002
+AWAIT_MAX_S = 0.02
 
 RESERVE_SHARE = 16
 """One in so many slabs of the KV region is kept free of cached prefixes, where host memory can take them."""
@@ -41,7 +45,8 @@ RESERVE_SHARE = 16
 @dataclass(eq=False, kw_only=True)
 class SequenceKv:
     """The KV of one sequence of a `model`, whose weights have a `layout`, with an `adapter` or none. `blocks` in the
-    arena, `host` in host memory, or in `file` of another slot. `chain`: its keys, None if it shares nothing; of its
+    arena, `host` in host memory, or in `file` of another slot, where they are when `source` has passed. `exported`: the
+    event that other slots wait for while it is SWAPPING_OUT. `chain`: its keys, None if it shares nothing; of its
     full blocks the first `keyed` are cached or known to be, the first `reused` were taken over, and those of
     `computing` are being computed here.
     """
@@ -57,7 +62,9 @@ class SequenceKv:
     location: KvLocation = NONE
     blocks: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
-    file: KvFile | None = None
+    file: ImportedFile | None = None
+    source: Event = PASSED
+    exported: SharedTransfer | None = None
     event: Event = PASSED
     sent_s: float = 0.0
     tries: int = 0
@@ -72,8 +79,8 @@ class KvStore:
     """The KV of one slot, over the arena's bytes. Meets `dataplane.engines.core.kv.KvMemory` and, in
     `dataplane.engines.core.pressure_handler`, `KvCapacity`. Called by one thread.
 
-    On a slot of several `ranks` it is the first one's, and its files have a part for each rank, one after another;
-    `note_file` is called with each file of another slot that is mapped, and this rank's part of it.
+    On a slot of several `ranks` it is the first one's, and its file has a part for each rank, one after another. With
+    `exports`, other slots are told of KV whose transfer is under way.
     """
 
     def __init__(
@@ -88,7 +95,8 @@ class KvStore:
         rates: TransferRates,
         prefix_cache: bool = True,
         ranks: int = 1,
-        note_file: Callable[[str, torch.Tensor], None] | None = None,
+        imports: KvImports | None = None,
+        exports: KvExports | None = None,
     ) -> None:
         self._device = KvFile(bytes=buffer, slab_bytes=slab_bytes)
         self._arena = arena
@@ -96,14 +104,14 @@ class KvStore:
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
         self.host_cache = KvCache(self._host_slabs, slab_bytes)
         self._host_file = host_file
-        self._ranks, self._note_file = ranks, note_file
+        self.imports, self._exports = imports or KvImports(buffer.device, None), exports
         size_bytes = self._host_slabs.slabs * slab_bytes
         memory = host_memory(size_bytes if host_file is None else ranks * size_bytes, host_file)[:size_bytes]
         self._host = KvFile(bytes=pinned(memory, buffer.device), slab_bytes=slab_bytes)
+        self._make_stream = make_stream
         self._in, self._out = make_stream("kv_in"), make_stream("kv_out")
         self.rates = rates
         self._views: dict[tuple[KvShape, torch.dtype], torch.Tensor] = {}
-        self._files: dict[str, KvFile] = {}
         self._moving: list[SequenceKv] = []
         self._prefix_cache = prefix_cache
         self._computing: dict[bytes, SequenceKv] = {}
@@ -122,6 +130,9 @@ class KvStore:
 
     def close(self) -> None:
         """Unpin the host memory. No copy is under way, and none follows."""
+        if self._exports is not None:
+            self._exports.close()
+        self.imports.close()
         unpinned(self._host.bytes, self._device.bytes.device)
 
     @property
@@ -223,6 +234,8 @@ class KvStore:
         self._prefixes.device.prefixes.check((kv.shape, block) for kv in held for block in kv.blocks)
         own = [(kv.shape, block) for kv in held if kv.file is None for block in kv.host]
         self._prefixes.host.prefixes.check([*own, *self._prefixes.copies_in_use])
+        if self._exports is not None:
+            self._exports.check(kv.exported for kv in held if kv.exported is not None)
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
@@ -321,6 +334,8 @@ class KvStore:
         self._release(kv, kv.blocks[needed:])
         kv.blocks = kv.blocks[:needed]
         kv.location, kv.tries = SWAPPING_OUT, 0
+        if self._exports is not None:
+            kv.exported = self._exports.begin()
         self._send(kv)
         return True
 
@@ -339,11 +354,14 @@ class KvStore:
         self._arena.settle()
         self.device_cache.settle()
         self.host_cache.settle()
+        self.imports.check()
+        if self._exports is not None:
+            self._exports.settle()
         for kv in [kv for kv in self._moving if kv.event.done()]:
             self._moving.remove(kv)
             if kv.event.error is None:
                 self._moved(kv)
-            elif kv.tries < TRIES_MAX:
+            elif kv.tries < TRIES_MAX and kv.source.error is None:
                 kv.tries += 1
                 self._send(kv)
             else:
@@ -351,9 +369,10 @@ class KvStore:
         self._prefixes.settle()
 
     def await_one(self) -> None:
-        """Wait until the oldest transfer has ended, if one is under way."""
-        events = [kv.event for kv in self._moving[:1]] or self._prefixes.in_flight[:1]
-        while events and not events[0].done():
+        """Wait until a transfer has ended, if some are under way; not for long, as one may wait for another slot."""
+        events = [kv.event for kv in self._moving] or self._prefixes.in_flight[:1]
+        until_s = time.monotonic() + AWAIT_MAX_S
+        while events and not any(event.done() for event in events) and time.monotonic() < until_s:
             time.sleep(POLL_S)
 
     def drop(self, kv: SequenceKv) -> None:
@@ -364,11 +383,18 @@ class KvStore:
         self._release(kv, kv.blocks, after=kv.event)
         if kv.host and kv.file is None:
             self.host_cache.free(kv.shape, kv.host, after=kv.event)
+        if kv.exported is not None and self._exports is not None:
+            self._exports.release(kv.exported, after=kv.event)
+        kv.source, kv.exported = PASSED, None
         kv.blocks, kv.host, kv.file, kv.keyed, kv.reused = [], [], None, 0, 0
         kv.location, kv.event = NONE, PASSED
 
+    def can_export(self, kv: SequenceKv) -> bool:
+        return kv.location is HOST or (kv.location is SWAPPING_OUT and kv.exported is not None)
+
     def handle(self, kv: SequenceKv, tokens: int) -> KvHandle:
-        assert kv.location is HOST
+        assert self.can_export(kv)
+        under_way = kv.exported if kv.location is SWAPPING_OUT else None
         assert self._host_file is not None, "the settings require a file where KV is exported"
         shape = kv.shape
         return KvHandle(
@@ -377,21 +403,23 @@ class KvStore:
             shape=(shape.layers, shape.kv_heads, shape.head_dim, shape.block_tokens, shape.itemsize),
             blocks=tuple(kv.host),
             tokens=tokens,
+            event=None if under_way is None or self._exports is None else self._exports.announced(under_way),
         )
 
     def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
         """See `KvMemory`; also False if it has another shape."""
-        file = self._open(handle)
-        slabs = 0 if file is None else file.bytes.numel() // file.slab_bytes
+        opened = self.imports.open(handle)
         layers, kv_heads, head_dim, block_tokens, itemsize = handle.shape
         shape = KvShape(
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, itemsize=itemsize
         )
-        if file is None or shape != kv.shape:
+        if opened is None or shape != kv.shape:
             return False
+        file, source = opened
+        slabs = file.bytes.numel() // file.slab_bytes
         if not all(0 <= block < slabs * (file.slab_bytes // shape.block_bytes) for block in handle.blocks):
             return False
-        kv.file, kv.host, kv.location = file, list(handle.blocks), HOST
+        kv.file, kv.source, kv.host, kv.location = file, source, list(handle.blocks), HOST
         return True
 
     def _send(self, kv: SequenceKv) -> None:
@@ -405,9 +433,17 @@ class KvStore:
         if kv.location is SWAPPING_OUT:
             kv.event = self._out.submit([Copy(source=device, target=host) for device, host in pairs], after)
             self.swapped_out_total += 1
+            if kv.exported is not None and self._exports is not None:
+                self._exports.follow(kv.exported, kv.event)
         else:
-            kv.event = self._in.submit([Copy(source=host, target=device) for device, host in pairs], after)
+            if kv.source.done() and kv.source.error is None:
+                kv.source = PASSED
+            after.append(kv.source)
+            stream = self._in if kv.source is PASSED else self._make_stream("kv_imports")  # those behind it wait, too
+            kv.event = stream.submit([Copy(source=host, target=device) for device, host in pairs], after)
             self.swapped_in_total += 1
+            if kv.file is not None:
+                self.imports.note_copy(kv.file, kv.event)
         self._moving.append(kv)
 
     def _release(self, kv: SequenceKv, blocks: Sequence[int], after: Event = PASSED) -> None:
@@ -418,7 +454,8 @@ class KvStore:
             kv.location, kv.event = DEVICE, PASSED
             return
         rate = self.rates.kv_out if kv.location is SWAPPING_OUT else self.rates.kv_in
-        rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
+        if kv.source is PASSED:  # else its copy has waited for that
+            rate.learn(kv.size_bytes, kv.sent_s, [kv.event])
         if kv.location is SWAPPING_OUT:
             self._release(kv, kv.blocks)
             kv.blocks, kv.location = [], HOST
@@ -426,19 +463,4 @@ class KvStore:
             if kv.file is None:
                 self.host_cache.free(kv.shape, kv.host)
             kv.host, kv.file, kv.location = [], None, DEVICE
-        kv.event = PASSED
-
-    def _open(self, handle: KvHandle) -> KvFile | None:
-        if handle.file not in self._files:
-            try:
-                whole = host_memory(0, Path(handle.file))
-            except (OSError, ValueError):
-                return None
-            gone = [file for file in self._files if not Path(file).exists()]
-            for file in gone:  # their slots ended; sequences that read them keep them open
-                del self._files[file]
-            memory = whole[: whole.numel() // self._ranks]
-            if self._note_file is not None:
-                self._note_file(handle.file, memory)
-            self._files[handle.file] = KvFile(bytes=memory, slab_bytes=handle.slab_bytes)
-        return self._files[handle.file]
+        kv.event = kv.source = PASSED

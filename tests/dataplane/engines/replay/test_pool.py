@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from dataplane.engines.core.kv import KvLocation
+from dataplane.engines.core.kv import KvEvents, KvLocation
 from dataplane.engines.core.kv_allocator import choose_victim
 from dataplane.engines.interface import EngineOutput, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine
@@ -146,22 +146,26 @@ def test_memory_freed_for_the_first_is_not_taken_by_a_smaller_one_behind_it() ->
     assert len(drain(engine)) == 7
 
 
-def test_a_prefill_slot_exports_kv_and_keeps_it_until_release() -> None:
-    prefiller, time = engine_with(replace(SETTINGS, prefill_only=True))
+@pytest.mark.parametrize("events", ["host", "off"])
+def test_a_prefill_slot_exports_kv_and_keeps_it_until_release(events: KvEvents) -> None:
+    """Announced, KV is read where it lies as soon as it is there; else it is announced then."""
+    prefiller, time = engine_with(replace(SETTINGS, prefill_only=True, kv_events=events))
     asked = request(prompt=20, max_tokens=6)
     prefiller.add(asked)
     first, gone = drain(prefiller)["r"]
     assert (len(first.token_ids), first.kv, gone.token_ids) == (1, None, ())
     assert gone.kv is not None
     assert gone.kv.tokens == 20
-    assert time.now_s == pytest.approx(100 + 1.0 + 0.03 + 20 * 10 / 500), "switch, prefill, transfer"
+    prefilled_s, transfer_s = 100 + 1.0 + 0.03, 20 * 10 / 500
+    assert time.now_s == pytest.approx(prefilled_s + (transfer_s if events == "off" else 0.0))
+    assert gone.kv.passes_s == pytest.approx(prefilled_s + transfer_s)
     assert [shape.used_bytes for shape in pool_of(prefiller).host_kv] == [200]
     decoder, decoder_time = engine_with()
     decoder.add(structs.replace(asked, generated=first.token_ids, kv=gone.kv))
     rest = drain(decoder)["r"]
     assert tokens([first, *rest]) == tokens(run_one(asked))
     steps_s = sum(0.021 + 0.0001 * context for context in range(20, 25))
-    assert decoder_time.now_s == pytest.approx(100 + 1.0 + steps_s), "its KV came while the weights did"
+    assert decoder_time.now_s == pytest.approx(prefilled_s + 2 * transfer_s + steps_s)
     prefiller.release("r")
     assert pool_of(prefiller).host_kv == ()
 

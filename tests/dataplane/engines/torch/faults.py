@@ -32,7 +32,7 @@ class FaultyStream:
         self._rng = rng
         self._delay_s = delay_s
         self.fail_share = fail_share
-        self._fails_in_a_row_max = fails_in_a_row_max
+        self.fails_in_a_row_max = fails_in_a_row_max
         self._fails_in_a_row = 0
         self.submitted = 0
         self.failed = 0
@@ -41,7 +41,7 @@ class FaultyStream:
         """Submit to one of the inner streams, behind a fault."""
         inner = self._rng.choice(self._inners)
         delay_s = self._rng.uniform(0, self._delay_s)
-        fails = self._rng.random() < self.fail_share and self._fails_in_a_row < self._fails_in_a_row_max
+        fails = self._rng.random() < self.fail_share and self._fails_in_a_row < self.fails_in_a_row_max
         self._fails_in_a_row = self._fails_in_a_row + 1 if fails else 0
         self.submitted += 1
         self.failed += fails

@@ -1,11 +1,11 @@
-"""Sixteen architectures on one slot too small for any two of them, with transfers that are late, reordered and failing:
-each makes the tokens it makes when nothing disturbs it.
+"""Sixteen architectures on slots too small for any two of them, with transfers that are late, reordered and failing:
+each makes the tokens it makes when nothing disturbs it, on one slot, and on two of which one prefills for the other.
 """
 
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 
@@ -17,7 +17,9 @@ from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.drive import Gathered, drain, interleave, request
+from tests.dataplane.engines.torch.fake_streams import FakeEvents
 from tests.dataplane.engines.torch.faults import FaultyStream
+from tests.dataplane.engines.torch.handing import DELAY_S, Handing, Streams
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, spec_of
 
@@ -31,9 +33,10 @@ Checkpoint = Callable[[str], Path]
 Dtype = Literal["float32", "bfloat16"]
 
 
-def slot(folders: dict[str, Path], dtype: Dtype, time_slices: TimeSlices) -> TorchEngineSettings:
+def slot(folders: dict[str, Path], dtype: Dtype, time_slices: TimeSlices, **changes: Any) -> TorchEngineSettings:
     return slot_for_one(
         folders.values(),
+        **changes,
         dtype=dtype,
         slab_bytes=SLAB_BYTES,
         kv_bytes=KV_SLABS * SLAB_BYTES,
@@ -133,3 +136,41 @@ def test_sixteen_architectures_take_turns_in_memory_for_one(
     assert (stats.pool.slabs["kv"], stats.pool.slabs["moving"]) == (0, 0)
     assert all(faults.streams[name].failed > 0 for name in ("weights", "kv_in", "kv_out"))
     engine.close()
+
+
+def handed_over(folders: dict[str, Path], tmp_path: Path, *, device: bool) -> tuple[Handing, TorchEngine, TorchEngine]:
+    """All at once on a prefill slot, which announces KV to a decode slot while it transfers it."""
+    events = [FakeEvents(tmp_path / name, random.Random(name), DELAY_S) if device else None for name in ("one", "two")]
+    first = slot(folders, "float32", "deadlines", prefill_only=True, host_kv_file=tmp_path / "kv", kv_events="device")
+    second = slot(folders, "float32", "deadlines")
+    prefiller = TorchEngine(first, ticking(), Streams("first", device=device).make, events=events[0])
+    decoder = TorchEngine(second, ticking(), Streams("second", device=device).make, events=events[1])
+    for engine in (prefiller, decoder):
+        for architecture, folder in folders.items():
+            engine.load(architecture, spec_of(architecture, folder))
+    joining = [wanted for architecture in folders for wanted in requests_of(architecture)]
+    handing = Handing(wanted={one.request_id: one for one in joining}, decoder=decoder, release=prefiller.release)
+    random.Random(0).shuffle(joining)
+    while not handing.over or joining or prefiller.has_work():
+        if joining:
+            prefiller.add(joining.pop())
+        handing.prefilled(prefiller.step())
+        handing.decode()
+    return handing, prefiller, decoder
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_sixteen_architectures_are_handed_over_while_their_kv_is_transferred(
+    device: bool, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folders = {architecture: checkpoint(architecture) for architecture in ARCHITECTURES}
+    handing, prefiller, decoder = handed_over(folders, tmp_path, device=device)
+    assert handing.gathered.errors == {}
+    for one in handing.wanted.values():
+        expected = greedy_tokens(folders[one.instance_id], one.prompt, MAX_TOKENS)
+        assert handing.gathered.tokens[one.request_id] == expected
+    assert handing.announced > len(folders)
+    assert (decoder.kv.imports.waited_for["device"] > 0) is device
+    for engine in (prefiller, decoder):
+        engine.check()
+        engine.close()

@@ -1,0 +1,97 @@
+"""Files of other slots: mapped once, pinned as long as a copy may read them, and refused where nobody could wait."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import structs
+
+from dataplane.engines.interface import KvEvent, KvHandle
+from dataplane.engines.torch.memory import kv_imports
+from dataplane.engines.torch.memory.kv_file import host_memory
+from dataplane.engines.torch.memory.kv_imports import KvImports
+from dataplane.memory.events import PASSED, FlagEvent
+from dataplane.memory.shared_events import EventTable, TransferState, event_file
+
+CPU = torch.device("cpu")
+
+
+def handle(file: Path, event: KvEvent | None = None) -> KvHandle:
+    if not file.exists():
+        host_memory(4096, file)
+    return KvHandle(file=str(file), slab_bytes=1024, shape=(1, 1, 1, 1, 1), blocks=(0,), tokens=1, event=event)
+
+
+def test_a_file_is_mapped_once_and_one_that_is_gone_is_not_there(tmp_path: Path) -> None:
+    imports = KvImports(CPU, None)
+    first, second = (imports.open(handle(tmp_path / "kv")) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert first[0] is second[0]
+    assert (first[1], imports.waited_for) == (PASSED, {"nothing": 2, "device": 0, "host": 0})
+    assert imports.open(structs.replace(handle(tmp_path / "kv"), file="/nowhere/kv")) is None
+    imports.close()
+
+
+def test_the_file_of_a_slot_that_ended_is_unpinned_after_the_copies_that_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpinned: list[int] = []
+    ended = threading.Event()
+
+    def unpin(host: torch.Tensor, device: torch.device, then: Callable[[], None] = lambda: None) -> None:
+        unpinned.append(host.data_ptr())
+        ended.set()
+
+    monkeypatch.setattr(kv_imports, "unpinned", unpin)
+    imports, copy = KvImports(CPU, None), FlagEvent()
+    opened = imports.open(handle(tmp_path / "one"))
+    assert opened is not None
+    imports.note_copy(opened[0], copy)
+    (tmp_path / "one").unlink()
+    assert imports.open(handle(tmp_path / "two")) is not None
+    assert not ended.wait(0.05), "a copy reads it"
+    copy.finish()
+    assert ended.wait(30)
+    assert unpinned == [opened[0].bytes.data_ptr()]
+    imports.close()
+    assert len(unpinned) == 2
+
+
+@pytest.mark.parametrize("state", [TransferState.SUBMITTED, TransferState.PASSED])
+def test_what_has_passed_is_not_counted_as_waited_for(tmp_path: Path, state: TransferState) -> None:
+    table = EventTable(event_file(tmp_path / "kv"), 1)
+    transfer = table.take()
+    assert transfer is not None
+    table.note(transfer, state)
+    imports = KvImports(CPU, None)
+    opened = imports.open(handle(tmp_path / "kv", KvEvent(slot=transfer.slot, number=transfer.number)))
+    assert opened is not None
+    has_passed = state is TransferState.PASSED
+    assert opened[1].done() is has_passed
+    assert imports.waited_for == {"nothing": int(has_passed), "device": 0, "host": int(not has_passed)}
+
+
+def test_an_event_of_which_the_other_ranks_know_nothing_is_refused(tmp_path: Path) -> None:
+    table = EventTable(event_file(tmp_path / "kv"), 1)
+    transfer = table.take()
+    assert transfer is not None
+    event = KvEvent(slot=transfer.slot, number=transfer.number)
+    assert KvImports(CPU, None, ranks=2).open(handle(tmp_path / "kv", event)) is None
+    assert KvImports(CPU, None, ranks=2).open(handle(tmp_path / "kv")) is not None
+
+
+def test_an_announcement_fails_after_some_time(tmp_path: Path) -> None:
+    table = EventTable(event_file(tmp_path / "kv"), 1)
+    transfer = table.take()
+    assert transfer is not None
+    opened = KvImports(CPU, None, wait_max_s=0.01).open(
+        handle(tmp_path / "kv", KvEvent(slot=transfer.slot, number=transfer.number))
+    )
+    assert opened is not None
+    while not opened[1].done():
+        time.sleep(0.001)
+    assert opened[1].error is not None
