@@ -5,7 +5,7 @@ KV uses its own region first, then the memory of offloaded layers. Cached prefix
 on the device and then in host memory; blocks that several sequences share count for each of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -133,6 +133,13 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """See `KvMemory`; a block is a token here."""
         return kv.moved_bytes + spare * kv.bytes_per_token <= self._spare_bytes_of(kv)
+
+    def swap_s(self, kvs: Iterable[SequenceKv]) -> float:
+        moved_s = moved_bytes = 0.0
+        for kv in kvs:
+            moved_s += 2 * kv.moved_bytes / kv.bytes_per_s
+            moved_bytes += kv.moved_bytes
+        return moved_s * min(self._capacity_bytes / moved_bytes, 1.0) if moved_bytes else 0.0
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         more_bytes = tokens * kv.bytes_per_token - kv.device_bytes
