@@ -251,7 +251,10 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         now_s = self._clock()
         facts = self._facts(now_s) if self.requests.prefills.groups or not self._slot.prefill_only else _NO_FACTS
         self._batches = facts.batches
+        sliced = self.state.slice.model
         turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
+        if self._memory.swapped_out_total and self.state.slice.model not in (None, sliced):
+            self._begin_slice()
         outputs = self.requests.take_ended()
         if turn is None:
             self._log.turn(None, now_s)
@@ -282,6 +285,9 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             beside_s = _beside_s(turn, facts, took_s)
             self._share = self._share.observe(took_s - beside_s, decoded=decoded).observe(beside_s, decoded=False)
         return outputs + self.requests.take_ended()
+
+    def _begin_slice(self) -> None:
+        """Another model has the time slice, by deadlines, on a slot that has swapped KV."""
 
     def _take(self, made: Made[KvT]) -> list[EngineOutput]:
         """Record what a step made, and give it to its sequences."""

@@ -164,7 +164,8 @@ class KvStore:
         return self.rates.kv_out.bytes_per_s, self.rates.kv_in.bytes_per_s
 
     def swap_s(self, kvs: Iterable[SequenceKv]) -> float:
-        moved_bytes = min(sum(kv.size_bytes for kv in kvs), self.kv_slabs * self.slab_bytes)
+        most_bytes = (self._arena.slabs - self._arena.kv_from) * self.slab_bytes
+        moved_bytes = min(sum(kv.size_bytes for kv in kvs), most_bytes)
         return moved_bytes / self.rates.kv_out.bytes_per_s + moved_bytes / self.rates.kv_in.bytes_per_s
 
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
