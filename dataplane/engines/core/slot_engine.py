@@ -253,7 +253,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._batches = facts.batches
         sliced = self.state.slice.model
         turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
-        if self._memory.swapped_out_total and self.state.slice.model not in (None, sliced):
+        if self._allocator.preemptions_total and self.state.slice.model not in (None, sliced):
             self._begin_slice()
         outputs = self.requests.take_ended()
         if turn is None:
@@ -287,7 +287,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         return outputs + self.requests.take_ended()
 
     def _begin_slice(self) -> None:
-        """Another model has the time slice, by deadlines, on a slot that has swapped KV."""
+        """Another model has the time slice, by deadlines, on a slot that has preempted requests."""
 
     def _take(self, made: Made[KvT]) -> list[EngineOutput]:
         """Record what a step made, and give it to its sequences."""

@@ -229,3 +229,29 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_kv_takes_the_place_of_weights_while_the_limit_is_lower_and_stays_until_it_is_freed() -> None:
+    arena = SlabArena(8, weights_slabs=6)
+    arena.take_run("a", 0, 3)
+    arena.limit_kv(3)
+    assert [arena.take_kv() for _ in range(6)] == [7, 6, 5, 4, 3, None]
+    assert (arena.borrowed_slabs, arena.stranded_slabs) == (frozenset(), frozenset())
+    arena.check()
+    arena.free_kv(5)
+    arena.limit_kv(6)
+    arena.check()
+    assert arena.take_kv() is None, "what is free there is for weights"
+    assert arena.stranded_slabs == arena.borrowed_slabs == {3, 4}
+    with pytest.raises(ValueError, match="is not free"):
+        arena.take_run("b", 3, 3)
+    for slab in (3, 4):
+        arena.free_kv(slab)
+    arena.take_run("b", 3, 3)
+    arena.lend("b", [4])
+    assert arena.take_kv() == 4
+    assert (arena.borrowed_slabs, arena.stranded_slabs) == ({4}, frozenset()), "its model lends it"
+    arena.check()
+    arena.limit_kv(4)
+    arena.check()
+    assert arena.borrowed_slabs == frozenset()
