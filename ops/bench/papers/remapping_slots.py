@@ -107,10 +107,8 @@ def _loads(
 
 
 CASES: Mapping[str, Sequence[SlotLoad]] = {
-    "heads": [
-        *_loads(LLAMA_2_13B, 16, PCIE_5, 4, (1000, 300), 1.0, 2.0, 3.0, 4.0),
-        *_loads(LLAMA_2_13B, 16, PCIE_5, 8, (1000, 300), 2.0, 3.0),
-    ],
+    "four": _loads(LLAMA_2_13B, 16, PCIE_5, 4, (1000, 300), 1.0, 2.0, 3.0, 4.0),
+    "eight": _loads(LLAMA_2_13B, 16, PCIE_5, 8, (1000, 300), 2.0, 3.0),
     "grouped": [
         *_loads(LLAMA_3_8B, 8, PCIE_5, 4, (3000, 300), 2.0, 4.0, 8.0),
         *_loads(LLAMA_3_8B, 30, PCIE_5, 8, (3000, 300), 4.0, 8.0),
