@@ -110,9 +110,9 @@ CASES: Mapping[str, Sequence[SlotLoad]] = {
     "four": _loads(LLAMA_2_13B, 16, PCIE_5, 4, (1000, 300), 1.0, 2.0, 3.0, 4.0),
     "eight": _loads(LLAMA_2_13B, 16, PCIE_5, 8, (1000, 300), 2.0, 3.0),
     "grouped": [
-        *_loads(LLAMA_3_8B, 8, PCIE_5, 4, (3000, 300), 2.0, 4.0, 8.0),
-        *_loads(LLAMA_3_8B, 30, PCIE_5, 8, (3000, 300), 4.0, 8.0),
-        *_loads(LLAMA_3_8B, 16, PCIE_5, 3, (6000, 400), 3.0, 6.0),
+        *_loads(LLAMA_3_8B, 8, PCIE_5, 4, (3000, 300), 2.0, 4.0),
+        *_loads(LLAMA_3_8B, 30, PCIE_5, 8, (3000, 300), 6.0),
+        *_loads(LLAMA_3_8B, 16, PCIE_5, 3, (6000, 400), 3.0),
     ],
     "slow-link": _loads(LLAMA_2_13B, 16, PCIE_4, 4, (1000, 300), 2.0, 4.0),
     "fast-link": _loads(LLAMA_2_13B, 16, GRACE_HOPPER, 4, (1000, 300), 1.0, 2.0, 3.0, 4.0),
