@@ -12,7 +12,7 @@ decode all of its batch:
 """
 
 SLICE_SWAPS = 4.0
-"""So that KV transfers, out and in, take at most a fifth of a slice."""
+"""So that KV transfers, out and in, take at most a quarter of a slice."""
 
 
 def pays_off(swap_s: float, left_s: float) -> bool:

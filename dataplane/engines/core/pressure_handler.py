@@ -7,7 +7,7 @@ The same for every engine whose models can offload weight layers; each describes
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import structs
@@ -190,9 +190,11 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
 
     def _lends_place(self) -> bool:
         """Whether KV has the place of the next model, where models switch by deadlines."""
+        if self._settings.prefill_only or self._settings.kv_pressure not in ("auto", "remap"):
+            return False
         busy = [self._models[name] for name in self._ranks()]
-        decoding = [model for model in busy if model.decoding]
-        if self._settings.kv_pressure not in ("auto", "remap") or not decoding or self._memory.fit_together(busy):
+        decoding = [model for model in busy if any(sequence.kv.size_bytes for sequence in model.decoding)]
+        if not decoding or self._memory.fit_together(busy):
             return False
         facts = PlaceFacts(
             batches=tuple(map(self._demand, decoding)),
@@ -205,12 +207,15 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         return lends_place(facts, self._settings.turns.decode, forced=not self._settings.remap.capped)
 
     def _demand(self, model: ModelT) -> BatchDemand:
+        """That of a model's batch. KV in another slot's memory is as large for each token as that of this one."""
         batch = model.decoding[: self._settings.batch_max]
         context, count = sum(sequence.cached for sequence in batch), len(batch)
+        here = [sequence for sequence in model.decoding if sequence.kv.size_bytes]
+        per_token = sum(sequence.kv.size_bytes for sequence in here) / sum(sequence.cached for sequence in here)
         least_s = model.estimate.decode_s(context // count, 1)
         return BatchDemand(
             sequences=count,
-            kv_bytes=sum(sequence.kv.size_bytes for sequence in batch),
+            kv_bytes=ceil(per_token * context),
             step_s=max(model.estimate.decode_s(context, count), least_s),
             least_step_s=least_s,
             tbt_s=min(sequence.tbt_s for sequence in batch),
