@@ -8,7 +8,8 @@ A slab is in exactly one state: free, in the run of a model, allocated to KV, or
 uses it). Evicted weights are not copied out, since the host keeps a copy (Aegaeon 5.2).
 
 A model may lend slabs of its run to KV, those below `weights_slabs` too (Oneiros 5). They remain part of the run, and
-the model reclaims them once KV has freed them. KV takes lent slabs last.
+the model reclaims them once KV has freed them. KV takes lent slabs last. And the limit may be lowered to `kv_from`, so
+that KV has the place in which another model would be loaded; where it is raised again, KV stays until it is freed.
 """
 
 import heapq
@@ -42,12 +43,12 @@ class Run:
 
 
 class SlabArena:
-    """The slabs `0 .. slabs-1` of one buffer. KV uses a slab below `weights_slabs` only if a model lends it."""
+    """The slabs `0 .. slabs-1` of one buffer. KV takes a slab below `kv_from` only if a model lends it."""
 
     def __init__(self, slabs: int, *, weights_slabs: int) -> None:
         assert 0 <= weights_slabs <= slabs, (weights_slabs, slabs)
         self.slabs = slabs
-        self.weights_slabs = weights_slabs
+        self.weights_slabs = self.kv_from = weights_slabs
         self._runs: dict[str, Run] = {}
         self._free = set(range(slabs))
         self._kv: set[int] = set()
@@ -94,10 +95,22 @@ class SlabArena:
         """Whether one of these slabs is allocated to KV."""
         return not self._kv.isdisjoint(slabs)
 
+    def limit_kv(self, kv_from: int) -> None:
+        """Let KV take the slabs from `kv_from` on, at most `weights_slabs`; those that it has below stay its."""
+        assert 0 <= kv_from <= self.weights_slabs, kv_from
+        self.kv_from = kv_from
+        self._borrowed = {slab for slab in self._kv if slab < kv_from}
+        self._queue(self._free)
+
     @property
     def borrowed_slabs(self) -> frozenset[int]:
-        """Slabs below `weights_slabs` that KV borrows from models."""
+        """Slabs below `kv_from` that KV has."""
         return frozenset(self._borrowed)
+
+    @property
+    def stranded_slabs(self) -> frozenset[int]:
+        """Slabs below `kv_from` that KV has and no model lends."""
+        return frozenset(self._borrowed - self._lent)
 
     @property
     def blocked(self) -> frozenset[int]:
@@ -171,7 +184,7 @@ class SlabArena:
             if slab in self._free and lent == (slab in self._lent) and self._may_hold_kv(slab):
                 self._free.remove(slab)
                 self._kv.add(slab)
-                if slab < self.weights_slabs:
+                if slab < self.kv_from:
                     self._borrowed.add(slab)
                 return slab
         return None
@@ -195,15 +208,13 @@ class SlabArena:
         assert sorted(slabs) == list(range(self.slabs)), f"lost or doubled slabs: {self._runs}, {moving}"
         assert len(set(of_runs)) == len(of_runs), f"runs overlap: {self._runs}"
         assert self._lent.issubset(of_runs), "a lent slab is in no run"
-        assert {slab for slab in self._kv if slab < self.weights_slabs} == self._borrowed, (
-            "KV below weights_slabs in a slab that is not lent"
-        )
+        assert {slab for slab in self._kv if slab < self.kv_from} == self._borrowed, "borrowed slabs are not known"
         assert sorted(self._queued) == sorted(self._kv_queue), "the KV queue and its index differ"
         findable = {self._entry(slab) for slab in self._free if self._may_hold_kv(slab)}
         assert findable <= self._queued, "KV cannot find a free slab"
 
     def _may_hold_kv(self, slab: int) -> bool:
-        return slab >= self.weights_slabs or slab in self._lent
+        return slab >= self.kv_from or slab in self._lent
 
     def _entry(self, slab: int) -> tuple[bool, int]:
         return slab in self._lent, -slab

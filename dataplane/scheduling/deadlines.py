@@ -99,7 +99,7 @@ def choose_slice(
         held: models with requests, perhaps none that can run now. Their waits go on.
     """
     assert work
-    slice_s = _least_s(max([one.load_s for one in work]), exposed_share, settings)
+    slice_s = least_s(max([one.load_s for one in work]), exposed_share, settings)
     models = {*held, *[one.model for one in work]}
     since_s = {model: state.since_s.get(model, now_s) for model in models if model != state.model}
     work = _by_due(work, since_s, now_s, slice_s, near_s)
@@ -129,7 +129,7 @@ def choose_slice(
     )
 
 
-def _least_s(load_s: float, exposed_share: float, settings: DecodeSettings) -> float:
+def least_s(load_s: float, exposed_share: float, settings: DecodeSettings) -> float:
     """How long each slice is at least (rule 1), if the longest load takes `load_s`."""
     loads = max(1.0, exposed_share / (1 - exposed_share)) if exposed_share < 1 else math.inf
     return min(max(settings.quota_min_s, load_s and loads * load_s), settings.quota_max_s)

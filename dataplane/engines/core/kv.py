@@ -67,6 +67,11 @@ class KvMemory(Protocol[KvT_contra]):
     def fits(self, kv: KvT_contra, *, spare: int) -> bool:
         """Whether the device has memory for KV that is on the HOST, and for `spare` more of its blocks."""
 
+    def swap_s(self, kvs: Iterable[KvT_contra]) -> float:
+        """Estimated seconds to swap other KV out, and then this KV, which is on the HOST, in; if it is more than the
+        device has memory for, of as much as that.
+        """
+
     def swap_out(self, kv: KvT_contra, tokens: int) -> bool:
         """Transfer the KV of the first `tokens` tokens from the DEVICE to host memory; False if that is full."""
 

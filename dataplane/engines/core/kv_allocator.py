@@ -6,8 +6,8 @@ while they are copied to host memory. When free memory is too small, the engine'
 (`OnShortage`). Memory is freed in this order:
 
 1. memory that is not KV: weight layers that can be offloaded ("remap"), then weights in slabs borrowed from KV;
-2. unless the requester waits ("refuse"), KV of decoding sequences, of other models first, the last in the order of
-   service first (`choose_victim`): swapped to host memory ("swap") or dropped ("recompute");
+2. unless the requester waits ("refuse"), KV of decoding sequences (`choose_victim`): swapped to host memory ("swap") or
+   dropped ("recompute");
 3. KV of partly prefilled sequences after the requester in the order of service. Their prefill starts over.
 
 A resumed sequence makes at least one token before it can be preempted again; this prevents livelock between two
@@ -39,9 +39,16 @@ class Ranked(Protocol):
 RankedT = TypeVar("RankedT", bound=Ranked)
 
 
-def choose_victim(candidates: Iterable[RankedT], requester: RankedT, keep: Iterable[RankedT] = ()) -> RankedT | None:
-    """The sequence to preempt for the requester: of other models' sequences the last in the order of service, else the
-    last of its own model's that come after it. None if there is none.
+def choose_victim(
+    candidates: Iterable[RankedT],
+    requester: RankedT,
+    keep: Iterable[RankedT] = (),
+    *,
+    idle_s: Callable[[str], float] = lambda _: 0.0,
+) -> RankedT | None:
+    """The sequence to preempt for the requester: of other models' sequences one of the lowest tier, of these one of the
+    model that has its turn last, and of these the last in the order of service; else the last of its own model's that
+    come after it. None if there is none. `idle_s`: seconds until a model's turn.
     """
     kept = {id(sequence) for sequence in keep} | {id(requester)}
     others = (
@@ -49,13 +56,17 @@ def choose_victim(candidates: Iterable[RankedT], requester: RankedT, keep: Itera
         for sequence in candidates
         if id(sequence) not in kept and (sequence.model != requester.model or sequence.key > requester.key)
     )
-    return max(others, key=lambda sequence: (sequence.model != requester.model, sequence.key), default=None)
+
+    def rank(one: RankedT) -> tuple[bool, int, float, tuple[int, int]]:
+        return one.model != requester.model, one.key[0], idle_s(one.model), one.key
+
+    return max(others, key=rank, default=None)
 
 
 class KvAllocator(Generic[KvT]):
     """Allocates KV memory. `reclaim` evicts weights from slabs borrowed from KV, of any model but the named one (None:
-    of every model), and returns whether it did; `on_shortage` chooses the action. A `prefill_only` slot never drops KV
-    of finished prefills: their KV transfer frees it.
+    of every model), and returns whether it did; `on_shortage` chooses the action; `idle_s`: seconds until a model's
+    turn. A `prefill_only` slot never drops KV of finished prefills: their KV transfer frees it.
     """
 
     def __init__(
@@ -67,6 +78,7 @@ class KvAllocator(Generic[KvT]):
         prefill_only: bool,
         reclaim: Callable[[str | None], bool],
         on_shortage: OnShortage = always_swap,
+        idle_s: Callable[[str], float] = lambda _: 0.0,
     ) -> None:
         self._models = models
         self._kv = kv
@@ -74,6 +86,7 @@ class KvAllocator(Generic[KvT]):
         self._prefill_only = prefill_only
         self._reclaim = reclaim
         self._on_shortage = on_shortage
+        self._idle_s = idle_s
         self.preemptions_total = 0
         self.recomputed_total = 0
 
@@ -126,7 +139,8 @@ class KvAllocator(Generic[KvT]):
             if self._kv.evicting:
                 return False, None
             decoding = self.decoding
-            victim = choose_victim([s for s in decoding if not s.just_resumed], sequence, keep)
+            able = [s for s in decoding if not s.just_resumed]
+            victim = choose_victim(able, sequence, keep, idle_s=self._idle_s)
             action = None
             if not self._kv.freeing:
                 preempts_itself = sequence.prefilled and sequence.kv.location is DEVICE

@@ -7,7 +7,7 @@ The same for every engine whose models can offload weight layers; each describes
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import structs
@@ -18,6 +18,7 @@ from dataplane.engines.core.remapping.actions import Action, PressureFacts, Vict
 from dataplane.engines.core.remapping.caps import ModelFacts, rotation_of, wait_s
 from dataplane.engines.core.remapping.circle import Rotation
 from dataplane.engines.core.remapping.control import RemapDecision, RemapFacts, RemapState, choose_remap
+from dataplane.engines.core.remapping.places import BatchDemand, PlaceFacts, lends_place
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
@@ -93,6 +94,24 @@ class SlotMemory(Protocol[ModelT_contra]):
     def fits_with(self, model: ModelT_contra, *, others: Collection[str]) -> bool:
         """Whether a model that is not on the device could be loaded to run while `others` and all KV stay."""
 
+    @property
+    def kv_region_bytes(self) -> int:
+        """KV memory, without that of weights."""
+
+    @property
+    def place_bytes(self) -> int:
+        """The memory for weights beyond that of the slot's largest model."""
+
+    @property
+    def lends_place(self) -> bool:
+        """Whether KV may use it."""
+
+    def lend_place(self, keep: str | None) -> None:
+        """Let KV use it while a model runs, `keep`; None: no longer. KV in it stays until a model needs its memory."""
+
+    def fit_together(self, models: Iterable[ModelT_contra]) -> bool:
+        """Whether all memory for weights holds those of all these models."""
+
     def rotate(self, model: ModelT_contra, rotation: Rotation) -> None:
         """Offload as many layers as the rotation says, at least as many as now; the others share the memory left."""
 
@@ -102,8 +121,8 @@ class SlotMemory(Protocol[ModelT_contra]):
 
 class KvPressureHandler(Generic[ModelT, KvT_contra]):
     """Handles the KV pressure of one slot. `models`: the slot's, by name; `requests`: running and waiting ones;
-    `schedule()`: the scheduler's state. Counts since the start: `actions` taken, `declined` offloads by reason, and
-    `layers_moved`.
+    `schedule()`: the scheduler's state; `load_s`: seconds to load all weights of a model. Counts since the start:
+    `actions` taken, `declined` offloads by reason, and `layers_moved`.
     """
 
     def __init__(
@@ -116,6 +135,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         *,
         requests: Iterable[TokenSequence[Any]],
         schedule: Callable[[], SlotState],
+        load_s: Callable[[ModelT], float],
     ) -> None:
         self._settings = settings
         self._models = models
@@ -124,6 +144,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         self._clock = clock
         self._requests = requests
         self._schedule = schedule
+        self._load_s = load_s
         self._forced: Action | None = None if settings.kv_pressure == "auto" else settings.kv_pressure
         self._state = RemapState()
         self.actions: Counter[str] = Counter()
@@ -159,6 +180,46 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         self._apply(decision)
         active = {model.model for model in facts.models if model.active}
         return tuple(name for name in decision.over if name in active)
+
+    def begin_slice(self) -> None:
+        """Lend the place of the next model to KV for the slice that begins, or take it back, as the policy says."""
+        lends = self._lends_place()
+        if lends != self._memory.lends_place:
+            self._memory.lend_place(self._schedule().slice.model if lends else None)
+            self.actions["lend"] += lends
+
+    def _lends_place(self) -> bool:
+        """Whether KV has the place of the next model, where models switch by deadlines."""
+        if self._settings.prefill_only or self._settings.kv_pressure not in ("auto", "remap"):
+            return False
+        busy = [self._models[name] for name in self._ranks()]
+        decoding = [model for model in busy if any(sequence.kv.size_bytes for sequence in model.decoding)]
+        if not decoding or self._memory.fit_together(busy):
+            return False
+        facts = PlaceFacts(
+            batches=tuple(map(self._demand, decoding)),
+            kv_bytes=self._memory.kv_region_bytes,
+            place_bytes=self._memory.place_bytes,
+            load_s=max(map(self._load_s, busy)),
+            bytes_per_s=min(min(self._kv.link_bytes_per_s(model.decoding[0].kv)) for model in decoding),
+            lent=self._memory.lends_place,
+        )
+        return lends_place(facts, self._settings.turns.decode, forced=not self._settings.remap.capped)
+
+    def _demand(self, model: ModelT) -> BatchDemand:
+        """That of a model's batch. KV in another slot's memory is as large for each token as that of this one."""
+        batch = model.decoding[: self._settings.batch_max]
+        context, count = sum(sequence.cached for sequence in batch), len(batch)
+        here = [sequence for sequence in model.decoding if sequence.kv.size_bytes]
+        per_token = sum(sequence.kv.size_bytes for sequence in here) / sum(sequence.cached for sequence in here)
+        least_s = model.estimate.decode_s(context // count, 1)
+        return BatchDemand(
+            sequences=count,
+            kv_bytes=ceil(per_token * context),
+            step_s=max(model.estimate.decode_s(context, count), least_s),
+            least_step_s=least_s,
+            tbt_s=min(sequence.tbt_s for sequence in batch),
+        )
 
     def _choose_remap(self, shortage: Shortage) -> tuple[RemapDecision | None, float | None]:
         """What would be offloaded, and for how long a step of an active model would then wait; None: too little."""

@@ -4,13 +4,14 @@ A step completes transfers, asks the scheduler for the turn, runs one step batch
 What a step batch does to weights and KV, and how long it takes, is specific to each engine.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar, cast
 
 from msgspec.structs import replace
 
-from dataplane.engines.core.kv import SWAPPING_IN, KvMemory, KvT
+from dataplane.engines.core.kv import DEVICE, NONE, SWAPPING_IN, KvMemory, KvT
 from dataplane.engines.core.kv_allocator import KvAllocator
 from dataplane.engines.core.pressure import OnShortage, always_swap
 from dataplane.engines.core.request_table import RequestTable
@@ -21,10 +22,11 @@ from dataplane.engines.core.step_batches import StepBatches
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, InstanceStats, PoolStats, TokenScore
 from dataplane.protocol.errors import ModelLoadError, UnknownInstanceError
 from dataplane.protocol.messages import ModelSpec
-from dataplane.scheduling.decode import BatchFacts
+from dataplane.scheduling.decode import BatchFacts, idle_s
 from dataplane.scheduling.load import DecodeShare
 from dataplane.scheduling.prefill import PrefillQueue
 from dataplane.scheduling.schedule import SlotFacts, SlotState, Turn, TurnSettings, choose_turn, hold_prefills
+from dataplane.scheduling.swaps import slice_load_s
 
 _NO_FACTS = SlotFacts()
 """Those of a slot on which nothing waits and nothing decodes."""
@@ -87,9 +89,14 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prefill_only=settings.prefill_only,
             reclaim=reclaim,
             on_shortage=on_shortage,
+            idle_s=lambda model: idle_s(self.state.round, model, clock()) if self._by_deadlines else 0.0,
         )
         self._step_batches = StepBatches(
-            self._allocator, kv, batch_max=settings.batch_max, prefill_tokens_max=settings.prefill_tokens_per_step_max
+            self._allocator,
+            kv,
+            batch_max=settings.batch_max,
+            prefill_tokens_max=settings.prefill_tokens_per_step_max,
+            left_s=lambda: self.state.round.ends_s - clock() if self._by_deadlines else -math.inf,
         )
         self._memory = kv
         self.state = SlotState()
@@ -244,7 +251,10 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         now_s = self._clock()
         facts = self._facts(now_s) if self.requests.prefills.groups or not self._slot.prefill_only else _NO_FACTS
         self._batches = facts.batches
+        sliced = self.state.slice.model
         turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
+        if self._allocator.preemptions_total and self.state.slice.model not in (None, sliced):
+            self._begin_slice()
         outputs = self.requests.take_ended()
         if turn is None:
             self._log.turn(None, now_s)
@@ -277,6 +287,9 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             beside_s = _beside_s(turn, facts, took_s)
             self._share = self._share.observe(took_s - beside_s, decoded=decoded).observe(beside_s, decoded=False)
         return outputs + self.requests.take_ended()
+
+    def _begin_slice(self) -> None:
+        """Another model has the time slice, by deadlines, on a slot that has preempted requests."""
 
     def _take(self, made: Made[KvT]) -> list[EngineOutput]:
         """Record what a step made, and give it to its sequences."""
@@ -316,13 +329,21 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             prefills=prefills,
             prefill_s=requests.next_prefills_s(prefills),
             switch_s={model.name: self._missing_s(model, now_s) for model in busy},
-            load_s={model.name: self._switch_s(model) for model in busy} if self._by_deadlines else {},
+            load_s={model.name: self._slice_load_s(model) for model in busy} if self._by_deadlines else {},
             batches=() if self._slot.prefill_only else self._batch_facts(busy, unready, prefills, now_s),
             running_model=self._last_model,
             unready=frozenset(unready) if unready else frozenset(),
             blocked=frozenset(self._step_batches.blocked),
             load=self.load_alpha if prefills.groups else 0.0,
         )
+
+    def _slice_load_s(self, model: ModelT) -> float:
+        """Seconds to load a model and its KV, for the length of slices; KV counts until it is on the device."""
+        load_s = self._switch_s(model)
+        if not self._memory.swapped_out_total:
+            return load_s
+        away = [sequence.kv for sequence in model.decoding if sequence.kv.location not in (DEVICE, NONE)]
+        return slice_load_s(load_s, self._memory.swap_s(away)) if away else load_s
 
     def _batch_facts(
         self, busy: Sequence[ModelT], unready: Collection[str], prefills: PrefillQueue, now_s: float

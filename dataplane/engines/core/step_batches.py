@@ -1,6 +1,6 @@
 """What one step runs: as many of a turn's sequences as memory allows, and how many tokens of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 from dataplane.engines.core.kv import DEVICE, HOST, SWAPPING_IN, KvMemory, KvT
@@ -10,14 +10,23 @@ from dataplane.engines.core.served_models import ServedModel
 from dataplane.scheduling.costs import StepWork
 from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens
 from dataplane.scheduling.schedule import Turn
+from dataplane.scheduling.swaps import pays_off
 
 
 class StepBatches(Generic[KvT]):
     """Forms step batches of at most `batch_max` decoding sequences, `prefill_tokens_max` tokens to prefill, or both."""
 
     def __init__(
-        self, allocator: KvAllocator[KvT], kv: KvMemory[KvT], *, batch_max: int, prefill_tokens_max: int
+        self,
+        allocator: KvAllocator[KvT],
+        kv: KvMemory[KvT],
+        *,
+        batch_max: int,
+        prefill_tokens_max: int,
+        left_s: Callable[[], float],
     ) -> None:
+        """`left_s`: seconds until the present time slice ends, in which KV may come in at the cost of other models'."""
+        self._left_s = left_s
         self._allocator = allocator
         self._kv = kv
         self._batch_max = batch_max
@@ -91,19 +100,28 @@ class StepBatches(Generic[KvT]):
         return chunks
 
     def decode(self, model: ServedModel[KvT]) -> list[Chunk[KvT]]:
-        """One token of each sequence whose KV is on the device. KV in host memory is swapped in, in order, while it
-        fits: only the first may preempt others for it, and none takes memory that is being freed for one before it.
+        """One token of each sequence whose KV is on the device. KV in host memory is swapped in, in order; none takes
+        memory that is being freed for one before it. The first may preempt others for it; those behind it only
+        sequences of other models, of no higher tier, and where that pays off in this slice.
         """
         ready: list[TokenSequence[KvT]] = []
         before, blocked = 0, False
         for sequence in model.decoding[: self._batch_max]:
             if sequence.kv.location is HOST and not blocked:
                 fits = before == 0 or self._kv.fits(sequence.kv, spare=before)
-                blocked = not (fits and self._allocator.swap_in(sequence, ready))
+                keep = ready if fits else self._kept_for(sequence)
+                blocked = keep is None or not self._allocator.swap_in(sequence, keep)
             if sequence.kv.location is DEVICE and self._allocator.grow(sequence, len(sequence.tokens), ready):
                 ready.append(sequence)
             before += sequence.kv.location in (DEVICE, SWAPPING_IN)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
+
+    def _kept_for(self, sequence: TokenSequence[KvT]) -> list[TokenSequence[KvT]] | None:
+        """Which sequences are not preempted for one that is swapped in behind others of its model; None: all."""
+        if not pays_off(self._kv.swap_s([sequence.kv]), self._left_s()):
+            return None
+        here = self._allocator.decoding
+        return [one for one in here if one.model == sequence.model or one.key[0] < sequence.key[0]]
 
 
 def work_of(chunks: Sequence[Chunk[KvT]]) -> StepWork:

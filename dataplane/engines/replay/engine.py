@@ -50,14 +50,16 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             reclaim=lambda _: False,  # weights never borrow KV memory
             on_shortage=self._on_shortage,
         )
+        self._slot_memory = ReplaySlotMemory(settings, self.models, self.weights, self.kv, clock)
         self.pressure = KvPressureHandler(
             settings,
             self.models,
-            ReplaySlotMemory(settings, self.weights, self.kv, clock),
+            self._slot_memory,
             self.kv,
             clock,
             requests=self.requests,
             schedule=lambda: self.state,
+            load_s=self._switch_s,
         )
         self._steps = ReplaySteps(
             settings,
@@ -94,7 +96,11 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             raise ModelLoadError(f"weights_bytes of {spec.name} is {spec.weights_bytes}; {left}", param="weights_bytes")
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> ReplayModel:
+        self._slot_memory.lend_place(None)  # the new model may be the largest
         return replayed(ReplayModel, spec, self._settings, gpus)
+
+    def _begin_slice(self) -> None:
+        self.pressure.begin_slice()
 
     def _forget_model(self, model: ReplayModel) -> None:
         self.weights.evict(model.name)
@@ -117,7 +123,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
     def _evict_kv_for(self, model: ReplayModel) -> None:
         """Evict KV from layers that a model to run needs; first all models, so that no other KV uses the layers."""
         self.weights.evict_all()
-        self._evict_kv(self.kv.out_of_region_bytes - (self._settings.weights_bytes - model.weights_bytes))
+        self._evict_kv(self.kv.out_of_region_bytes - (self.weights.capacity_bytes - model.weights_bytes))
 
     def _evict_kv(self, size_bytes: int) -> None:
         """Evict so much KV, last in the order of service first; none while a transfer frees memory."""

@@ -5,7 +5,7 @@ KV uses its own region first, then the memory of offloaded layers. Cached prefix
 on the device and then in host memory; blocks that several sequences share count for each of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -84,7 +84,7 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
         self._announces = announces
         self._prefixes = CachedBlocks() if prefix_cache else None
         self._clock = clock
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._weights = weights
         self._host_capacity_bytes = host_bytes
         self._in, self._out = HostLink(), HostLink()
@@ -99,18 +99,18 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
     @property
     def spare_bytes(self) -> int:
         """The free bytes of its region and of offloaded layers; negative while KV is in layers of an evicted model."""
-        return self._capacity_bytes + self._weights.offloaded_bytes - self.used_bytes
+        return self.capacity_bytes + self._weights.offloaded_bytes - self.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can be allocated now."""
-        spare_bytes = self._capacity_bytes + self._weights.offloaded_bytes - self.used_bytes
+        spare_bytes = self.capacity_bytes + self._weights.offloaded_bytes - self.used_bytes
         return spare_bytes if spare_bytes > 0 else 0
 
     @property
     def out_of_region_bytes(self) -> int:
         """KV in the memory of layers, offloaded or of an evicted model."""
-        return max(self.used_bytes - self._capacity_bytes, 0)
+        return max(self.used_bytes - self.capacity_bytes, 0)
 
     @property
     def swap_out_wait_s(self) -> float:
@@ -138,6 +138,13 @@ class ReplayKvMemory(WithoutPrefixCache["SequenceKv"]):
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         """See `KvMemory`; a block is a token here."""
         return kv.moved_bytes + spare * kv.bytes_per_token <= self._spare_bytes_of(kv)
+
+    def swap_s(self, kvs: Iterable[SequenceKv]) -> float:
+        moved_s = moved_bytes = 0.0
+        for kv in kvs:
+            moved_s += 2 * kv.moved_bytes / kv.bytes_per_s
+            moved_bytes += kv.moved_bytes
+        return moved_s * min(self.capacity_bytes / moved_bytes, 1.0) if moved_bytes else 0.0
 
     def grow(self, kv: SequenceKv, tokens: int) -> bool:
         more_bytes = tokens * kv.bytes_per_token - kv.device_bytes

@@ -81,7 +81,8 @@ class WeightsMemory:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        """Less while KV has some of it."""
         self._link = HostLink()
         self._residents: dict[str, Resident] = {}
         """In order of last use."""
@@ -95,7 +96,7 @@ class WeightsMemory:
 
     @property
     def free_bytes(self) -> int:
-        return self._capacity_bytes - self.used_bytes
+        return self.capacity_bytes - self.used_bytes
 
     @property
     def offloaded(self) -> dict[str, int]:
@@ -110,14 +111,14 @@ class WeightsMemory:
     def fit(self, wanted: Iterable[Weights], *, out_of_region_bytes: int = 0) -> bool:
         """Whether all of these could be resident, together with the KV in layers of evicted models."""
         needed_bytes = sum([weights.size_bytes for weights in wanted])
-        return needed_bytes + max(out_of_region_bytes - self.offloaded_bytes, 0) <= self._capacity_bytes
+        return needed_bytes + max(out_of_region_bytes - self.offloaded_bytes, 0) <= self.capacity_bytes
 
     def fits_with(self, weights: Weights, *, others: Collection[str], out_of_region_bytes: int = 0) -> bool:
         """Whether a model that is not resident could be loaded while `others` and all KV stay."""
         staying = [resident for name, resident in self._residents.items() if name in others]
         kept_bytes = sum(resident.weights.size_bytes for resident in staying)
         orphaned_bytes = max(out_of_region_bytes - sum(resident.offloaded_bytes for resident in staying), 0)
-        return weights.size_bytes + kept_bytes + orphaned_bytes <= self._capacity_bytes
+        return weights.size_bytes + kept_bytes + orphaned_bytes <= self.capacity_bytes
 
     def resident_models(self, now_s: float) -> tuple[str, ...]:
         """Models that are whole, in name order."""
@@ -187,6 +188,12 @@ class WeightsMemory:
         resident = self._residents.pop(model, None)
         if resident is not None:
             self.offloaded_bytes -= resident.offloaded_bytes
+
+    def evict_but(self, model: str | None) -> None:
+        """Evict what the capacity does not hold, but not this model."""
+        for other in [other for other in self._residents if other != model]:
+            if self.free_bytes < 0:
+                self.evict(other)
 
     def evict_all(self) -> None:
         self._residents.clear()

@@ -94,10 +94,10 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             self.arena, buffer, slab_bytes, self._streams["weights"], rates.weights, self._streams["layers"], self.kv
         )
         super().__init__(settings, clock, self.kv, reclaim=self._reclaim, on_shortage=self._on_shortage)
-        memory = self._slot_memory = TorchSlotMemory(self.weights, self.kv, self.arena, batch_max=settings.batch_max)
-        self.pressure = KvPressureHandler(
-            settings, self.models, memory, self.kv, clock, requests=self.requests, schedule=lambda: self.state
+        self._slot_memory = TorchSlotMemory(
+            self.models, self.weights, self.kv, self.arena, batch_max=settings.batch_max
         )
+        self.pressure = self._make_pressure(clock)
         self._graphs = self._make_graphs()
         self._steps = Steps(
             settings,
@@ -110,6 +110,18 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             graphs=self._graphs,
         )
         self._prefetched_s = self._checked_s = float("-inf")
+
+    def _make_pressure(self, clock: Callable[[], float]) -> KvPressureHandler[TorchModel, SequenceKv]:
+        return KvPressureHandler(
+            self._settings,
+            self.models,
+            self._slot_memory,
+            self.kv,
+            clock,
+            requests=self.requests,
+            schedule=lambda: self.state,
+            load_s=self._switch_s,
+        )
 
     def _make_graphs(self) -> DecodeGraphs | None:
         settings = self._settings
@@ -211,6 +223,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.kv.check(self.requests.all_kv)
 
     def _new_model(self, spec: ModelSpec, gpus: int) -> TorchModel:
+        self._slot_memory.lend_place(None)  # the new model may be the largest
         model = make_model(self._prepared(spec), spec, self._settings.block_tokens, self._device)
         try:
             self.kv.check_fits(model.shape)
@@ -218,6 +231,15 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             self.host_models.forget(spec.name)
             raise ModelLoadError(f"{spec.name}: {error}") from error
         return model
+
+    def _begin_slice(self) -> None:
+        """Also move KV of models that wait out of a place that is lent no more, so that a model can be loaded there."""
+        self.pressure.begin_slice()
+        slabs = frozenset() if self._slot_memory.lends_place else self.arena.stranded_slabs
+        if slabs:
+            waiting = [model for name, model in self.models.items() if name != self.state.slice.model]
+            leaving = {id(sequence.kv) for model in waiting for sequence in model.decoding_here}
+            self._allocator.evict(lambda kv: id(kv) in leaving and self.kv.lies_in(kv, slabs))
 
     def _forget_model(self, model: TorchModel) -> None:
         self.weights.evict(model.name)
@@ -245,7 +267,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.requests.queue_lost()
 
     def _fit_together(self, models: Iterable[TorchModel]) -> bool:
-        return self.weights.fit_together(model.weights for model in models)
+        return not self._slot_memory.lends_place and self.weights.fit_together(model.weights for model in models)
 
     def _switch_s(self, model: TorchModel) -> float:
         return self.weights.whole_s(model.weights)
@@ -303,7 +325,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
     def _prefetch(self, turn: Turn) -> None:
         """Prefetch the next turn's weights while this one's run; once a turn, or they would compete with KV."""
         following = self.models.get(turn.next_model or "")
-        if not self._settings.prefetch or following is None or self._prefetched_s == turn.started_s:
+        lent = self._slot_memory.lends_place  # to KV, which would have it evicted again
+        if not self._settings.prefetch or lent or following is None or self._prefetched_s == turn.started_s:
             return
         if self._is_ready(following) and self.weights.load(following.weights, self._clock(), keep=turn.model):
             self._prefetched_s = turn.started_s
@@ -326,7 +349,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _reclaim(self, keep: str | None) -> bool:
         """Evict weights from slabs borrowed from KV; see `KvAllocator`."""
-        return self.weights.evict_idle_above(self.arena.weights_slabs, keep=keep)
+        return self.weights.evict_idle_above(self.arena.kv_from, keep=keep)
 
     def _on_shortage(self, shortage: Shortage) -> Action | None:
         return self.pressure.on_shortage(shortage)

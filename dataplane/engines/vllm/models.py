@@ -46,6 +46,9 @@ class VllmKvMemory(WithoutPrefixCache[VllmKv]):
     def fits(self, kv: VllmKv, *, spare: int) -> bool:
         raise AssertionError("vLLM gives its requests their KV itself")
 
+    def swap_s(self, kvs: Iterable[VllmKv]) -> float:
+        return 0.0
+
     def swap_out(self, kv: VllmKv, tokens: int) -> bool:
         return False
 

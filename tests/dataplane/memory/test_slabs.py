@@ -130,6 +130,7 @@ class ArenaMachine(RuleBasedStateMachine):
         super().__init__()
         self.arena = SlabArena(self.SLABS, weights_slabs=self.WEIGHTS_SLABS)
         self.state = ["free"] * self.SLABS
+        self.kv_from = self.WEIGHTS_SLABS
         self.runs: dict[str, range] = {}
         self.lent: set[int] = set()
         self.events: list[tuple[FlagEvent, list[int]]] = []
@@ -187,9 +188,14 @@ class ArenaMachine(RuleBasedStateMachine):
             self.lent.remove(slab)
             self.state[slab] = "weights"
 
+    @rule(kv_from=st.integers(0, WEIGHTS_SLABS))
+    def limit_kv(self, kv_from: int) -> None:
+        self.kv_from = kv_from
+        self.arena.limit_kv(kv_from)
+
     @rule()
     def take_kv(self) -> None:
-        allowed = self.lent.union(range(self.WEIGHTS_SLABS, self.SLABS))
+        allowed = self.lent.union(range(self.kv_from, self.SLABS))
         free = [slab for slab in allowed if self.state[slab] == "free"]
         slab = self.arena.take_kv()
         assert slab == max(free, key=lambda slab: (slab not in self.lent, slab), default=None)
@@ -222,10 +228,36 @@ class ArenaMachine(RuleBasedStateMachine):
         counted = [self.state.count(state) for state in ("free", "kv", "moving")]
         assert [self.arena.free_slabs, self.arena.kv_slabs, self.arena.moving_slabs] == counted
         assert {owner: run.slabs for owner, run in self.arena.runs.items()} == self.runs
-        for_kv = self.lent.union(range(self.WEIGHTS_SLABS, self.SLABS))
+        for_kv = self.lent.union(range(self.kv_from, self.SLABS))
         assert self.arena.free_kv_slabs == sum(self.state[slab] == "free" for slab in for_kv)
         assert self.arena.blocked == {slab for slab in range(self.SLABS) if self.state[slab] in {"kv", "moving"}}
 
 
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_kv_takes_the_place_of_weights_while_the_limit_is_lower_and_stays_until_it_is_freed() -> None:
+    arena = SlabArena(8, weights_slabs=6)
+    arena.take_run("a", 0, 3)
+    arena.limit_kv(3)
+    assert [arena.take_kv() for _ in range(6)] == [7, 6, 5, 4, 3, None]
+    assert (arena.borrowed_slabs, arena.stranded_slabs) == (frozenset(), frozenset())
+    arena.check()
+    arena.free_kv(5)
+    arena.limit_kv(6)
+    arena.check()
+    assert arena.take_kv() is None, "what is free there is for weights"
+    assert arena.stranded_slabs == arena.borrowed_slabs == {3, 4}
+    with pytest.raises(ValueError, match="is not free"):
+        arena.take_run("b", 3, 3)
+    for slab in (3, 4):
+        arena.free_kv(slab)
+    arena.take_run("b", 3, 3)
+    arena.lend("b", [4])
+    assert arena.take_kv() == 4
+    assert (arena.borrowed_slabs, arena.stranded_slabs) == ({4}, frozenset()), "its model lends it"
+    arena.check()
+    arena.limit_kv(4)
+    arena.check()
+    assert arena.borrowed_slabs == frozenset()

@@ -13,9 +13,10 @@ Victims = Literal["mru", "lru"]
 class RemapSettings:
     """`margin`: loads must be hidden even if each takes this share longer than measured. `share_max`: of a model's
     layers that may be offloaded, whatever could be hidden. `frames_min`, `frames_max`: 1, 1 is m = alpha + 1 always, 2,
-    2 is m = alpha + 2 always. `capped` False: offload layers whether or not their loads are hidden (to compare).
-    `reverts` False: offloaded layers stay so. `spare_layers`, `settle_s`: a layer is reclaimed when this many more of
-    its size would still be free, and so long after the last one was offloaded.
+    2 is m = alpha + 2 always. `capped` False: offload layers whether or not their loads are hidden, and lend the place
+    of the next model wherever KV is short (to compare). `reverts` False: offloaded layers stay so. `spare_layers`,
+    `settle_s`: a layer is reclaimed when this many more of its size would still be free, and so long after the last one
+    was offloaded.
     """
 
     margin: float = 0.1

@@ -174,6 +174,11 @@ class KvStore:
     def link_bytes_per_s(self, kv: SequenceKv) -> tuple[float, float]:
         return self.rates.kv_out.bytes_per_s, self.rates.kv_in.bytes_per_s
 
+    def swap_s(self, kvs: Iterable[SequenceKv]) -> float:
+        most_bytes = (self._arena.slabs - self._arena.kv_from) * self.slab_bytes
+        moved_bytes = min(sum(kv.size_bytes for kv in kvs), most_bytes)
+        return moved_bytes / self.rates.kv_out.bytes_per_s + moved_bytes / self.rates.kv_in.bytes_per_s
+
     def fits(self, kv: SequenceKv, *, spare: int) -> bool:
         return self.free_blocks(kv.shape) >= len(kv.host) + spare
 

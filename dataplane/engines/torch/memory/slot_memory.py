@@ -13,7 +13,10 @@ from dataplane.memory.slabs import Run, SlabArena
 class TorchSlotMemory:
     """The weights and the KV of one slot, in whole slabs."""
 
-    def __init__(self, weights: WeightStore, kv: KvStore, arena: SlabArena, *, batch_max: int) -> None:
+    def __init__(
+        self, models: Mapping[str, TorchModel], weights: WeightStore, kv: KvStore, arena: SlabArena, *, batch_max: int
+    ) -> None:
+        self._models = models
         self._weights = weights
         self._kv = kv
         self._arena = arena
@@ -39,6 +42,32 @@ class TorchSlotMemory:
             compute_s=model.layers_compute_s(self._batch_max, decoding=decoding),
             used_s=self._weights.used_s(model.weights),
         )
+
+    @property
+    def kv_region_bytes(self) -> int:
+        return self._kv.kv_slabs * self._kv.slab_bytes
+
+    @property
+    def place_bytes(self) -> int:
+        return (self._arena.weights_slabs - self._largest_slabs) * self._kv.slab_bytes
+
+    @property
+    def lends_place(self) -> bool:
+        return self._arena.kv_from < self._arena.weights_slabs
+
+    def lend_place(self, keep: str | None) -> None:
+        """See `SlotMemory`. Models that are there are evicted when KV needs their slabs."""
+        self._arena.limit_kv(self._arena.weights_slabs if keep is None else self._largest_slabs)
+
+    @property
+    def _largest_slabs(self) -> int:
+        return max(self._slabs_of(model) for model in self._models.values())
+
+    def _slabs_of(self, model: TorchModel) -> int:
+        return model.weights.skeleton.slabs(self._kv.slab_bytes)
+
+    def fit_together(self, models: Iterable[TorchModel]) -> bool:
+        return sum(map(self._slabs_of, models)) <= self._arena.weights_slabs
 
     def holds(self, model: TorchModel) -> bool:
         return self._weights.holds(model.weights)

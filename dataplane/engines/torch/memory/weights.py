@@ -313,7 +313,7 @@ class WeightStore:
         """
         slabs = model.skeleton.slabs(self._slab_bytes)
         home = self._homes.get(model.name, self._arena.slabs)
-        limit = self._arena.slabs if keep is not None else self._arena.weights_slabs
+        limit = self._arena.slabs if keep is not None else self._arena.kv_from
         runs = self._arena.runs.values()
         taken = home + slabs > limit or any(run.start < home + slabs and home < run.end for run in runs)
         residents = tuple(
@@ -333,5 +333,5 @@ class WeightStore:
             slabs=limit,
             residents=residents,
             blocked=self._arena.blocked.difference(self._clearable_slabs()),
-            weights_slabs=self._arena.weights_slabs,
+            weights_slabs=self._arena.kv_from,
         )

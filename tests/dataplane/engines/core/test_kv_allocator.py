@@ -30,7 +30,8 @@ class Slot:
     def __post_init__(self) -> None:
         self.models: dict[str, ReplayModel] = {name: replayed(ReplayModel, spec(name), SETTINGS, 1) for name in "ab"}
         self.weights = WeightsMemory(1000)
-        self.kv = ReplayKvMemory(1000, self.host_bytes, FakeTime().clock, self.weights)
+        self.clock = FakeTime()
+        self.kv = ReplayKvMemory(1000, self.host_bytes, self.clock.clock, self.weights)
         self.requests = RequestTable(self.models, self.kv, PrefillSettings(), FakeTime().clock)
         self.allocator = KvAllocator(
             self.models,

@@ -73,9 +73,9 @@ def test_kv_takes_memory_on_both_sides_during_a_swap() -> None:
 
 
 class Ranked:
-    def __init__(self, model: str, key: int) -> None:
+    def __init__(self, model: str, key: int, rank: int = 0) -> None:
         self.model = model
-        self.key = (0, key)
+        self.key = (rank, key)
 
 
 def test_other_models_are_preempted_first_and_no_sequence_for_a_later_one() -> None:
@@ -86,6 +86,14 @@ def test_other_models_are_preempted_first_and_no_sequence_for_a_later_one() -> N
     assert choose_victim(everybody, asks) is late
     assert choose_victim(everybody, asks, keep=[late, foreign]) is last
     assert choose_victim([first, asks], asks) is None
+
+
+def test_of_other_models_the_lowest_tier_goes_first_and_then_the_model_whose_turn_is_the_furthest() -> None:
+    asks, next_one, last_one, batch = Ranked("a", 1), Ranked("b", 9), Ranked("c", 2), Ranked("b", 5, rank=2)
+    turns_s = {"b": 0.5, "c": 1.5}
+    assert choose_victim([next_one, last_one, batch], asks, idle_s=turns_s.__getitem__) is batch
+    assert choose_victim([next_one, last_one], asks, idle_s=turns_s.__getitem__) is last_one
+    assert choose_victim([next_one, last_one], asks) is next_one, "the later of the two"
 
 
 def test_a_prefetched_model_arrives_while_the_present_one_decodes() -> None:

@@ -1,7 +1,7 @@
 """KV of a replayed slot in offloaded layers: offloading, waiting for loads, reclaiming, and the statistics."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +15,8 @@ from dataplane.engines.replay.engine import ReplayEngine, ReplaySettings
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.deadlines import TimeSlices
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.replay.replayed import (
     PROFILE,
     SETTINGS,
@@ -51,7 +53,9 @@ def check(engine: ReplayEngine) -> None:
     pool, weights, kv = pool_of(engine), engine.weights, engine.kv
     assert sum(pool.slabs.values()) == SETTINGS.weights_bytes + SETTINGS.kv_bytes
     assert kv.used_bytes == sum(shape.used_bytes for shape in pool.kv)
-    assert weights.used_bytes + max(kv.out_of_region_bytes - weights.offloaded_bytes, 0) <= SETTINGS.weights_bytes
+    assert weights.used_bytes + max(kv.out_of_region_bytes - weights.offloaded_bytes, 0) <= weights.capacity_bytes
+    assert weights.capacity_bytes + kv.capacity_bytes == SETTINGS.weights_bytes + SETTINGS.kv_bytes
+    assert weights.capacity_bytes >= max(model.weights_bytes for model in engine.models.values())
     assert all(0 < layers < LAYERS for layers in pool.offloaded_layers.values())
 
 
@@ -197,12 +201,19 @@ def test_kv_is_evicted_for_a_model_that_is_to_run() -> None:
     st.sampled_from(["remap", "auto"]),
     st.sampled_from([EAGER, replace(EAGER, reverts=False), RemapSettings()]),
     st.sampled_from([0, 10_000]),
+    st.sampled_from(get_args(TimeSlices)),
 )
-@settings(max_examples=15)
+@settings(max_examples=30)
 def test_in_any_order_no_token_changes_and_all_come_to_an_end(
-    shapes: list[tuple[str, Tier, int, int, int, str]], action: KvPressure, remap: RemapSettings, host_kv_bytes: int
+    shapes: list[tuple[str, Tier, int, int, int, str]],
+    action: KvPressure,
+    remap: RemapSettings,
+    host_kv_bytes: int,
+    time_slices: TimeSlices,
 ) -> None:
-    engine, _ = engine_with(slot(action, remap=remap, host_kv_bytes=host_kv_bytes), **{n: spec(n) for n in "abc"})
+    turns = TurnSettings(time_slices=time_slices)
+    given = slot(action, remap=remap, host_kv_bytes=host_kv_bytes, turns=turns)
+    engine, _ = engine_with(given, **{name: spec(name) for name in "abc"})
     asked, made, ended = [], {}, set()
 
     def step(*, checks: bool = True) -> None:
@@ -231,3 +242,66 @@ def test_in_any_order_no_token_changes_and_all_come_to_an_end(
         assert made[one.request_id] == tokens(run_one(one, **{one.instance_id: spec(one.instance_id)}))
     assert pool_of(engine).slabs["kv"] == 0
     drain(engine)
+
+
+BY_DEADLINES = TurnSettings(time_slices="deadlines")
+BUSY = [request(f"{name}{number}", name, prompt=20, max_tokens=30) for number in range(6) for name in "abc"]
+"""900 tokens of KV of three models; the slot holds two, and KV of 100 tokens."""
+
+
+def busy_slot(action: KvPressure, remap: RemapSettings) -> tuple[dict[str, list[int]], int, list[int]]:
+    """Tokens by request, how many tokens were made together at most, and by which bytes KV had memory of weights."""
+    given = slot(action, remap=remap, turns=BY_DEADLINES)
+    engine, _ = engine_with(given, **{name: spec(name) for name in "abc"})
+    for one in BUSY:
+        engine.add(one)
+    made: dict[str, list[int]] = {}
+    together, lent = 0, []
+    while engine.has_work():
+        outputs = engine.step()
+        together = max(together, len(outputs))
+        for output in outputs:
+            made.setdefault(output.request_id, []).extend(output.token_ids)
+        check(engine)
+        lent.append(SETTINGS.weights_bytes - engine.weights.capacity_bytes)
+    return made, together, lent
+
+
+def test_kv_has_the_place_of_the_next_model_on_a_slot_that_switches() -> None:
+    expected = {one.request_id: tokens(run_one(one, a=spec("a"), b=spec("b"), c=spec("c"))) for one in BUSY}
+    kept, batch, never = busy_slot("swap", EAGER)
+    lent, larger_batch, places = busy_slot("remap", replace(EAGER, share_max=0.0))
+    assert kept == lent == expected
+    assert set(never) == {0}
+    assert set(places) == {0, 500}, "the memory of one model"
+    assert places[-1] == 0, "the last model has the slot to itself"
+    assert larger_batch > batch
+
+
+@pytest.mark.parametrize(("bytes_per_s", "lends"), [(5e3, False), (1e5, True)])
+def test_a_place_is_lent_where_that_makes_more_tokens_than_a_prefetch(bytes_per_s: float, *, lends: bool) -> None:
+    """A load takes 0.2 s, or 0.01."""
+    link = replace(PROFILE, pcie_bytes_per_s=bytes_per_s)
+    given = slot("auto", remap=RemapSettings(share_max=0.0), turns=BY_DEADLINES, profile=link)
+    engine, _ = engine_with(given, **{name: spec(name) for name in "abc"})
+    for one in BUSY[:6]:
+        engine.add(one)
+    run(engine)
+    assert engine.stats().extra["preemptions"] > 0
+    assert ("lend" in pool_of(engine).pressure_actions) is lends
+
+
+def test_a_larger_model_that_is_loaded_finds_its_memory() -> None:
+    given = slot("remap", remap=replace(EAGER, share_max=0.0), turns=BY_DEADLINES)
+    engine, _ = engine_with(given, **{name: spec(name) for name in "abc"})
+    for one in BUSY:
+        engine.add(one)
+    while engine.weights.capacity_bytes == SETTINGS.weights_bytes:
+        engine.step()
+    large = spec("d", weights_bytes=1000)
+    engine.load("d", large)
+    assert engine.weights.capacity_bytes == SETTINGS.weights_bytes
+    late = request("late", "d", prompt=5, max_tokens=3)
+    engine.add(late)
+    made, _, _ = run(engine)
+    assert made["late"] == tokens(run_one(late, d=large))

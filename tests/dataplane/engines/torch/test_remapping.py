@@ -1,6 +1,7 @@
 """KV in the places of layers: models give them up, run without them, get them back, and no token shows it."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.memory.events import Event, TransferError
 from tests.dataplane.engines.torch.deep import (
+    KV_SLABS,
     QUICK,
     Deep,
     Undisturbed,
@@ -118,6 +120,44 @@ def test_tokens_are_the_same_through_remap_deepen_revert_switch_swap_cancel_unlo
         assert gathered.tokens[request_id] == expected[request_id], request_id
     pool = pool_of(engine)
     assert (pool.slabs["kv"], pool.slabs["moving"]) == (0, 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("layers_too", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_the_same_while_kv_has_the_place_of_the_next_model_and_gives_it_back(
+    deep: Deep, undisturbed: Undisturbed, seed: int, *, layers_too: bool
+) -> None:
+    """Memory for two models, slices by deadlines, and transfers that are late or fail: KV of three models comes to the
+    place, also while layers are offloaded, and leaves it whenever a model needs it.
+    """
+    chance = random.Random(seed)
+
+    def stream(name: str) -> CopyStream:
+        inners = [ThreadStream(f"{name}-{number}") for number in range(2)]
+        return FaultyStream(inners, random.Random(f"{seed} {name}"), delay_s=0.001, fail_share=0.1)
+
+    remap = RemapSettings(capped=False, settle_s=0.0, spare_layers=0.0, share_max=0.9 if layers_too else 0.0)
+    turns = replace(QUICK, time_slices="deadlines")
+    engine = loaded(deep, NAMES, slot(deep, NAMES, models_there=2, remap=remap, turns=turns), stream)
+    asked = wants(NAMES, 5)
+    chance.shuffle(asked)
+    gathered, lent, most = Gathered(), Counter[bool](), 0
+    for wanted in asked:
+        engine.add(wanted)
+        for _ in range(chance.randrange(8)):
+            gathered.take(engine.step())
+            engine.check()
+    while engine.has_work():
+        gathered.take(engine.step())
+        engine.check()
+        lent[engine.arena.kv_from < engine.arena.weights_slabs] += 1
+        most = max(most, engine.arena.kv_slabs)
+    assert gathered.tokens == undisturbed(asked)
+    assert most > KV_SLABS, "KV had memory of weights"
+    assert lent[True]
+    assert engine.arena.kv_from == engine.arena.weights_slabs, "the last model has the slot to itself"
+    assert engine.arena.stranded_slabs <= set(engine.kv.clearable_slabs()), "only cached prefixes are left there"
     engine.close()
 
 

@@ -1,0 +1,78 @@
+"""Which KV is swapped in for a decode step, on replayed memory of 100 tokens."""
+
+import math
+
+import pytest
+
+from dataplane.engines.core.kv import DEVICE, HOST, SWAPPING_IN, SWAPPING_OUT, KvLocation
+from dataplane.engines.core.step_batches import StepBatches
+from dataplane.engines.replay.kv import SequenceKv
+from dataplane.engines.replay.models import ReplaySequence
+from dataplane.protocol.tiers import Tier
+from tests.dataplane.engines.core.test_kv_allocator import Slot
+
+
+def batches(slot: Slot, left_s: float) -> StepBatches[SequenceKv]:
+    return StepBatches(slot.allocator, slot.kv, batch_max=8, prefill_tokens_max=64, left_s=lambda: left_s)
+
+
+def in_host_memory(slot: Slot, request_id: str, tier: Tier) -> ReplaySequence:
+    """A sequence of model a, whose swap takes 0.8 s each way."""
+    sequence = slot.decoding(request_id, "a", tier)
+    assert slot.kv.swap_out(sequence.kv, sequence.cached)
+    slot.clock.sleep(0.8)
+    slot.kv.settle()
+    return sequence
+
+
+def settled(slot: Slot) -> None:
+    slot.clock.sleep(0.9)
+    slot.kv.settle()
+
+
+@pytest.mark.parametrize(
+    ("left_s", "tier", "other", "expected"),
+    [
+        (1.7, "IW-N", "IW-N", SWAPPING_OUT),
+        (math.inf, "IW-N", "NIW", SWAPPING_OUT),
+        (1.5, "IW-N", "IW-N", DEVICE),
+        (-math.inf, "IW-N", "IW-N", DEVICE),
+        (1.7, "NIW", "IW-N", DEVICE),
+    ],
+    ids=["in time", "of a lower tier", "after the slice", "never", "of a higher tier"],
+)
+def test_kv_of_a_model_that_waits_makes_room_for_the_rest_of_a_batch(
+    left_s: float, tier: Tier, other: Tier, expected: KvLocation
+) -> None:
+    slot = Slot()
+    second = in_host_memory(slot, "second", tier)
+    first, waiting = slot.decoding("first", "a", "IW-F"), slot.decoding("waiting", "b", other)
+    step = batches(slot, left_s)
+    assert [chunk.sequence for chunk in step.decode(slot.models["a"])] == [first]
+    assert waiting.kv.location is expected
+    settled(slot)
+    step.decode(slot.models["a"])
+    assert second.kv.location is (SWAPPING_IN if expected is SWAPPING_OUT else HOST)
+    settled(slot)
+    assert first in [chunk.sequence for chunk in step.decode(slot.models["a"])]
+
+
+def test_the_rest_of_a_batch_takes_nothing_from_its_own_model() -> None:
+    slot = Slot()
+    third = in_host_memory(slot, "third", "IW-N")
+    first, last = slot.decoding("first", "a", "IW-F"), slot.decoding("last", "a", "NIW")
+    step = batches(slot, math.inf)
+    assert [chunk.sequence for chunk in step.decode(slot.models["a"])] == [first, last]
+    assert (third.kv.location, last.kv.location) == (HOST, DEVICE)
+
+
+def test_the_first_of_a_batch_takes_what_it_needs_whatever_is_left_of_the_slice() -> None:
+    slot = Slot()
+    first = in_host_memory(slot, "first", "NIW")
+    others = [slot.decoding(f"other{number}", "b", "IW-F") for number in range(2)]
+    step = batches(slot, -math.inf)
+    assert step.decode(slot.models["a"]) == []
+    assert [other.kv.location for other in others].count(SWAPPING_OUT) == 1
+    settled(slot)
+    step.decode(slot.models["a"])
+    assert first.kv.location is SWAPPING_IN
