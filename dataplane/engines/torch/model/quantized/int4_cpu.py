@@ -14,6 +14,7 @@ from dataplane.engines.torch.model.quantized.formats import Format, GroupedForma
 
 PACKED_ROWS = 96
 """Up to so many rows torch's product takes less than unpacking does."""
+_BITS = 4
 _BLOCKS = {"AVX512": 64, "AVX2": 32}
 """Outputs of a block, by what torch calls a CPU's vectors. Others have another layout, without blocks."""
 _GROUPS = (32, 64, 128, 256)
@@ -34,7 +35,7 @@ def can_repack(source: Format, dtype: torch.dtype, device: torch.device) -> bool
         isinstance(source, GroupedFormat)
         and device.type == "cpu"
         and dtype == torch.bfloat16
-        and source.quantization.bits == 4  # as the file says
+        and source.quantization.bits == _BITS
         and (not source.quantization.by_index or source.shape.inputs == source.shape.inputs_of_all_ranks)
         and source.group in _GROUPS
         and source.shape.inputs % source.group == 0
@@ -59,8 +60,8 @@ class Int4CpuFormat(Format):
         """The tensors of a checkpoint, and their sides."""
         return self._source.sides()
 
-    def kept(self, types: object) -> dict[str, torch.Tensor]:  # they are always the same here
-        """The tensors that lie in memory, empty on `meta`."""
+    def kept(self, types: object) -> dict[str, torch.Tensor]:
+        """The tensors that lie in memory, empty on `meta`, whatever the types of those of the checkpoint."""
         outputs, inputs, block = self.shape.outputs, self.shape.inputs, self._block
         kept = {
             "packed": torch.empty(outputs // block, inputs, block // 2, dtype=torch.uint8, device="meta"),

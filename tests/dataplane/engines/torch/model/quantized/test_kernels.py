@@ -10,6 +10,7 @@ import torch
 
 from dataplane.engines.torch.model.quantized.config import Quantization
 from dataplane.engines.torch.model.quantized.formats import AwqFormat, Fp8Format, GptqFormat, Shape, StoredFormat
+from dataplane.engines.torch.model.quantized.layers import ExpertStack, QuantizedExperts
 from tests.dataplane.engines.torch.model.packing import Pack, awq, fp8, gptq
 
 kernels = pytest.importorskip(
@@ -91,6 +92,27 @@ def test_each_row_is_multiplied_by_its_own_experts_weights(case: str) -> None:
     out = form.multiply_packed(stacked, rows_in.to(DEVICE), experts.to(DEVICE)).cpu()
     expected = torch.stack([row @ ones[expert][1].T for row, expert in zip(rows_in, experts.tolist(), strict=True)])
     assert torch.allclose(out, expected, atol=2e-4, rtol=1e-5)
+
+
+def test_few_pairs_give_what_expert_by_expert_gives() -> None:
+    """One of the experts is nobody's."""
+    stacks = {}
+    for seed, (name, outputs, inputs) in enumerate(
+        (("gate_proj", 64, 128), ("up_proj", 64, 128), ("down_proj", 128, 64))
+    ):
+        ones = [made("gptq, small groups", outputs, inputs, 4 * seed + expert) for expert in range(4)]
+        tensors = on_device({one: torch.stack([part[0][one] for part in ones]) for one in ones[0][0]})
+        stacks[name] = ExpertStack(ones[0][2], {one: tensor.dtype for one, tensor in tensors.items()}, 4)
+        for one, tensor in tensors.items():
+            stacks[name].register_parameter(one, torch.nn.Parameter(tensor, requires_grad=False))
+    experts = QuantizedExperts(stacks, torch.nn.SiLU())
+    states = torch.randn(3, 128).to(DEVICE) / 100
+    chosen = torch.tensor([3, 0, 0, 2, 3, 2]).to(DEVICE)
+    with torch.inference_mode():
+        few = experts._of_few(states.repeat_interleave(2, dim=0), chosen)
+        each = experts._expert_by_expert(states, chosen, 2)
+    assert torch.allclose(few, each, rtol=1e-4, atol=1e-5 * float(each.abs().max()))
+    assert each.abs().max() > 0
 
 
 @pytest.mark.parametrize(
