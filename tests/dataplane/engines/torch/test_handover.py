@@ -31,7 +31,8 @@ Checkpoint = Callable[[str], Path]
 Wait = Literal["device", "refused", "host", "off"]
 NAMES = ("llama", "qwen3", "gemma3_text")
 QUICK = TurnSettings(decode=DecodeSettings(quota_min_s=0.001, quota_max_s=0.005))
-WAIT_S = 60.0
+WAIT_S = 300.0
+"""Nothing takes that long, but on a machine that does much else."""
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

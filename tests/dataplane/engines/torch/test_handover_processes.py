@@ -87,7 +87,7 @@ def run_slot(
         engine.load(name, spec_of(name, folder))
     connection.send([])
     while True:
-        while connection.poll():
+        while connection.poll(0 if engine.has_work() else 0.01):
             method, argument = connection.recv()
             getattr(engine, method)(argument)
         outputs = engine.step()
@@ -129,10 +129,10 @@ def remote(
     process = SPAWN.Process(target=run_slot, args=(there, settings, folders, device, stops), daemon=True)
     process.start()
     there.close()
-    assert here.poll(WAIT_S), "the process did not start"
-    here.recv()
     slot = RemoteSlot(process, here)
     try:
+        assert here.poll(WAIT_S), "the process did not start"
+        here.recv()
         yield slot
     finally:
         slot.kill()
