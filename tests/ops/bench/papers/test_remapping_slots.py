@@ -28,7 +28,7 @@ def test_no_request_exceeds_the_kv_memory_and_equal_seeds_draw_equal_requests(ca
 
 
 def test_kv_has_the_place_where_it_pays_and_only_then() -> None:
-    busy = replace(CASES["fast-link"][-1], duration_s=15.0)
+    busy = replace(CASES["fast-link"][-1], duration_s=25.0)
     calm = replace(CASES["eight"][0], duration_s=10.0)
     figures = {way: measure(busy, way, 1) for way in WAYS}
     assert figures["auto"].lent > 0
