@@ -390,8 +390,9 @@ class KvStore:
             self.host_cache.free(kv.shape, kv.host, after=kv.event)
         if kv.exported is not None and self._exports is not None:
             self._exports.release(kv.exported, after=kv.event)
+        self._leave_file(kv)
         kv.source, kv.exported = PASSED, None
-        kv.blocks, kv.host, kv.file, kv.keyed, kv.reused = [], [], None, 0, 0
+        kv.blocks, kv.host, kv.keyed, kv.reused = [], [], 0, 0
         kv.location, kv.event = NONE, PASSED
 
     def can_export(self, kv: SequenceKv) -> bool:
@@ -425,7 +426,14 @@ class KvStore:
         if not all(0 <= block < slabs * (file.slab_bytes // shape.block_bytes) for block in handle.blocks):
             return False
         kv.file, kv.source, kv.host, kv.location = file, source, list(handle.blocks), HOST
+        file.readers += 1
         return True
+
+    @staticmethod
+    def _leave_file(kv: SequenceKv) -> None:
+        if kv.file is not None:
+            kv.file.readers -= 1
+            kv.file = None
 
     def _send(self, kv: SequenceKv) -> None:
         file = kv.file or self._host
@@ -467,5 +475,6 @@ class KvStore:
         else:
             if kv.file is None:
                 self.host_cache.free(kv.shape, kv.host)
-            kv.host, kv.file, kv.location = [], None, DEVICE
+            self._leave_file(kv)
+            kv.host, kv.location = [], DEVICE
         kv.event = kv.source = PASSED

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +22,23 @@ WAIT_MAX_S = 30.0
 """How long after its announcement KV of another slot must have been transferred, with all that goes before it."""
 DEVICE_WAIT_MAX_S = 10.0
 """How long a device may wait for an event that was recorded: before it are two parts of a copy, a millisecond."""
-POLL_S = 0.0002
 
 
 @dataclass(eq=False, kw_only=True)
 class ImportedFile(KvFile):
-    """A file of another slot. `table`: its events, None until one is waited for; `copies`: that read it."""
+    """A file of another slot. `pinning`: done when all of it is pinned, or none; `table`: its events, None until one is
+    waited for; `readers`: how many sequences have KV in it; `copies`: that read it.
+    """
 
+    pinning: Event
     table: WatchedTable | None = None
+    readers: int = 0
     copies: list[Event] = field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a copy reads it, or one will."""
+        return self.readers > 0 or not all(copy.done() for copy in self.copies)
 
 
 class KvImports:
@@ -54,6 +63,8 @@ class KvImports:
         self._ranks, self._note_file = ranks, note_file
         self._wait_max_s, self._device_wait_max_s = wait_max_s, device_wait_max_s
         self._files: dict[str, ImportedFile] = {}
+        self._leaving: list[ImportedFile] = []
+        """Files of slots that have ended, still pinned."""
         self._pins = Line("kv_pins")
         self._lock = threading.Lock()
         self._waits: list[tuple[bytes, float]] = []
@@ -86,11 +97,14 @@ class KvImports:
         file.copies = [one for one in file.copies if not one.done()] + [copy]
 
     def check(self) -> None:
-        """Look after the events that the device was told to wait for.
+        """Look after the events that the device was told to wait for, and unpin files that nobody reads any more.
 
         Raises:
             DeviceLostError: one does not pass, as when the worker that recorded it has died: no other copy will.
         """
+        for gone in [file for file in self._leaving if not file.is_read]:
+            self._leaving.remove(gone)
+            self._pins.submit(partial(unpinned, gone.bytes, self._device))
         with self._lock:
             waits, self._waits = self._waits, []
         for handle, until_s in waits:
@@ -105,7 +119,7 @@ class KvImports:
     def close(self) -> None:
         """Unpin the files. No copy is under way."""
         self._pins.close()
-        for file in self._files.values():
+        for file in (*self._files.values(), *self._leaving):
             unpinned(file.bytes, self._device)
 
     def _event(self, kv_file: Path, file: ImportedFile, event: KvEvent) -> Event | None:
@@ -124,8 +138,10 @@ class KvImports:
         )
 
     def _wait_on_device(self, file: ImportedFile, handle: bytes) -> bool:
-        """Called on a stream's thread."""
-        if self._events is None or not self._events.wait_for(handle, file.bytes):
+        """Called on a stream's thread. The host would read at once what is not pinned yet: so the device waits only if
+        all of the file is pinned.
+        """
+        if self._events is None or not file.pinning.done() or not self._events.wait_for(handle, file.bytes):
             return False
         with self._lock:
             self._waits.append((handle, time.monotonic() + self._device_wait_max_s))
@@ -139,21 +155,13 @@ class KvImports:
             except (OSError, ValueError):
                 return None
             for gone in [file for file in self._files if not Path(file).exists()]:
-                self._leave(self._files.pop(gone))  # its slot ended; sequences that read it keep it open
+                self._leaving.append(self._files.pop(gone))  # its slot ended; sequences that read it keep it open
             memory = whole[: whole.numel() // self._ranks]
             if self._note_file is not None:
                 self._note_file(handle.file, memory)
-            self._files[handle.file] = ImportedFile(bytes=memory, slab_bytes=handle.slab_bytes)
-            self._pins.submit(lambda: _ignore(pinned(memory, self._device)))
+            pinning = self._pins.submit(lambda: _ignore(pinned(memory, self._device)))
+            self._files[handle.file] = ImportedFile(bytes=memory, slab_bytes=handle.slab_bytes, pinning=pinning)
         return self._files[handle.file]
-
-    def _leave(self, file: ImportedFile) -> None:
-        def unpin() -> None:
-            while not all(copy.done() for copy in file.copies):
-                time.sleep(POLL_S)
-            unpinned(file.bytes, self._device)
-
-        self._pins.submit(unpin)
 
 
 def _ignore(_: object) -> None:

@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from msgspec import structs
 
 from dataplane.engines.interface import KvEvent, KvHandle
+from dataplane.engines.torch.copies.interprocess import DeviceEvents
 from dataplane.engines.torch.memory import kv_imports
 from dataplane.engines.torch.memory.kv_file import host_memory
 from dataplane.engines.torch.memory.kv_imports import KvImports
@@ -36,9 +38,10 @@ def test_a_file_is_mapped_once_and_one_that_is_gone_is_not_there(tmp_path: Path)
     imports.close()
 
 
-def test_the_file_of_a_slot_that_ended_is_unpinned_after_the_copies_that_read_it(
+def test_the_file_of_a_slot_that_ended_is_unpinned_when_no_sequence_and_no_copy_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """KV that waits for memory may have no copy yet."""
     unpinned: list[int] = []
     ended = threading.Event()
 
@@ -50,15 +53,58 @@ def test_the_file_of_a_slot_that_ended_is_unpinned_after_the_copies_that_read_it
     imports, copy = KvImports(CPU, None), FlagEvent()
     opened = imports.open(handle(tmp_path / "one"))
     assert opened is not None
-    imports.note_copy(opened[0], copy)
+    opened[0].readers = 1
     (tmp_path / "one").unlink()
     assert imports.open(handle(tmp_path / "two")) is not None
+    imports.check()
+    assert not ended.wait(0.05), "KV is in it"
+    imports.note_copy(opened[0], copy)
+    opened[0].readers = 0
+    imports.check()
     assert not ended.wait(0.05), "a copy reads it"
     copy.finish()
+    imports.check()
     assert ended.wait(30)
     assert unpinned == [opened[0].bytes.data_ptr()]
     imports.close()
     assert len(unpinned) == 2
+
+
+def test_the_device_waits_for_no_file_of_which_a_part_is_not_pinned_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would read that part at once."""
+    may_pin = threading.Event()
+
+    def pin(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        may_pin.wait()
+        return host
+
+    class Device:
+        waits = 0
+
+        def wait_for(self, handle: bytes, source: torch.Tensor) -> bool:
+            self.waits += 1
+            return True
+
+    monkeypatch.setattr(kv_imports, "pinned", pin)
+    device = Device()
+    imports = KvImports(CPU, cast("DeviceEvents", device))
+    table = EventTable(event_file(tmp_path / "kv"), 1)
+    transfer = table.take()
+    assert transfer is not None
+    table.note(transfer, TransferState.RECORDED)
+    event = KvEvent(slot=transfer.slot, number=transfer.number, device=b"handle")
+    opened = imports.open(handle(tmp_path / "kv", event))
+    assert opened is not None
+    waiting = threading.Thread(target=opened[1].wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert (waiting.is_alive(), device.waits) == (True, 0), "the host waits"
+    may_pin.set()
+    waiting.join()
+    assert device.waits == 1
+    imports.close()
 
 
 @pytest.mark.parametrize("state", [TransferState.SUBMITTED, TransferState.PASSED])
