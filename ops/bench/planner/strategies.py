@@ -73,9 +73,11 @@ Row = Mapping[str, Any]
 
 def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of one case with `beaten_by`, a strategy that is better in hours, late share and slow minutes and worse in
-    none, or None; `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None; and
-    `distances`, by a strategy of `_REFERENCES`, the hours to its own, and whether no more first tokens are late.
+    none, or None; `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None;
+    `late_beyond_idle`, the late share without that of idle instances, or None; and `distances`, by a strategy of
+    `_REFERENCES`, the hours to its own, and whether no more first tokens are late.
     """
+    idle = next((row["late"] for row in rows if row["strategy"] == "idle"), None)
     references = {row["strategy"]: row for row in rows if row["strategy"] in _REFERENCES}
     line = sorted((row["late"], row["instance_hours"]) for row in rows if row["strategy"] in _REACTIVE)
     return [
@@ -83,6 +85,7 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
         | {
             "beaten_by": _beaten_by(row, rows),
             "reactive_alike": hours_at(line, row["late"]),
+            "late_beyond_idle": None if idle is None else row["late"] - idle,
             "distances": {name: _distance(row, other) for name, other in references.items()},
         }
         for row in rows
