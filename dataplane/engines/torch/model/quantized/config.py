@@ -56,7 +56,7 @@ def read_quantization(folder: Path, described: Mapping[str, Any]) -> Quantizatio
         bits=bits,
         group=max(group, 0),
         is_shifted=method == "gptq" and given.get("checkpoint_format", "gptq") == "gptq",
-        by_index=bool(given.get("desc_act")),
+        by_index=method == "gptq" and bool(given.get("desc_act")),
     )
 
 
