@@ -248,7 +248,7 @@ class HostModels:
             folder=folder,
             skeleton=skeleton,
             pairs=tuple(pairs),
-            key=cache_key(folder, self._dtype, pairs, skeleton.places),
+            key=cache_key(folder, skeleton, pairs),
             pooler=pooler,
         )
 

@@ -113,16 +113,14 @@ def _parts(place: PlacedTensor, stored: StoredTensor, buffer: torch.Tensor, rank
         yield Part(stored=stored, target=target.narrow(dim, cut.at, cut.count), dim=dim, start=cut.start)
 
 
-def cache_key(
-    folder: Path,
-    dtype: torch.dtype,
-    pairs: list[tuple[PlacedTensor, StoredTensor]],
-    places: Sequence[PlacedTensor],
-) -> str:
-    """A key of all that determines the bytes: the files' state, the dtype and the layout. `places`: in memory."""
+def cache_key(folder: Path, skeleton: Skeleton, pairs: Sequence[tuple[PlacedTensor, StoredTensor]]) -> str:
+    """A key of all that determines the bytes: the files' state, the dtype, the layout, and what the config says of
+    weights that are repacked.
+    """
     files = sorted({stored.file for _, stored in pairs})
     state = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     layout = [(place.names[0], place.shard, place.offset_bytes, place.split) for place, _ in pairs]
-    kept = [(place.names[0], place.shard, place.offset_bytes, place.shape) for place in places]
-    described = repr((LAYOUT_VERSION, str(dtype), state, layout, kept))
+    kept = [(place.names[0], place.shard, place.offset_bytes, place.shape) for place in skeleton.places]
+    repacked = [(name, layer.weights.form.quantization) for name, layer in skeleton.repacked.items()]
+    described = repr((LAYOUT_VERSION, str(skeleton.dtype), state, layout, kept, repacked))
     return f"{folder.name}-{hashlib.blake2b(described.encode(), digest_size=12).hexdigest()}"

@@ -75,7 +75,7 @@ class Int4CpuFormat(Format):
         """Fill the tensors in memory from those of the checkpoint.
 
         Raises:
-            ValueError: groups have other sizes than the config says.
+            ValueError: groups have other numbers or sizes than the config says.
         """
         half, integers = self._block // 2, self._source.integers(stored)
         if self.quantization.by_index:
@@ -95,11 +95,16 @@ class Int4CpuFormat(Format):
             return self._by_blocks(tensors, ordered)
         packed = tensors["packed"].view(self.shape.outputs, self.shape.inputs // 2)
         multiply: Callable[..., torch.Tensor] = torch.ops.aten._weight_int4pack_mm_for_cpu  # noqa: SLF001  # torch's name
-        return multiply(ordered, packed, self._source.group, tensors["scaling"])
+        return multiply(ordered.contiguous(), packed, self._source.group, tensors["scaling"])
 
     def _order(self, index: torch.Tensor) -> torch.Tensor:
         """The inputs, group after group."""
-        group, counts = self._source.group, index.bincount()
+        group = self._source.group
+        groups = self.shape.inputs // group
+        outside = index[(index < 0) | (index >= groups)]
+        if len(outside):
+            raise ValueError(f"g_idx puts an input into group {int(outside[0])}; the groups are 0 to {groups - 1}")
+        counts = index.bincount(minlength=groups)
         wrong = (counts != group).nonzero()
         if len(wrong):
             first = int(wrong[0])

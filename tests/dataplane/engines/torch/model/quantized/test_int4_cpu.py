@@ -1,5 +1,6 @@
 """Four bits on a CPU: the layout is torch's own, and products are those of the unpacked weights."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,13 @@ def test_products_are_those_of_unpacked_weights(name: str, rows: int) -> None:
     assert (out - exact).norm() < 1.5 * (unpacked - exact).norm()
 
 
+def test_rows_may_be_views_of_wider_ones() -> None:
+    form, kept, _, _ = repacked("awq")
+    wide = torch.randn(7, 2 * INPUTS, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows = wide[:, :INPUTS]
+    assert torch.equal(form.product(kept, rows), form.product(kept, rows.contiguous()))
+
+
 @pytest.mark.parametrize(
     ("changes", "outputs", "dtype", "device"),
     [
@@ -95,17 +103,26 @@ def test_what_torchs_product_does_not_take_stays_as_it_is(
     assert not can_repack(source, dtype, torch.device(device))
 
 
-def test_groups_of_other_sizes_than_the_config_says_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("group", "wrong"),
+    [
+        (1, r"g_idx puts 33 inputs into group 1, quantization_config\.group_size is 32"),
+        (4, r"g_idx puts an input into group 4; the groups are 0 to 3"),
+        (-1, r"g_idx puts an input into group -1; the groups are 0 to 3"),
+    ],
+)
+def test_groups_of_other_numbers_or_sizes_than_the_config_says_are_refused(
+    group: int, wrong: str, tmp_path: Path
+) -> None:
     dense = save_tiny("llama", tmp_path / "dense", **SIZES)
     config = GPTQ | {"group_size": 32, "desc_act": True}
     quantized, _ = quantized_pair(dense, tmp_path, config, gptq(4, 32, shuffled=True))
     tensors = load_file(quantized / "model.safetensors")
     index = tensors["model.layers.2.mlp.up_proj.g_idx"]
-    index[(index == 3).nonzero()[0]] = 1
+    index[(index == 3).nonzero()[0]] = group
     save_file(tensors, quantized / "model.safetensors", metadata={"format": "pt"})
     engine = TorchEngine(TorchEngineSettings(weights_bytes=2**22, kv_bytes=2**18, dtype="bfloat16"), lambda: 0.0)
-    wrong = r"layers\.2\.mlp\.up_proj: g_idx puts 33 inputs into group 1, quantization_config\.group_size is 32"
-    with pytest.raises(ModelLoadError, match=wrong):
+    with pytest.raises(ModelLoadError, match=rf"layers\.2\.mlp\.up_proj: {wrong}"):
         engine.load("a", spec_of("a", quantized))
 
 
@@ -147,3 +164,23 @@ def test_the_states_of_a_repacked_model_are_those_of_its_unpacked_weights(
     assert (states(TorchEngine(halves, lambda: 0.0), quantized) - exact).norm() < bound
     ranks = engine_of(2, tmp_path / "models", **sizes, dtype="bfloat16")
     assert (states(ranks, quantized) - exact).norm() < bound
+
+
+def test_a_host_copy_is_made_anew_where_the_config_says_otherwise(tmp_path: Path) -> None:
+    """The files stay as they are; zero points mean something else."""
+    dense = save_tiny("llama", tmp_path / "dense", **SIZES)
+    quantized, _ = quantized_pair(dense, tmp_path, GPTQ | {"group_size": 32}, gptq(4, 32))
+    sizes = {"weights_bytes": 2**22, "kv_bytes": 2**18, "prefill_tokens_per_step_max": 128}
+
+    def states_of(cache: Path) -> torch.Tensor:
+        settings = TorchEngineSettings(**sizes, dtype="bfloat16", cache_folder=cache)
+        return states(TorchEngine(settings, lambda: 0.0), quantized)
+
+    before = states_of(tmp_path / "models")
+    file = quantized / "config.json"
+    described = json.loads(file.read_text())
+    described["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    file.write_text(json.dumps(described))
+    after = states_of(tmp_path / "models")
+    assert not torch.equal(after, before)
+    assert torch.equal(after, states_of(tmp_path / "others"))
