@@ -95,6 +95,11 @@ class KvAllocator(Generic[KvT]):
         """Sequences of all models past their prefill whose KV is on the device."""
         return [s for model in self._models.values() for s in model.decoding_here]
 
+    @property
+    def half_prefilled(self) -> list[TokenSequence[KvT]]:
+        """Partly prefilled sequences of all models."""
+        return [s for model in self._models.values() for s in model.half_prefilled]
+
     def grow(self, sequence: TokenSequence[KvT], tokens: int, keep: Sequence[TokenSequence[KvT]] = ()) -> bool:
         """Allocate memory for the KV of `tokens` tokens of a sequence, without preempting those in `keep`. False: not
         yet, because others are being swapped out, or because it was preempted itself.
@@ -167,8 +172,7 @@ class KvAllocator(Generic[KvT]):
         """`first`: the sequence waits for its prefill and nothing decodes, so that nothing can run but the prefill that
         the scheduler puts first, which is this one.
         """
-        halves = (s for model in self._models.values() for s in model.half_prefilled)
-        half = choose_victim(halves, sequence, keep)
+        half = choose_victim(self.half_prefilled, sequence, keep)
         return half if half is not None and (first or half.key > sequence.key) else None
 
     def _preempt(self, victim: TokenSequence[KvT], action: Action | None) -> bool:

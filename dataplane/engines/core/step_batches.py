@@ -102,7 +102,7 @@ class StepBatches(Generic[KvT]):
     def decode(self, model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """One token of each sequence whose KV is on the device. KV in host memory is swapped in, in order; none takes
         memory that is being freed for one before it. The first may preempt others for it; those behind it only
-        sequences of other models, of no higher tier, and where that pays off in this slice.
+        decoding sequences of other models, of no higher tier, and where that pays off in this slice.
         """
         ready: list[TokenSequence[KvT]] = []
         before, blocked = 0, False
@@ -121,7 +121,8 @@ class StepBatches(Generic[KvT]):
         if not pays_off(self._kv.swap_s([sequence.kv]), self._left_s()):
             return None
         here = self._allocator.decoding
-        return [one for one in here if one.model == sequence.model or one.key[0] < sequence.key[0]]
+        kept = [one for one in here if one.model == sequence.model or one.key[0] < sequence.key[0]]
+        return kept + self._allocator.half_prefilled
 
 
 def work_of(chunks: Sequence[Chunk[KvT]]) -> StepWork:

@@ -66,6 +66,16 @@ def test_the_rest_of_a_batch_takes_nothing_from_its_own_model() -> None:
     assert (third.kv.location, last.kv.location) == (HOST, DEVICE)
 
 
+@pytest.mark.parametrize("model", ["a", "b"])
+def test_no_prefill_starts_over_for_the_rest_of_a_batch(model: str) -> None:
+    slot = Slot()
+    second = in_host_memory(slot, "second", "IW-N")
+    first, half = slot.decoding("first", "a", "IW-F"), slot.half_prefilled("half", model, "NIW")
+    step = batches(slot, math.inf)
+    assert [chunk.sequence for chunk in step.decode(slot.models["a"])] == [first]
+    assert (second.kv.location, half.kv.location) == (HOST, DEVICE)
+
+
 def test_the_first_of_a_batch_takes_what_it_needs_whatever_is_left_of_the_slice() -> None:
     slot = Slot()
     first = in_host_memory(slot, "first", "NIW")
