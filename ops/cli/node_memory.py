@@ -90,11 +90,13 @@ def _copies_of_kv(checkpoint: "Checkpoint", gpus: int) -> int:
 
     if gpus == 1:
         return 1
-    config = SimpleNamespace(**checkpoint.config)
+    config, path = SimpleNamespace(**checkpoint.config), checkpoint.model["path"]
     try:
-        mine = rank_config(config, gpus, _ELEMENT_BYTES, Path(checkpoint.model["path"]))
+        mine = rank_config(config, gpus, _ELEMENT_BYTES, Path(path))
     except ModelLoadError as error:
         raise CommandError(error.message) from error
+    except AttributeError as error:
+        raise CommandError(f"{path}/config.json needs {error.name} to be divided among {gpus} GPUs") from error
     kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return gpus * int(mine.num_key_value_heads) // kv_heads
 
@@ -121,7 +123,8 @@ def _show(plan: "MemoryPlan") -> None:
     if len(plan.alone) > 1:
         print_table(f"All in one pooled slot of {slot}", memory, _rows(pooled.fits))
     share = "the largest model does not fit" if pooled.kv_share is None else f"{pooled.kv_share:g}"
-    adapters = [("TIDEPOOL_AGENT_ADAPTERS_BYTES", f"{plan.adapters_bytes} at least, in bfloat16, on each GPU")]
+    needed = "at least" if plan.gpus == 1 else "at most, as each GPU has a part of them"
+    adapters = [("TIDEPOOL_AGENT_ADAPTERS_BYTES", f"{plan.adapters_bytes} {needed}, in bfloat16")]
     print_fields(
         [
             ("TIDEPOOL_AGENT_KV_SHARE", share),

@@ -99,7 +99,8 @@ def plan_memory(
         card: each GPU.
         memory_share: of its memory that weights and KV may take; the rest is the runtime's and activations'.
         tokens: of a sequence, prompt and answer together; a model with a shorter context takes its own.
-        adapters_bytes: of all LoRA adapters that are served together.
+        adapters_bytes: of all LoRA adapters that are served together. Each GPU of several has a part, and is taken to
+            have all.
         gpus: of a slot, which run each model together.
     """
     usable = max(1, gpus * (int(card.memory_bytes * memory_share) - adapters_bytes))

@@ -78,7 +78,9 @@ def test_memory_is_planned_with_adapters(run: Run, tmp_path: Path) -> None:
     plan = run(*arguments, "--json").json
     assert plan["adapters_bytes"] == 2 * 192
     assert plan["usable_bytes"] == without["usable_bytes"] - 2 * 192
-    assert "TIDEPOOL_AGENT_ADAPTERS_BYTES" in run(*arguments).out
+    of_one, of_two = (" ".join(run(*arguments, "--gpus", gpus).out.split()) for gpus in (1, 2))
+    assert "TIDEPOOL_AGENT_ADAPTERS_BYTES 384 at least, in bfloat16" in of_one
+    assert "TIDEPOOL_AGENT_ADAPTERS_BYTES 384 at most, as each GPU has a part of them, in bfloat16" in of_two
     broken = run("node", "plan-memory", model.folder, "--adapter", tmp_path, "--card", "L4")
     assert broken.status == 1
     assert "adapter_config.json does not exist" in broken.err

@@ -1,6 +1,8 @@
 """`tidepool node plan-memory`: what of a checkpoint fits on a card, and what it refuses."""
 
+import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -39,6 +41,17 @@ def test_a_model_that_cannot_be_divided_is_refused(run: Run, folder: Path) -> No
     refused = run("node", "plan-memory", folder, "--card", "L4", "--gpus", 3)
     assert refused.status == 1
     assert "num_attention_heads=4 cannot be divided among 3 GPUs" in refused.err
+
+
+def test_a_config_without_what_is_divided_is_refused_by_its_field(run: Run, folder: Path, tmp_path: Path) -> None:
+    copied = copytree(folder, tmp_path / "copied")
+    described = json.loads((copied / "config.json").read_text())
+    del described["vocab_size"]
+    (copied / "config.json").write_text(json.dumps(described))
+    assert run("node", "plan-memory", copied, "--card", "L4").status == 0
+    refused = run("node", "plan-memory", copied, "--card", "L4", "--gpus", 2)
+    assert refused.status == 1
+    assert "config.json needs vocab_size to be divided among 2 GPUs" in " ".join(refused.err.split())
 
 
 def test_the_tables_name_each_model_and_say_that_times_are_a_guess(run: Run, folder: Path) -> None:
