@@ -177,6 +177,10 @@ class FastForwardEngine(ReplayEngine):
             return None
         return self._decode(model, singles, now_s)
 
+    def _wait(self, now_s: float) -> None:
+        self.fast_forwarded, self.batched_tokens_made = None, 0
+        super()._wait(now_s)
+
     def _steps_singly(self, model: FastForwardModel) -> bool:
         """Whether layers are offloaded, or may be in this step: then each step waits for its own loads."""
         if not self._may_lend:

@@ -96,6 +96,32 @@ def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(
     compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
 
 
+@pytest.mark.parametrize("time_slices", get_args(TimeSlices))
+def test_after_an_idle_step_no_kind_is_owed_time(time_slices: TimeSlices) -> None:
+    """The last fast-forward is not that of the step before a prompt any more."""
+    events = Events()
+    first, second = (
+        structs.replace(one, number=number, arrived_s=5.0 * number, model="m0")
+        for number, one in enumerate(traffic(2, 1.0, seed=2))
+    )
+    made = {one.number: Served(request=one, target=TARGET) for one in (first, second)}
+    settings, answers = settings_of(10**6, 64, "swap", time_slices=time_slices), answers_by_model(clairvoyant=True)
+    slot = SlotProcess(
+        0, "both", settings, events, lambda *_: None, lambda name: made[int(name)], answers=answers, renews=True
+    )
+    slot.load(MODELS)
+    seen: list[tuple[float, float]] = []
+    for one in (first, second):
+        events.at(one.arrived_s, Kind.ARRIVAL, lambda one=one: slot.add(engine_request(one)))
+    for at_s in (4.9, 5.0 + 1e-4):
+        events.at(at_s, Kind.ARRIVAL, lambda: seen.append((slot.engine.state.over_s, slot.engine.state.decode_spent_s)))
+    while events.run(100):
+        pass
+    before, after = seen
+    assert before != (0.0, 0.0), "the first request has decoded"
+    assert after == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(("rate_per_s", "kv_tokens"), [(2.0, 10**6), (4.0, 10**6), (1.0, 3000)])
 @pytest.mark.parametrize("time_slices", get_args(TimeSlices))
 def test_adapters_share_the_batches_and_the_weights_of_their_base(
