@@ -92,7 +92,7 @@ def _copies_of_kv(checkpoint: "Checkpoint", gpus: int) -> int:
         return 1
     config, path = SimpleNamespace(**checkpoint.config), checkpoint.model["path"]
     try:
-        mine = rank_config(config, gpus, _ELEMENT_BYTES, Path(path))
+        mine = rank_config(config, gpus, _ELEMENT_BYTES, path)
     except ModelLoadError as error:
         raise CommandError(error.message) from error
     except AttributeError as error:

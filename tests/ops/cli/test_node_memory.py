@@ -6,6 +6,9 @@ from shutil import copytree
 
 import pytest
 
+from ops.cli.node_memory import _copies_of_kv
+from ops.client.api import CommandError
+from ops.local.checkpoints import Checkpoint
 from ops.profiling.checkpoints import Shape, build_checkpoints
 from tests.ops.cli.running import Run
 
@@ -41,6 +44,13 @@ def test_a_model_that_cannot_be_divided_is_refused(run: Run, folder: Path) -> No
     refused = run("node", "plan-memory", folder, "--card", "L4", "--gpus", 3)
     assert refused.status == 1
     assert "num_attention_heads=4 cannot be divided among 3 GPUs" in refused.err
+
+
+def test_a_source_that_cannot_be_divided_is_named_as_it_was_given() -> None:
+    config = {"num_attention_heads": 4, "hidden_size": 64, "vocab_size": 100}
+    checkpoint = Checkpoint(model={"path": "hf://Some/model"}, config=config)
+    with pytest.raises(CommandError, match=r"^hf://Some/model: num_attention_heads=4 cannot be divided among 3 GPUs"):
+        _copies_of_kv(checkpoint, 3)
 
 
 def test_a_config_without_what_is_divided_is_refused_by_its_field(run: Run, folder: Path, tmp_path: Path) -> None:

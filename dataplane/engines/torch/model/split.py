@@ -72,8 +72,9 @@ class Split:
             at += segment.share
 
 
-def rank_config(config: Any, ranks: int, itemsize: int, folder: Path) -> Any:
-    """The config of the model that one of `ranks` ranks runs, whose weights have `itemsize` bytes.
+def rank_config(config: Any, ranks: int, itemsize: int, folder: Path | str) -> Any:
+    """The config of the model that one of `ranks` ranks runs, whose weights have `itemsize` bytes. `folder`: or another
+    source, for errors.
 
     Raises:
         ModelLoadError: the model cannot be divided among so many ranks.
