@@ -148,7 +148,11 @@ class SlotState(Struct, frozen=True, kw_only=True):
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
     def cut_short(self, now_s: float) -> "SlotState":
-        """The state after a decode turn that cannot run and waits for no transfer: the next turn begins."""
+        """The state after a turn that cannot run and waits for no transfer: by deadlines other models are tried first,
+        and in rounds the next decode turn begins.
+        """
+        if self.turn is not None and self.turn.kind == "prefill":
+            return replace(self, slice=self.slice.cut_short(self.turn.model))
         ended = replace(self.round, ends_s=min(self.round.ends_s, now_s))
         return replace(self, round=ended, slice=self.slice.cut_short())
 
@@ -215,7 +219,8 @@ def _choose_by_deadlines(
         exposed_share=alpha if exposed else 0.0,
         held=facts.load_s,
     )
-    aside = prompts_aside(work, choice.model, now_s)
+    tried = [one for one in work if one.model == choice.model or one.model not in slice_.stuck]
+    aside = prompts_aside(tried, choice.model, now_s)
     model = aside or choice.model
     groups = [group for group in facts.prefills.groups if group.model == model and model not in facts.unready]
     batch = next((one for one in able if one.model == model and not aside), None)

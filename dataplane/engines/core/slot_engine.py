@@ -280,7 +280,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         )
         took_s = self._clock() - now_s
         self.state = self.state.spent(turn.kind, took_s, ran=made is not None)
-        if made is None and turn.kind == "decode" and not self._is_awaited(turn.model):
+        if made is None and not self._is_awaited(turn.model):
             self.state = self.state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before

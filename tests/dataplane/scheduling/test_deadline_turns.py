@@ -91,3 +91,13 @@ def test_models_without_weights_in_host_memory_have_no_slice() -> None:
 def test_all_are_served_to_their_end(arrivals: list[tuple[str, Tier, int]]) -> None:
     node = Slot(settings=BY_DEADLINES)
     node.serve(arrivals)
+
+
+def test_a_prompt_without_memory_lets_other_models_try() -> None:
+    facts = slot(prefills(("c", 0.0, "IW-F"), ("a", 5.0, "IW-N")), [], "c")
+    first, state = turn_of(facts, SlotState(), 10.0)
+    again, _ = turn_of(facts, state, 10.0)
+    second, state = turn_of(facts, state.cut_short(10.0), 10.0)
+    third, _ = turn_of(facts, state.cut_short(10.0), 10.0)
+    assert [turn.model for turn in (first, again, second)] == ["c", "c", "a"]
+    assert third.model in ("a", "c"), "all were tried"
