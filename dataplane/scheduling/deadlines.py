@@ -63,10 +63,9 @@ class SliceState(Struct, frozen=True, kw_only=True):
     stuck: frozenset[str] = frozenset()
     since_s: Mapping[str, float] = field(default_factory=dict)
 
-    def cut_short(self, model: str | None = None) -> "SliceState":
-        """The state after a step of a model that could not run, by default of the one whose slice it is."""
-        stuck = model or self.model
-        return self if self.model is None or stuck is None else replace(self, stuck=self.stuck | {stuck})
+    def cut_short(self, model: str) -> "SliceState":
+        """The state after a step of a model that could not run."""
+        return replace(self, stuck=self.stuck | {model})
 
 
 class SliceChoice(Struct, frozen=True, kw_only=True):

@@ -151,10 +151,11 @@ class SlotState(Struct, frozen=True, kw_only=True):
         """The state after a turn that cannot run and waits for no transfer: by deadlines other models are tried first,
         and in rounds the next decode turn begins.
         """
-        if self.turn is not None and self.turn.kind == "prefill":
-            return replace(self, slice=self.slice.cut_short(self.turn.model))
-        ended = replace(self.round, ends_s=min(self.round.ends_s, now_s))
-        return replace(self, round=ended, slice=self.slice.cut_short())
+        assert self.turn is not None
+        slice_ = self.slice if self.slice.model is None else self.slice.cut_short(self.turn.model)
+        if self.turn.kind == "prefill":
+            return replace(self, slice=slice_)
+        return replace(self, round=replace(self.round, ends_s=min(self.round.ends_s, now_s)), slice=slice_)
 
 
 _NOTHING = SlotState()

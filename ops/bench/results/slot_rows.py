@@ -31,9 +31,11 @@ def _text(way: str, *, worse: bool) -> str:
     )
 
 
-def _row(case: str, link: str, *, models: str, worse: bool) -> ResultRow:
+def _row(case: str, link: str, *, worse: bool) -> ResultRow:
+    *most, last = map(str, _RATES)
+    rates = f"{', '.join(most)} and {last}"
     return ResultRow(
-        what=f"a slot for two of four models of 13B, {models} requests/s in all, 16 GB of KV, {link}, replay engine:"
+        what=f"a slot for two of four models of 13B, {rates} requests/s in all, 16 GB of KV, {link}, replay engine:"
         " tokens/s; tokens in time; late first tokens, with KV in the next model's place where that pays",
         arguments=(
             *("-m", "ops.bench.papers.remapping_slots", "--case", case, "--way", "swap", "--way", "auto"),
@@ -48,6 +50,6 @@ def _row(case: str, link: str, *, models: str, worse: bool) -> ResultRow:
 
 
 SLOT_ROWS: Mapping[str, ResultRow] = {
-    "lent-places-fast": _row("fast-link", "427 GB/s to the host", models="2, 3 and 4", worse=False),
-    "lent-places-pcie": _row("four", "PCIe 5", models="2, 3 and 4", worse=True),
+    "lent-places-fast": _row("fast-link", "427 GB/s to the host", worse=False),
+    "lent-places-pcie": _row("four", "PCIe 5", worse=True),
 }

@@ -24,8 +24,8 @@ class FleetLayouts:
         """Of the nodes that are not grouped as is wanted."""
         self._chosen_s: dict[str, float] = {}
         self._patience_s = patience_s
-        self._settled: dict[tuple[str, float], NodeFacts] = {}
-        """Facts of nodes that no plan has regrouped, by name and age: they stay as they are."""
+        self._settled: dict[str, NodeFacts] = {}
+        """The last facts of nodes that no plan has regrouped, by name: until they age, they stay as they are."""
 
     @property
     def count(self) -> int:
@@ -41,10 +41,10 @@ class FleetLayouts:
         """A node for the snapshot. `age_s`: for how long it has been silent."""
         if node.name in self._chosen_s:
             return self._facts(node, now_s, age_s)
-        key = node.name, age_s
-        if key not in self._settled:
-            self._settled[key] = self._facts(node, now_s, age_s)
-        return self._settled[key]
+        known = self._settled.get(node.name)
+        if known is None or known.age_s != age_s:
+            known = self._settled[node.name] = self._facts(node, now_s, age_s)
+        return known
 
     def _facts(self, node: FleetNode, now_s: float, age_s: float) -> NodeFacts:
         going = self.going(node.name)

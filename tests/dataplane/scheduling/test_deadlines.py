@@ -128,7 +128,7 @@ def test_models_that_cannot_run_are_tried_after_all_others_and_again_after_a_sli
     for _ in range(2):
         model, _, state = choose(state, now_s, *models)
         order.append(model)
-        state = state.cut_short()
+        state = state.cut_short(model)
     model, _, state = choose(state, now_s, *models)
     order.append(model)
     assert order == ["a", "b", "c"]
@@ -141,7 +141,7 @@ def test_where_no_model_can_run_all_are_tried_in_turn() -> None:
     for number in range(40):
         model, _, state = choose(state, 10.0 + number, work("a", 1.0), work("b", 2.0), work("c", 3.0))
         tried.append(model)
-        state = state.cut_short()
+        state = state.cut_short(model)
     assert set(tried[-10:]) == {"a", "b", "c"}
 
 

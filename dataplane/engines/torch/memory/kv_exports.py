@@ -3,11 +3,15 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import structlog
+
 from dataplane.engines.interface import KvEvent
 from dataplane.engines.torch.copies.base import Line
 from dataplane.engines.torch.copies.interprocess import DeviceEvents
-from dataplane.memory.events import Event
+from dataplane.memory.events import Event, TransferError
 from dataplane.memory.shared_events import EventTable, SharedTransfer, TransferState, event_file
+
+log = structlog.get_logger()
 
 SLOTS = 1024
 """Transfers of a slot at a time that are under way, or announced and not read yet."""
@@ -59,6 +63,15 @@ class KvExports:
         self._table.close()
 
     def _follow(self, transfer: SharedTransfer, copies: Event) -> None:
+        try:
+            self._follow_to_its_end(transfer, copies)
+        except TransferError:
+            pass  # it is submitted again, or given up, which the engine says then
+        except Exception:
+            log.exception("KV that was announced cannot be followed: it is computed again where it is needed")
+            self._table.note(transfer, TransferState.RELEASED)
+
+    def _follow_to_its_end(self, transfer: SharedTransfer, copies: Event) -> None:
         if self._device is None:
             copies.wait()
         else:
