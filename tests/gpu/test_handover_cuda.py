@@ -13,7 +13,7 @@ from dataplane.engines.torch.copies.interprocess import CudaEvents
 from dataplane.engines.torch.copies.open import make_stream, pinned, record_event, unpinned
 from dataplane.engines.torch.memory.kv_file import host_memory
 from dataplane.memory.events import PASSED
-from ops.bench.engine.gpu import measure_seconds
+from ops.bench.engine.handover import measure_waits
 from ops.profiling.checkpoints import Shape, build_checkpoints
 from ops.profiling.handover import measure_handovers
 
@@ -95,7 +95,7 @@ def test_a_handle_that_the_driver_refuses_is_not_waited_for() -> None:
 @pytest.mark.parametrize("kv_events", ["host", "device"])
 def test_workers_hand_over_while_kv_is_transferred(kv_events: str, tmp_path: Path) -> None:
     """Two worker processes on one GPU. How often the device waits hangs on what is quicker, copies or messages."""
-    (model,) = build_checkpoints(tmp_path / "models", [SMALL], "bfloat16", device="cuda")
+    (model,) = build_checkpoints(tmp_path / "checkpoints", [SMALL], "bfloat16", device="cuda")
     kv_token_bytes = 2 * SMALL.layers * SMALL.config["num_key_value_heads"] * SMALL.head_dim * 2
     found = measure_handovers(
         model,
@@ -113,6 +113,18 @@ def test_workers_hand_over_while_kv_is_transferred(kv_events: str, tmp_path: Pat
 
 
 def test_the_bench_tells_all_three(tmp_path: Path) -> None:
-    (model,) = build_checkpoints(tmp_path / "models", [SMALL], "bfloat16", device="cuda")
-    rows = list(measure_seconds(model, SMALL, tmp_path, device="cuda", rounds=1, prompt_tokens=1000))
+    (model,) = build_checkpoints(tmp_path / "checkpoints", [SMALL], "bfloat16", device="cuda")
+    rows = list(
+        measure_waits(
+            model,
+            SMALL,
+            tmp_path,
+            ways=("device", "host", "off"),
+            device="cuda",
+            dtype="bfloat16",
+            requests=8,
+            prompt_tokens=1000,
+            rounds=1,
+        )
+    )
     assert [row["kv_events"] for row in rows] == ["device", "host", "off"]

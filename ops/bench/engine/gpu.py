@@ -22,6 +22,7 @@ import typer
 from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.settings import TorchEngineSettings
+from ops.bench.engine.handover import measure_waits
 from ops.bench.engine.quantized import FORMATS, layer_of, quantized
 from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
@@ -36,7 +37,6 @@ from ops.profiling.checkpoints import (
 )
 from ops.profiling.decode import decode_rate, engine_run
 from ops.profiling.figures import interleaved, medians, seconds
-from ops.profiling.handover import devices_of, measure_handovers
 from ops.profiling.layerwise import measure_layerwise
 from ops.profiling.switch import measure_prefetch, measure_switch
 
@@ -136,26 +136,6 @@ def measure_starts(models: list[BenchModel], load_s: float, *, device: str, roun
         }
 
 
-def measure_seconds(
-    model: BenchModel, shape: Shape, folder: Path, *, device: str, rounds: int, prompt_tokens: int
-) -> Iterator[dict[str, Any]]:
-    """Seconds from the first to the second token of requests that are handed over, by how their KV is waited for."""
-    kv_token_bytes = 2 * shape.layers * shape.config["num_key_value_heads"] * shape.head_dim * 2
-    for kv_events in get_args(KvEvents):
-        found = measure_handovers(
-            model,
-            folder,
-            devices=devices_of(device),
-            dtype=DTYPE,
-            kv_events=kv_events,
-            requests=HANDED_OVER,
-            prompt_tokens=prompt_tokens,
-            kv_token_bytes=kv_token_bytes,
-            rounds=rounds,
-        )
-        yield {"kv_events": kv_events, "prompt_tokens": prompt_tokens, **asdict(found)}
-
-
 def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: int) -> dict[str, Any]:
     """All figures, of a model of `decoded` parameters and of two of `switched`."""
     bytes_per_s = copy_rate(torch.device(device))
@@ -169,7 +149,17 @@ def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: i
     found["starts"] = list(measure_starts(pair, found["switch"]["details"]["switch_s"], device=device, rounds=rounds))
     notes().print("handovers")
     found["handovers"] = list(
-        measure_seconds(pair[0], shape_of(switched), folder, device=device, rounds=rounds, prompt_tokens=HANDED_TOKENS)
+        measure_waits(
+            pair[0],
+            shape_of(switched),
+            folder,
+            ways=get_args(KvEvents),
+            device=device,
+            dtype=DTYPE,
+            requests=HANDED_OVER,
+            prompt_tokens=HANDED_TOKENS,
+            rounds=rounds,
+        )
     )
     notes().print("decode steps")
     (model,) = built(folder / "decoded", [shape_of(decoded)])

@@ -1,7 +1,5 @@
 """The GPU benchmark, whose parts run on a CPU as well, with tiny models."""
 
-from pathlib import Path
-
 import pytest
 
 from ops.bench.engine import gpu
@@ -50,18 +48,3 @@ def test_what_a_start_hides_is_told_where_something_can_be_hidden(
         some["hidden"] == pytest.approx((some["whole_s"] - some["layerwise_s"]) / (some["whole_s"] - some["run_s"]))
         or some["whole_s"] <= some["run_s"]
     )
-
-
-@pytest.mark.slow
-def test_second_tokens_are_measured_by_how_their_kv_is_waited_for(
-    models: list[BenchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A CPU has no events for a device to wait for."""
-    monkeypatch.setattr(gpu, "HANDED_OVER", 3)
-    rows = list(gpu.measure_seconds(models[0], TINY, tmp_path, device="cpu", rounds=1, prompt_tokens=40))
-    assert [row["kv_events"] for row in rows] == ["device", "host", "off"]
-    assert all(0 < row["gap_s"] <= row["longest_s"] for row in rows)
-    assert all(sum(row["waited_for"].values()) == 2 * 3 for row in rows)
-    assert all(row["waited_for"]["device"] == 0 for row in rows)
-    assert rows[2]["waited_for"]["host"] == 0
-    assert not (tmp_path / "kv").exists()
