@@ -253,7 +253,7 @@ end
 local left = math.floor(cjson.decode(stored).requests) - total - tonumber(ARGV[8])
 local granted = math.max(0, math.min(tonumber(ARGV[7]), left))
 local own = tonumber(ARGV[2]) + tonumber(ARGV[8]) + granted
-redis.call('HSET', KEYS[1], ARGV[1], own .. ' ' .. string.format('%.3f', now_s))
+redis.call('HSET', KEYS[1], ARGV[1], own .. ' ' .. string.format('%.6f', now_s))
 return granted
 """
 )
