@@ -1,11 +1,20 @@
 """Alembic migrations of the Postgres schema."""
 
 import functools
+import time
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from psycopg.errors import DeadlockDetected, LockNotAvailable
+from sqlalchemy.exc import OperationalError
+
+from controlplane.errors import SchemaError
+
+PATIENCE_S = 120.0
+"""For how long an upgrade tries to get its locks from running processes, by default."""
+_PAUSE_S = 0.5
 
 
 def config_for(url: str) -> Config:
@@ -16,9 +25,29 @@ def config_for(url: str) -> Config:
     return config
 
 
-def upgrade(url: str, revision: str = "head") -> None:
-    """Bring a database to a revision. Running it twice, or twice at once, is harmless."""
-    command.upgrade(config_for(url), revision)
+def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) -> None:
+    """Bring a database to a revision. Running it twice, or twice at once, is harmless.
+
+    Processes may go on meanwhile: where one holds a lock that it needs for longer than `migrations/env.py` waits,
+    everything is rolled back and begun again, until `patience_s` are over.
+
+    Raises:
+        SchemaError: some transaction kept its locks for all that time. The database is as it was.
+    """
+    give_up_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return command.upgrade(config_for(url), revision)
+        except OperationalError as error:
+            if not isinstance(error.orig, LockNotAvailable | DeadlockDetected):
+                raise
+            if time.monotonic() >= give_up_s:
+                raise SchemaError(
+                    f"the schema could not be changed within {patience_s:g} s, and nothing was changed: other"
+                    f" connections hold locks ({error.orig}: {error.statement}). End long transactions, such as a"
+                    " pg_dump (they are in pg_stat_activity), and migrate again"
+                ) from error
+        time.sleep(_PAUSE_S)
 
 
 @functools.cache

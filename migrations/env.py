@@ -53,6 +53,10 @@ for module, table in (
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
+_LOCK_TIMEOUT = "500ms"
+"""For so long requests queue behind a migration that waits for a table. Shorter than PostgreSQL's deadlock_timeout (1 s
+by default), so that of a migration and a request that wait for each other the migration gives way.
+"""
 
 
 def run() -> None:
@@ -65,6 +69,7 @@ def run() -> None:
         context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)
         with context.begin_transaction():
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
             context.run_migrations()
     engine.dispose()
 
