@@ -9,21 +9,24 @@ at those prices, for the whole fleet, and region by region.
     tables.py   the problem as arrays              neighbourhood.py  the columns nearest to the best
     search.py   one endpoint, exactly              regions.py        a better bound for one region, by HiGHS
     relax.py    its relaxation                     models.py         a better bound for each model
-    columns.py  configurations, as columns         repair.py         a first choice, made to fit
-    dual.py     prices, and what they prove        choice.py         one column for each endpoint, by HiGHS
+    columns.py  configurations, as columns         ascent.py         prices at which models prove more
+    dual.py     prices, and what they prove        repair.py         a first choice, made to fit
+                                                   choice.py         one column for each endpoint, by HiGHS
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost
 from controlplane.policies.placement.grid import Answer, Grid
+from controlplane.policies.placement.priced.ascent import ascend
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.columns import Rows
 from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual, soft_choice
-from controlplane.policies.placement.priced.models import model_gains
+from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import (
     Neighbourhood,
     neighbourhood_columns,
@@ -31,7 +34,7 @@ from controlplane.policies.placement.priced.neighbourhood import (
 )
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.repair import Incumbent, incumbent_of, moved, pool_gpus, relieved, rounded
-from controlplane.policies.placement.priced.tables import Tables, build_tables
+from controlplane.policies.placement.priced.tables import Ints, Tables, build_tables
 
 SAFETY = 0.98
 """The share of the gap that is aimed at: the fleet that it is a share of is not known before it is chosen."""
@@ -52,7 +55,8 @@ class PriceSettings:
     """Limits of the search; none is a time, so that the same facts end the same way.
 
     Attributes:
-        climb_rounds: of raising the bound by better prices; fewer where it rises no more.
+        climb_rounds: of raising the bound by better prices; fewer where it rises no more. `ascent_rounds`: of prices at
+            which whole models prove more, where the first choice does not do.
         choices: columns that each choice for the whole fleet may take in addition to the incumbent's, and the share of
             the gap to which it is solved; one after the other, until the gap is reached.
         neighbourhood_max: near columns in all, about; `neighbourhood_each_most` and `neighbourhood_each_least` for each
@@ -63,6 +67,7 @@ class PriceSettings:
     """
 
     climb_rounds: int = 24
+    ascent_rounds: int = 6
     choices: tuple[tuple[int, float], ...] = ((2_500, 1.0), (4_000, 0.6), (8_000, 0.4), (16_000, 0.4))
     neighbourhood_max: int = 40_000
     neighbourhood_each_most: int = 100
@@ -125,10 +130,14 @@ class _Search:
             max(limits.neighbourhood_max // size, limits.neighbourhood_each_least), limits.neighbourhood_each_most
         )
         spare = SPARE * fleet / size * min(1.0, each_max / FEW)
-        near = neighbourhood_columns(tables, dual, incumbent, spare=spare, each_max=each_max)
+        near_at = partial(neighbourhood_columns, tables, incumbent=incumbent, spare=spare, each_max=each_max)
+        near = near_at(dual)
         bound = dual.bound + self._gain(dual, near, fleet)
         best = self._bounded(best, bound)
-        for number, share in limits.choices:
+        for turn, (number, share) in enumerate(limits.choices):
+            if turn == 1 and not self._ends_with(best) and self._small_models():
+                bound = max(bound, ascend(tables, dual, near_at, limits.ascent_rounds, self._should_stop).bound)
+                best = self._bounded(best, bound)
             if self._ends_with(best):
                 break
             slack = SAFETY * self._gap * fleet_cost(self._grid, best)
@@ -161,7 +170,7 @@ class _Search:
         tables, limits = self._tables, self._limits
         gpu, _host, token = dual.rows.of_places(dual.prices)
         gpu = gpu.reshape(tables.capacity.shape)
-        here = (tables.segment_max.sum(axis=2) > 0).sum(axis=1)
+        here = self._cells()
         least = configurations_at(tables, dual.rows, dual.prices).least
         low = np.bincount(tables.region_of, weights=least) - (gpu * tables.capacity).sum(axis=1)
         small = (np.bincount(tables.region_of, weights=here) <= limits.part_cells_max) & (gpu > 0).any(axis=1)
@@ -173,10 +182,17 @@ class _Search:
             bound = region_bound(tables, j, token, gap_abs=nearness, nodes_max=nodes, should_stop=self._should_stop)
             regions[j] = max(0.0, bound - low[j])
         share = regions / np.maximum(regions + MODELS_SHARE * fleet, LEAST_GAIN)
-        if np.bincount(tables.model_of, weights=here).max() > limits.part_cells_max:
+        if not self._small_models():
             return float(regions.sum())
-        models = model_gains(tables, near, token, (regions, share))
+        models = whole_models(tables, near, token, (regions, share)).gains
         return float(max(regions.sum(), share @ regions + models.sum()))
+
+    def _cells(self) -> Ints:
+        """GPU types that each endpoint may have instances of, [E]."""
+        return np.asarray((self._tables.segment_max.sum(axis=2) > 0).sum(axis=1))
+
+    def _small_models(self) -> bool:
+        return bool(np.bincount(self._tables.model_of, weights=self._cells()).max() <= self._limits.part_cells_max)
 
     def _chosen(self, rows: Rows, near: Neighbourhood, number: int, effort: Effort) -> Incumbent:
         """Choose for the whole fleet, with so many more columns open, then for one region after the other, with all

@@ -22,7 +22,7 @@ from controlplane.policies.placement.grid import Answer, grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual
-from controlplane.policies.placement.priced.models import model_gains
+from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
@@ -122,7 +122,7 @@ def test_a_share_of_the_regions_gains_and_those_of_models_add_up_to_a_bound(
     nothing = incumbent_of(dual.columns, dual.columns.first)
     near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=20)
     regions, token = _gains_of_regions(tables, dual), dual.rows.of_places(dual.prices)[2]
-    models = model_gains(tables, near, token, (regions, np.full(len(regions), share)))
+    models = whole_models(tables, near, token, (regions, np.full(len(regions), share))).gains
     assert (models >= -1e-9).all()
     exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
     assert exact is not None
@@ -138,8 +138,8 @@ def test_a_model_that_needs_half_an_instance_pays_for_a_whole_one(spare: float, 
     nothing = incumbent_of(dual.columns, dual.columns.first)
     near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=50)
     none = np.zeros(1)
-    models = model_gains(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
-    assert models == pytest.approx([gain], rel=1e-2)
+    models = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
+    assert models.gains == pytest.approx([gain], rel=1e-2)
 
 
 @settings(max_examples=15)
