@@ -7,6 +7,7 @@ from typing import Any
 from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
 from ops.bench.results.fleet_rows import FLEET_ROWS
 from ops.bench.results.hardware_rows import HARDWARE_ROWS
+from ops.bench.results.placement_rows import PLACEMENT_ROWS
 from ops.bench.results.row import DATA, ResultRow
 from ops.bench.results.slot_rows import SLOT_ROWS
 
@@ -44,6 +45,7 @@ ROWS: Mapping[str, ResultRow] = {
     **AEGAEON_ROWS,
     **FLEET_ROWS,
     **HARDWARE_ROWS,
+    **PLACEMENT_ROWS,
     **SLOT_ROWS,
     "fleet": ResultRow(
         what="GPUs for 28 + 19 models shaped like Aegaeon's fleet: the least that keep up, one instance each, one"

@@ -2,6 +2,7 @@
 
 from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
 from ops.bench.results.fleet_rows import FLEET_ROWS
+from ops.bench.results.placement_rows import PLACEMENT_ROWS
 
 
 def test_a_limit_is_a_mean_and_its_range_and_the_metric_that_loses_is_bold() -> None:
@@ -38,3 +39,13 @@ def test_variants_are_compared_by_the_hours_of_the_first_over_the_second() -> No
     assert row.cells(values)[1] == "32.0 for 64.0 (-50%); 10.0% for 30.0%"
     assert (values["late1_least"], values["late1_most"]) == (0.2, 0.4)
     assert "7 requests at 4.8/s" in row.cells(values)[0]
+
+
+def test_placements_are_read_by_solver_and_gap() -> None:
+    row = PLACEMENT_ROWS["placement"]
+    one = {"shape": "20 x 20 x 5", "wanted_gap": 0.001, "reached": 10, "cpu_s": 5.0, "cpu_most_s": 12.9}
+    other = one | {"wanted_gap": 0.005, "reached": 9}
+    solvers = [one | {"solver": "plain, HiGHS", "reached": 1}, other | {"solver": "ours, by prices"}]
+    values = row.values({"medians": [*solvers, one | {"solver": "ours, by prices"}]})
+    assert row.cells(values)[1] == "10; 5.0, 12.9"
+    assert row.cells(values)[2].endswith("60 s: 1; 5, 13")
