@@ -1,9 +1,10 @@
 """Alembic's entry. The URL comes from the config that `migrations.upgrade` makes, or from TIDEPOOL_DATABASE_URL."""
 
+import time
 from typing import Any
 
 from alembic import context
-from psycopg import Connection
+from psycopg import Connection, Cursor
 from sqlalchemy import create_engine, event, pool
 
 from controlplane.database_address import psycopg_url
@@ -53,9 +54,10 @@ for module, table in (
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
-_LOCK_TIMEOUT = "500ms"
-"""For so long requests queue behind a migration that waits for a table. Shorter than PostgreSQL's deadlock_timeout (1 s
-by default), so that of a migration and a request that wait for each other the migration gives way.
+_LOCKS_WITHIN_S = 0.5
+"""How long after its first lock a migration waits for others at most. A request that waits behind the first looks for a
+deadlock after PostgreSQL's deadlock_timeout (1 s by default), and is undone where it finds one: of two that wait for
+each other, the migration has given way by then.
 """
 
 
@@ -69,9 +71,24 @@ def run() -> None:
         context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)
         with context.begin_transaction():
             connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
+            event.listen(connection, "before_cursor_execute", _LockTimeout())
             context.run_migrations()
     engine.dispose()
+
+
+class _LockTimeout:
+    """Limits how long each statement waits for a lock: all together for `_LOCKS_WITHIN_S` after the first that may hold
+    one, and later ones not at all.
+    """
+
+    def __init__(self) -> None:
+        self._until_s: float | None = None
+
+    def __call__(self, _connection: object, cursor: Cursor[Any], statement: str, *_: object) -> None:
+        if self._until_s is None and not statement.startswith("SELECT"):
+            self._until_s = time.monotonic() + _LOCKS_WITHIN_S
+        left_s = _LOCKS_WITHIN_S if self._until_s is None else self._until_s - time.monotonic()
+        cursor.execute(f"SET LOCAL lock_timeout = {max(1, round(left_s * 1000))}")  # 0 would be no limit
 
 
 def _check_encoding(connection: Connection[Any], _record: object) -> None:
