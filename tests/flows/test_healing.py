@@ -42,7 +42,7 @@ def _kill_each(stack: LocalStack) -> None:
     for name in stack.supervisor.pids():
         before = stack.supervisor.restarts()[name]
         os.kill(stack.supervisor.pids()[name], signal.SIGKILL)
-        wait_until(lambda n=name, b=before: stack.supervisor.restarts()[n] > b, f"{name} restarted", 15.0)  # type: ignore[misc]
+        wait_until(lambda n=name, b=before: stack.supervisor.restarts()[n] > b, f"{name} restarted")  # type: ignore[misc]
         stack.supervisor.wait_ready(180.0)
 
 
