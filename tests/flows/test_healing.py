@@ -79,8 +79,8 @@ def test_killing_any_child_loses_nothing_and_a_second_start_finds_its_data(
         assert client.batches.retrieve(batch_id).status == "completed"
         wait_ready(admin, len(MODELS) * 3)
         _answers(client)
-        metrics = httpx.get(f"{again.url}/metrics").text
-        assert 'tidepool_requests_total{model="tide",outcome="ok"' in metrics
+        counted = 'tidepool_requests_total{model="tide",outcome="ok"'
+        wait_until(lambda: counted in httpx.get(f"{again.url}/metrics").text, "it is counted a little after its end")
 
 
 def _alive(pid: int) -> bool:
