@@ -72,10 +72,34 @@ def test_a_migration_that_got_its_locks_one_by_one_gives_way_too(
             each.result()
 
 
-def test_a_transaction_that_does_not_end_is_named_and_nothing_is_changed(
+def test_requests_that_follow_each_other_keep_no_migration_from_its_locks(
+    engine: Engine, database_url: str, config: Config
+) -> None:
+    """There is always one that holds a table of a later migration and waits for one of an earlier."""
+    command.downgrade(config, "0036")
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            with engine.begin() as request:
+                request.execute(text("SELECT count(*), pg_sleep(0.05) FROM models"))
+                request.execute(text("SELECT count(*) FROM nodes"))
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        try:
+            migrations.upgrade(database_url)
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
+
+
+def test_a_transaction_that_does_not_end_is_named_and_the_migrations_before_stay(
     engine: Engine, config: Config, database_url: str
 ) -> None:
-    command.downgrade(config, BEFORE_OWNERS)
+    revisions = migrations.revisions()
+    command.downgrade(config, revisions[revisions.index(BEFORE_OWNERS) + 1])
     with engine.begin() as dump:
         dump.execute(text("SELECT count(*) FROM models"))
         with pytest.raises(SchemaError, match=r"within 0 s.*ALTER TABLE models.*pg_dump"):
