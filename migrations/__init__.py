@@ -28,11 +28,11 @@ def config_for(url: str) -> Config:
 def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) -> None:
     """Bring a database to a revision. Running it twice, or twice at once, is harmless.
 
-    Processes may go on meanwhile: where one holds a lock that it needs for longer than `migrations/env.py` waits,
-    everything is rolled back and begun again, until `patience_s` are over.
+    Processes may go on meanwhile: where one holds a lock that a migration needs for longer than `migrations/env.py`
+    waits, that migration is rolled back and begun again, until `patience_s` are over.
 
     Raises:
-        SchemaError: some transaction kept its locks for all that time. The database is as it was.
+        SchemaError: some transaction kept its locks for all that time. The migrations before this one are done.
     """
     give_up_s = time.monotonic() + patience_s
     while True:
@@ -43,9 +43,9 @@ def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) ->
                 raise
             if time.monotonic() >= give_up_s:
                 raise SchemaError(
-                    f"the schema could not be changed within {patience_s:g} s, and nothing was changed: other"
-                    f" connections hold locks ({error.orig}: {error.statement}). End long transactions, such as a"
-                    " pg_dump (they are in pg_stat_activity), and migrate again"
+                    f"the schema could not be changed within {patience_s:g} s: other connections hold locks"
+                    f" ({error.orig}: {error.statement}). End long transactions, such as a pg_dump (they are in"
+                    " pg_stat_activity), and migrate again, which goes on from the last migration that was made"
                 ) from error
         time.sleep(_PAUSE_S)
 

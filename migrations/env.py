@@ -1,9 +1,10 @@
 """Alembic's entry. The URL comes from the config that `migrations.upgrade` makes, or from TIDEPOOL_DATABASE_URL."""
 
+import time
 from typing import Any
 
 from alembic import context
-from psycopg import Connection
+from psycopg import Connection, Cursor
 from sqlalchemy import create_engine, event, pool
 
 from controlplane.database_address import psycopg_url
@@ -53,25 +54,53 @@ for module, table in (
 ):
     assert table in tables.Base.metadata.tables, f"{module.__name__} adds its tables to the same metadata"
 target = tables.Base.metadata
-_LOCK_TIMEOUT = "500ms"
-"""For so long requests queue behind a migration that waits for a table. Shorter than PostgreSQL's deadlock_timeout (1 s
-by default), so that of a migration and a request that wait for each other the migration gives way.
+_LOCKS_WITHIN_S = 0.5
+"""How long after its first lock a migration waits for others at most, while it keeps those that it has. A request that
+waits behind the first looks for a deadlock after PostgreSQL's deadlock_timeout (1 s by default), and is undone where it
+finds one: of two that wait for each other, the migration has given way by then.
 """
 
 
 def run() -> None:
-    """Run migrations in one transaction, under an advisory lock so that two processes never migrate at once."""
+    """Run migrations, each in a transaction of its own, under an advisory lock so that two processes never migrate at
+    once. The lock is held by a transaction beside them, since a proxy may pool connections by transaction.
+    """
     given = context.config.get_main_option("sqlalchemy.url")
     url = psycopg_url(given) if given else Settings().database_url.get_secret_value()
     engine = create_engine(url, poolclass=pool.NullPool)
     event.listen(engine, "connect", _check_encoding, insert=True)  # SQLAlchemy's own first look fails on bytes
-    with engine.connect() as connection:
-        context.configure(connection=connection, target_metadata=target, compare_type=True, compare_server_default=True)
+    with engine.connect() as alone, engine.connect() as connection:
+        alone.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
+        limit = _LockTimeout()
+        event.listen(connection, "begin", limit.begin)
+        event.listen(connection, "before_cursor_execute", limit.set)
+        context.configure(
+            connection=connection,
+            target_metadata=target,
+            compare_type=True,
+            compare_server_default=True,
+            transaction_per_migration=True,
+        )
         with context.begin_transaction():
-            connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
-            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_TIMEOUT}'")
             context.run_migrations()
     engine.dispose()
+
+
+class _LockTimeout:
+    """Limits how long each statement of a transaction waits for a lock: all together for `_LOCKS_WITHIN_S` after the
+    first that may hold one, and later ones not at all.
+    """
+
+    def begin(self, _connection: object) -> None:
+        """A transaction has no lock yet."""
+        self._until_s: float | None = None
+
+    def set(self, _connection: object, cursor: Cursor[Any], statement: str, *_: object) -> None:
+        """Before a statement."""
+        if self._until_s is None and not statement.startswith("SELECT"):
+            self._until_s = time.monotonic() + _LOCKS_WITHIN_S
+        left_s = _LOCKS_WITHIN_S if self._until_s is None else self._until_s - time.monotonic()
+        cursor.execute(f"SET LOCAL lock_timeout = {max(1, round(left_s * 1000))}")  # 0 would be no limit
 
 
 def _check_encoding(connection: Connection[Any], _record: object) -> None:

@@ -47,11 +47,12 @@ class Servers:
     @contextlib.contextmanager
     def frozen_postgres(self) -> Iterator[None]:
         """Postgres hangs: its kernel takes connections, and nobody answers."""
-        postmaster = int((self.postgres.data / "postmaster.pid").read_text().split()[0])
         engine = create_engine(self.postgres.url())
         with engine.connect() as connection:
-            frozen = [postmaster, *connection.scalars(text("SELECT pid FROM pg_stat_activity"))]
-            for pid in frozen:
+            postmaster = _stop_postmaster(self.postgres)
+            others = list(connection.scalars(text("SELECT pid FROM pg_stat_activity")))
+            frozen = [postmaster, *others]
+            for pid in others:
                 os.kill(pid, signal.SIGSTOP)
             try:
                 yield
@@ -65,9 +66,17 @@ class Servers:
             self.stop(name)
 
 
+def _stop_postmaster(server: EmbeddedPostgres) -> int:
+    """Suspend the first process of a Postgres: from then on it starts no other, and none is gone that has ended."""
+    postmaster = int((server.data / "postmaster.pid").read_text().split()[0])
+    os.kill(postmaster, signal.SIGSTOP)
+    return postmaster
+
+
 @contextlib.contextmanager
 def suspended(server: EmbeddedPostgres) -> Iterator[None]:
     """Every process of a Postgres is stopped meanwhile (on Linux): it takes connections and answers none."""
+    _stop_postmaster(server)
     pids = list(server.processes())
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)

@@ -120,7 +120,9 @@ class Upgrade:
         return [name for name in self._stack.local.supervisor.pids() if name not in SERVERS]
 
     async def _replace(self, what: str, name: str, tree: Path) -> None:
-        """SIGTERM, as at a planned restart, and wait for the other release's process (on Linux)."""
+        """SIGTERM, as at a planned restart, and wait for the other release's process (on Linux), after an agent until
+        every endpoint has its instances again: the next one may be all that a model has besides.
+        """
         supervisor = self._stack.local.supervisor
         began_s, pid = time.monotonic(), supervisor.pids()[name]
         self._releases.choose(name, tree)
@@ -135,6 +137,8 @@ class Upgrade:
         await asyncio.to_thread(supervisor.wait_ready, REPLACE_TIMEOUT_S)
         if (runs := await asyncio.to_thread(Path(f"/proc/{supervisor.pids()[name]}/cwd").readlink)) != tree:
             raise RuntimeError(f"{name} should run in {tree}, and runs in {runs}")
+        if kind_of_process(name) == "agent":
+            await self._stack.wait_ready()
         lasted_s = time.monotonic() - began_s
         self.made.append(
             InjectedFault(kind=what, victim=name, at_s=round(began_s - self._started_s, 1), lasted_s=round(lasted_s, 1))

@@ -27,7 +27,7 @@ REPLAY_NODES = tuple(
     )
     for region in REGIONS
 )
-StackMaker = Callable[[Path], AbstractContextManager[LocalStack]]
+StackMaker = Callable[..., AbstractContextManager[LocalStack]]
 
 
 @contextmanager

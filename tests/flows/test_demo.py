@@ -48,7 +48,7 @@ def test_the_demo_does_the_main_job_and_leaves_nothing_behind(tmp_path: Path) ->
         assert words in ended.stdout, ended.stdout
     spoken, why_not = "The capital of France is Paris.", "Without the pretrained model smollm2-135m: "
     assert (spoken in ended.stdout) is not (why_not in ended.stdout), ended.stdout
-    assert _left_behind(str(tmp_path)) == []
+    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended")  # a killed one is there for a moment
     assert not list(tmp_path.glob("tidepool-demo-*"))
 
 
@@ -94,4 +94,4 @@ def test_up_says_ready_serves_and_ends_with_all_its_children(tmp_path: Path) -> 
         finally:
             up.send_signal(signal.SIGTERM)
         assert up.wait(120) == 0
-    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended", 5.0)
+    wait_until(lambda: _left_behind(str(tmp_path)) == [], "every child ended")

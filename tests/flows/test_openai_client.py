@@ -305,7 +305,7 @@ class TestLeaving:
         )
         for _, _chunk in zip(range(3), stream, strict=False):
             pass
-        assert _in_flight(admin) == 1
+        wait_until(lambda: _in_flight(admin) == 1, "what was asked before has ended on the node too")
         stream.close()
         wait_until(lambda: _in_flight(admin) == 0, "the node is free")
 

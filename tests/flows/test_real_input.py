@@ -58,7 +58,12 @@ def _import_weeks(admin: Api) -> int:
 
 @pytest.mark.slow
 def test_real_weeks_are_forecast_planned_scaled_and_served(make_stack: StackMaker, tmp_path: Path) -> None:
-    with make_stack(tmp_path) as stack, client_of(stack) as client, admin_of(stack) as admin:
+    by_hand = {"TIDEPOOL_PLAN_APPROVAL": "always"}  # the schedule's plans, which know of no demand today, wait
+    with (
+        make_stack(tmp_path, environment=by_hand) as stack,
+        client_of(stack) as client,
+        admin_of(stack) as admin,
+    ):
         for region in SHARE:
             admin.put(f"/admin/regions/{region}", {})
         origin_s = _import_weeks(admin)

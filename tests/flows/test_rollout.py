@@ -73,7 +73,7 @@ class Streams:
 
 
 def begin(admin: Api, model: str) -> str:
-    body = {"alias": "tide", "model": model, "steps": [25, 100], "hold_s": 3.0, "answers_min": 5, "worse_max": 0.5}
+    body = {"alias": "tide", "model": model, "steps": [25, 100], "hold_s": 3.0, "answers_min": 5, "worse_max": 1.0}
     return str(admin.post("/admin/rollouts", body)["id"])
 
 

@@ -12,7 +12,8 @@ import psycopg
 from controlplane.database_address import libpq_url
 
 EVERY_S = 0.5
-_WITHIN_S = 5.0
+_WITHIN_S, _COPY_WITHIN_S = 5.0, 1.0
+"""Of an answer of a gateway and of a copy. While a copy hangs, its gateway is still asked every other second."""
 _ROUNDED_S = 0.1
 
 
@@ -99,7 +100,7 @@ class AgeWatch:
 async def _newest_mark(address: str) -> int | None:
     """The newest mark that a copy has; None: it does not say."""
     with suppress(psycopg.Error, TimeoutError):
-        async with asyncio.timeout(_WITHIN_S), await psycopg.AsyncConnection.connect(address) as connection:
+        async with asyncio.timeout(_COPY_WITHIN_S), await psycopg.AsyncConnection.connect(address) as connection:
             row = await (await connection.execute("SELECT coalesce(max(number), 0) FROM drill_marks")).fetchone()
             return int(row[0]) if row else None
     return None

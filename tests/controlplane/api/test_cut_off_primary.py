@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from sqlalchemy import select, text
 
 import migrations
+from controlplane.planner.plan import hour_nearest
 from controlplane.policies.lifecycle import PlanState
 from controlplane.settings import Settings
 from controlplane.store.batch_tables import Batch, File
@@ -138,7 +139,7 @@ def test_a_cut_off_primary_promises_nothing_and_is_obeyed_by_nobody(cluster: Clu
         of_old = link.follow(old)
         assert (of_old.term, link.agent.term) == (1, 1)
         with cluster.database.transaction() as session:
-            plan, entries = a_plan(fleet_index(session), window_start_s=int(time.time()) // 3600 * 3600)
+            plan, entries = a_plan(fleet_index(session), window_start_s=hour_nearest(time.time()))
             plan_id, index = plan.id, plan.fleet_index
             assert add_plan(session, plan, entries)
         cluster.cut_off()

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from controlplane.api.process_group import GroupMember, bound_sockets, merged
 from controlplane.errors import InvalidValueError
 from controlplane.settings import Settings
 from controlplane.store.tenants import Tenant, put_tenant
+from ops.local.ports import free_port
 from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served, until
 
 PROCESSES = 3
@@ -96,16 +97,21 @@ class Group:
     def children(self) -> set[int]:
         """Ids of the processes that serve."""
         found = Path(f"/proc/{self.parent.pid}/task").glob("*/children")
-        pids = {int(pid) for each in found for pid in each.read_text().split()}
-        return {pid for pid in pids if b"--group" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+        pids = {int(pid) for each in found for pid in read(each).split()}
+        return {pid for pid in pids if b"--group" in read(Path(f"/proc/{pid}/cmdline"))}
+
+
+def read(file: Path) -> bytes:
+    """What the kernel says of a process; nothing of one that has just ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return file.read_bytes()
+    return b""
 
 
 @contextmanager
 def group_of(world: World, folder: Path, **changes: Any) -> Iterator[Group]:
     settings, agent, log = world.settings, FakeAgent(), folder / "api.log"
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     environment = {
         "TIDEPOOL_DATABASE_URL": settings.database_url.get_secret_value(),
         "TIDEPOOL_REDIS_URL": settings.redis_url.get_secret_value(),
@@ -150,12 +156,12 @@ def test_limits_hold_for_all_processes_together(world: World, tmp_path: Path) ->
         group.agent.then = "held"
         answers = [threads.submit(group.chat, together) for _ in range(asked)]
         until(lambda: sum(answer.done() for answer in answers) == asked - at_once)
-        assert sum(value for _, value in group.samples("tidepool_streams")) == at_once
+        until(lambda: sum(value for _, value in group.samples("tidepool_streams")) == at_once)
         group.agent.freed.set()
         assert Counter(answer.result().status_code for answer in answers) == {200: at_once, 429: asked - at_once}
 
-        served = group.samples("tidepool_requests_total")
-        assert sum(value for _, value in served) == statuses[200] + at_once
+        served = statuses[200] + at_once  # each is counted a little after its end
+        until(lambda: sum(value for _, value in group.samples("tidepool_requests_total")) == served)
         assert {labels["process"] for labels, _ in group.samples("tidepool_streams")} == {"0", "1", "2"}
         refusing = {labels["process"] for labels, _ in group.samples("tidepool_limit_refusals_total")}
         assert len(refusing) > 1, "one process alone was asked"
@@ -186,7 +192,7 @@ def test_a_process_that_hangs_is_replaced_since_it_would_get_connections_for_eve
         before = group.children()
         hung = min(before)
         os.kill(hung, signal.SIGSTOP)
-        until(lambda: len(group.children() - before) == 1 and b"is up again" in group.log.read_bytes())
-        assert hung not in group.children()
+        until(lambda: hung not in group.children() and b"is up again" in group.log.read_bytes())
+        until(lambda: len(group.children()) == PROCESSES)  # one that is slow may be taken for one that hangs
         assert b"has not answered for 4 s" in group.log.read_bytes()
         assert [group.chat(key).status_code for _ in range(10)] == [200] * 10

@@ -1,7 +1,9 @@
 """The request log: one record for each interactive request, however it ends, found by its id."""
 
+import json
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -141,31 +143,38 @@ def test_a_stream_that_breaks_in_the_middle(world: World) -> None:
     assert (row["outcome"], row["status"], row["completion_tokens"]) == ("worker_lost", 503, 2)
 
 
+@contextmanager
+def sending(log: Log, body: str, *, path: str, length: int | None = None) -> Iterator[None]:
+    """A client that has sent this much of its request, and reads no answer."""
+    host, port = log.gateway.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as client:
+        client.sendall(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {log.gateway.secret}\r\nX-Request-Id: {ID}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {length or len(body)}\r\n\r\n{body}".encode()
+        )
+        yield
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves(log: Log, agents: tuple[FakeAgent, FakeAgent], stream: bool) -> None:
     agents[0].then = "hang later"
     body = {"model": "tide", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
-    http, headers = log.gateway.http, {"x-request-id": ID}
     log.sent += 1
     if stream:
-        with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+        headers = {"x-request-id": ID}
+        with log.gateway.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
             next(answer.iter_lines())
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            http.post("/v1/chat/completions", json=body, headers=headers, timeout=0.5)
+        with sending(log, json.dumps(body), path="/v1/chat/completions"):
+            until(lambda: agents[0].asked)
     row = log.last()
     assert (row["outcome"], row["status"], row["nodes"]) == ("cancelled", 499, ["n0"])
 
 
 def test_a_client_that_leaves_before_its_request_is_whole(log: Log) -> None:
-    host, port = log.gateway.url.removeprefix("http://").split(":")
-    key = log.gateway.secret
-    with socket.create_connection((host, int(port))) as client:
-        client.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX-Request-Id: {ID}\r\n"
-            'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"model":'.encode()
-        )
     log.sent += 1
+    with sending(log, '{"model":', path="/v1/completions", length=100):
+        pass
     assert (log.last()["outcome"], log.last()["status"]) == ("cancelled", 499)
 
 

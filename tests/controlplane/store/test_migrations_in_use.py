@@ -1,11 +1,12 @@
 """A database is migrated while processes read and write it."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, text
 
 import migrations
 from controlplane.errors import SchemaError
@@ -17,7 +18,13 @@ HAS_OWNERS = text(
     "SELECT count(*) FROM information_schema.columns WHERE table_name = 'regions' AND column_name = 'owner'"
 )
 VERSION = text("SELECT version_num FROM alembic_version")
-WAITS_FOR_MODELS = text("SELECT count(*) FROM pg_locks WHERE relation = 'models'::regclass AND NOT granted")
+WAITS = text("SELECT count(*) FROM pg_locks WHERE relation = CAST(:table AS regclass) AND NOT granted")
+HELD_S = 0.35
+"""Longer than half of what a migration waits for its locks, and shorter than the whole."""
+
+
+def is_waited_for(connection: Connection, table: str) -> bool:
+    return bool(connection.execute(WAITS, {"table": table}).scalar_one())
 
 
 def test_of_a_request_and_a_migration_that_wait_for_each_other_the_migration_gives_way(
@@ -29,17 +36,70 @@ def test_of_a_request_and_a_migration_that_wait_for_each_other_the_migration_giv
         with engine.begin() as request, autocommit.connect() as other:
             request.execute(text("SELECT count(*) FROM models"))
             migrated = threads.submit(migrations.upgrade, database_url)
-            until(lambda: other.execute(WAITS_FOR_MODELS).scalar_one() == 1)
+            until(lambda: is_waited_for(other, "models"))
             assert request.execute(text("SELECT count(*) FROM regions")).scalar_one() == 0
         migrated.result()
     with engine.connect() as connection:
         assert connection.execute(VERSION).scalar_one() == migrations.revisions()[0]
 
 
-def test_a_transaction_that_does_not_end_is_named_and_nothing_is_changed(
+def test_a_migration_that_got_its_locks_one_by_one_gives_way_too(
+    engine: Engine, database_url: str, config: Config
+) -> None:
+    """A request has waited for its first lock for a second, PostgreSQL's time to look for a deadlock, before the
+    migration waits for what the request has: were it to wait still, the request would be undone.
+    """
+    command.downgrade(config, BEFORE_OWNERS)
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+    ready = threading.Barrier(3)
+
+    def hold(table: str) -> None:
+        with engine.begin() as holder, autocommit.connect() as other:
+            holder.execute(text(f"LOCK TABLE {table} IN ACCESS SHARE MODE"))
+            ready.wait()
+            until(lambda: is_waited_for(other, table))
+            holder.execute(text("SELECT pg_sleep(:held_s)"), {"held_s": HELD_S})
+
+    with ThreadPoolExecutor(3) as threads, engine.begin() as request, autocommit.connect() as other:
+        held = [threads.submit(hold, table) for table in ("region_latencies", "gpu_types")]
+        request.execute(text("SELECT count(*) FROM models"))
+        ready.wait()
+        migrated = threads.submit(migrations.upgrade, database_url)
+        until(lambda: is_waited_for(other, "region_latencies"))
+        assert request.execute(text("SELECT count(*) FROM regions")).scalar_one() == 0
+        request.commit()
+        for each in (*held, migrated):
+            each.result()
+
+
+def test_requests_that_follow_each_other_keep_no_migration_from_its_locks(
+    engine: Engine, database_url: str, config: Config
+) -> None:
+    """There is always one that holds a table of a later migration and waits for one of an earlier."""
+    command.downgrade(config, "0036")
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            with engine.begin() as request:
+                request.execute(text("SELECT count(*), pg_sleep(0.05) FROM models"))
+                request.execute(text("SELECT count(*) FROM nodes"))
+
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask) for _ in range(4)]
+        try:
+            migrations.upgrade(database_url)
+        finally:
+            over.set()
+        for each in asking:
+            each.result()
+
+
+def test_a_transaction_that_does_not_end_is_named_and_the_migrations_before_stay(
     engine: Engine, config: Config, database_url: str
 ) -> None:
-    command.downgrade(config, BEFORE_OWNERS)
+    revisions = migrations.revisions()
+    command.downgrade(config, revisions[revisions.index(BEFORE_OWNERS) + 1])
     with engine.begin() as dump:
         dump.execute(text("SELECT count(*) FROM models"))
         with pytest.raises(SchemaError, match=r"within 0 s.*ALTER TABLE models.*pg_dump"):

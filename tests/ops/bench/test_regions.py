@@ -16,10 +16,10 @@ def test_a_distance_between_regions_is_measured() -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
-    near, far, near_delayed, far_delayed = found["delays"]
+    near, _, near_delayed, far_delayed = found["delays"]
     assert near_delayed["batch_accepted_ms"] > 50
     assert near["lines_per_s"] > 0
-    assert far_delayed["batch_accepted_ms"] > far["batch_accepted_ms"]
+    assert far_delayed["batch_accepted_ms"] > 2 * 50, "a file and a batch each cross at least once"
     assert [(row["loss"], row["primary"]) for row in found["interactive"]] == [
         (1, "there"),
         (1, "gone"),

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from controlplane.api.app import make_app
 from controlplane.api.console.provider import OpenIdProvider
 from controlplane.settings import Settings
 from controlplane.store.session import Database
+from ops.local.ports import free_port
 from tests.controlplane.api.console.browser import Browser
 from tests.controlplane.world import until
 
@@ -251,8 +251,7 @@ def test_settings_with_which_nobody_could_sign_in_are_refused(changes: dict[str,
 
 
 def test_a_real_provider(settings: Settings, database: Database) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     issuer = f"http://localhost:{port}"
     user = json.dumps({"sub": "u7", "groups": ["sre"], "preferred_username": "grace"})
     command = [sys.executable, "-m", "oidc_provider_mock", "--port", str(port), "--user-claims", user]

@@ -22,6 +22,7 @@ from tests.dataplane.engines.torch.drive import Gathered, drain, request
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
+from tests.flows.waiting import wait_until
 
 Checkpoint = Callable[[str], Path]
 NAMES = ("llama", "qwen3", "gemma3_text")
@@ -130,22 +131,18 @@ def test_a_model_starts_while_its_later_layers_are_loaded(checkpoint: Checkpoint
     streams: dict[str, CopyStream] = {"weights": gate}
     engine = pool(checkpoint, ["llama"], make_copy_stream=lambda name: streams.get(name) or ThreadStream(name))
     layers = engine.models["llama"].weights.skeleton.model.get_decoder().layers  # type: ignore[operator]
-    ran = []
+    ran: list[int] = []
     for number, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
     engine.add(request("r", prompt_of(1, 9), instance_id="llama"))
     gathered = Gathered()
     thread = threading.Thread(target=lambda: gathered.take(engine.step()))
     thread.start()
-    seen = []
-    for _ in range(len(layers) + 2):
-        time.sleep(0.1)
-        seen.append(len(ran))
+    for count in (0, 0, *range(1, len(layers) + 1)):  # the embedding comes first
+        wait_until(lambda count=count: len(ran) >= count, f"{count} layers ran")  # type: ignore[misc]
+        assert ran == list(range(count)), "none before it came"
         gate.open.release()
     thread.join()
-    assert seen[0] == 0
-    assert sorted(seen) == seen
-    assert len(set(seen)) >= len(layers), f"layers ran at {seen}: not one after the other as they came"
     rest = drain(engine).tokens["r"]
     assert gathered.tokens["r"] + rest == greedy_tokens(checkpoint("llama"), prompt_of(1, 9), 8)
 

@@ -76,7 +76,7 @@ def ended(pid: int) -> bool:
     """Whether a process is gone, or only waits for its parent to look."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return True
 
 
