@@ -45,6 +45,12 @@ class KvStep:
     places: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
+    def written(self) -> tuple[torch.Tensor | slice, ...]:
+        """`write` as an index of one layer of the cache, for keys and values together."""
+        slabs, blocks, offsets = self.write
+        return slabs, blocks, slice(None), offsets
+
+    @cached_property
     def rows(self) -> torch.Tensor:
         """The keys, or the values, of a block in one layer as rows `[r, block_tokens * kv_heads * head_dim]` of the
         arena. Rows overlap: one begins wherever keys or values of some block may, since slabs end with a rest.
@@ -108,10 +114,7 @@ def paged_attention(
     layer_index: Any = module.layer_idx
     if query.is_cuda:
         return _by_kernels(layer_index, query[0], key[0], value[0], kv_step, scaling, sliding_window, softcap), None
-    cache = kv_step.cache[:, :, layer_index]
-    keys, values = cache[:, :, 0], cache[:, :, 1]
-    keys[tuple(kv_step.write)] = key[0].transpose(0, 1)
-    values[tuple(kv_step.write)] = value[0].transpose(0, 1)
+    kv_step.cache[:, :, layer_index][kv_step.written] = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
     rows = query[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
     outputs = []
