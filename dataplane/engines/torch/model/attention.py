@@ -53,8 +53,8 @@ class KvStep:
     @cached_property
     def rows(self) -> torch.Tensor:
         """The arena as rows `[r, block_tokens * kv_heads * head_dim]`: the keys, or the values, of a block in one layer
-        are one row. Slabs may end with bytes that no block uses, so rows begin at all multiples of a common divisor of a
-        slab's size and a row's, and overlap.
+        are one row. Slabs may end with bytes that no block uses, so rows begin at all multiples of a common divisor of
+        a slab's size and a row's, and overlap.
         """
         size = self.cache[0, 0, 0, 0].numel()
         apart = gcd(self.cache.stride(0), size)
