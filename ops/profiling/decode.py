@@ -85,10 +85,14 @@ def _engine(model: BenchModel, device: str, dtype: DtypeName) -> TorchEngine:
 
 
 def engine_run(
-    engine: Engine, model: BenchModel, prompts: Sequence[tuple[int, ...]], tokens: int = TOKENS
+    engine: Engine,
+    model: BenchModel,
+    prompts: Sequence[tuple[int, ...]],
+    tokens: int = TOKENS,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Callable[[], Stamps]:
     """A run of all prompts at once, to so many tokens each, on an engine that has loaded the model as instance
-    `model.name`.
+    `model.name`. Times are those of `clock`.
     """
     numbers = count()
 
@@ -109,7 +113,7 @@ def engine_run(
             )
         while engine.has_work():
             outputs = engine.step()
-            now_s = time.perf_counter()
+            now_s = clock()
             for output in outputs:
                 assert output.error is None, output.error
                 stamps[output.request_id] += [now_s] * len(output.token_ids)

@@ -1,39 +1,91 @@
-"""Linear layers that are fast on a CPU for the few rows of a decode step."""
+"""Linear layers of a CPU: in float32 by oneDNN, and those that have one input as one product.
 
-import torch
+torch itself multiplies float32 by MKL. On one thread of an AMD CPU with AVX-512 oneDNN takes 0.4 to 0.95 of that time
+for 2 to 512 rows, and as long for one; it reads the weights where they lie. A call of it costs 10 us, as much as the
+product of a small layer, so layers are merged whose weights lie one behind another:
 
-FEW_ROWS = range(8, 65)
-"""For so many rows `weight @ x^T` takes half to nine tenths of the time of `x @ weight^T`, in float32 on one thread of
-a CPU with AVX-512; for fewer or more it takes as long, or longer.
+    weights   | q_proj | k_proj | v_proj | o_proj | ...      read as one of [q + k + v outputs, inputs]
+    call      q_proj(x) computes all three, k_proj(x) and v_proj(x) return theirs
 """
 
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Any
 
-def is_quick(weight: torch.Tensor, input: torch.Tensor) -> bool:
-    """Whether `transposed_product` of the two is the faster one."""
-    few_rows = input.numel() // weight.shape[1] in FEW_ROWS
-    return few_rows and weight.dtype == torch.float32 and weight.device.type == "cpu"
+import torch
+from torch.nn.functional import linear
+
+HAS_ONEDNN = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that transformers calls with one input, one after another."""
 
 
-def transposed_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`[..., in_features]` to `[..., out_features]`, as `torch.nn.functional.linear`."""
-    rows = input.reshape(-1, weight.shape[1])
-    # The next operation reads row by row: without this copy it would cost what the product saves.
-    return (weight @ rows.t()).t().contiguous().view(*input.shape[:-1], weight.shape[0])
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not HAS_ONEDNN:
+        return linear(input, weight, bias)
+    multiply: Any = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001  # torch's name
+    out: torch.Tensor = multiply(input, weight, bias, "none", [], "")
+    return out
 
 
-class FewRowsLinear(torch.nn.Linear):
-    """Computes the transposed product where it has few rows."""
+class FastLinear(torch.nn.Linear):
+    """Computes its product by `product`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """As `torch.nn.Linear`: `[..., in_features]` to `[..., out_features]`."""
-        if not is_quick(self.weight, input):
-            return super().forward(input)
-        out = transposed_product(input, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
+        return product(input, self.weight, self.bias)
+
+
+class FirstLinear(torch.nn.Linear):
+    """The first of several layers without biases. It computes the outputs of all: `sizes`, as they are called, of which
+    it leaves those of the others in `rest`, the last one first.
+    """
+
+    sizes: list[int]
+    rest: list[torch.Tensor]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
+        """As `torch.nn.Linear`; rows of the output lie apart."""
+        weights = self.weight.as_strided((sum(self.sizes), self.in_features), (self.in_features, 1))
+        out, *rest = torch.split(product(input, weights), self.sizes, dim=-1)
+        self.rest[:] = reversed(rest)
+        return out
+
+
+class NextLinear(torch.nn.Linear):
+    """A layer whose output was computed by a `FirstLinear`, with the same `rest`."""
+
+    rest: list[torch.Tensor]
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        """As `torch.nn.Linear`, for the input of the first layer."""
+        return self.rest.pop()
 
 
 def speed_up(model: torch.nn.Module) -> None:
-    """Make the linear layers of a model `FewRowsLinear`."""
+    """Make the linear layers of a model `FastLinear`."""
     for module in model.modules():
         if type(module) is torch.nn.Linear:
-            module.__class__ = FewRowsLinear
+            module.__class__ = FastLinear
+
+
+def merge_products(model: torch.nn.Module, starts_bytes: Mapping[str, int]) -> None:
+    """Merge layers of a model that are `FastLinear`. `starts_bytes`: where each weight of a decoder layer begins."""
+    for prefix, module in model.named_modules():
+        for names in _MERGED:
+            layers = [getattr(module, name, None) for name in names]
+            if all(type(layer) is FastLinear and layer.bias is None for layer in layers):
+                starts = [starts_bytes[f"{prefix}.{name}.weight"] for name in names]
+                _merge(layers, starts)
+
+
+def _merge(layers: list[Any], starts_bytes: Iterable[int]) -> None:
+    """Merge layers if their weights lie one behind another."""
+    sizes_bytes = [layer.weight.nbytes for layer in layers]
+    if any(b - a != size for (a, b), size in zip(pairwise(starts_bytes), sizes_bytes, strict=False)):
+        return
+    rest: list[torch.Tensor] = []
+    for layer in layers:
+        layer.__class__, layer.rest = NextLinear, rest
+    layers[0].__class__, layers[0].sizes = FirstLinear, [layer.out_features for layer in layers]

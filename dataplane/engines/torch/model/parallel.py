@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import linear
 
-from dataplane.engines.torch.model.linear import is_quick, transposed_product
+from dataplane.engines.torch.model.linear import product
 from dataplane.engines.torch.model.quantized.layers import ExpertStack, QuantizedLinear
 from dataplane.engines.torch.model.split import Split
 
@@ -53,7 +52,6 @@ class RowParallelLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
         """`[..., in_features of this rank]` to `[..., out_features]`, without the bias."""
-        product = transposed_product if is_quick(self.weight, input) else linear
         return product(input, self.weight)
 
 

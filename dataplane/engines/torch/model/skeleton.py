@@ -26,7 +26,7 @@ from dataplane.engines.torch.model.adapters import Adapter, Adapters
 from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
-from dataplane.engines.torch.model.linear import speed_up
+from dataplane.engines.torch.model.linear import merge_products, speed_up
 from dataplane.engines.torch.model.norms import fuse_norms
 from dataplane.engines.torch.model.parallel import Rank, parallelize
 from dataplane.engines.torch.model.quantized.config import read_quantization
@@ -211,6 +211,7 @@ class Skeleton:
         stages = _stages(model)
         self.places, self.shards = _lay_out(slots, stages, self._splits)
         self.repacked = _repacked(model, self.places, self._splits)
+        merge_products(model, {place.names[0]: place.offset_bytes for place in self.places})
         self.size_bytes = sum(shard.size_bytes for shard in self.shards)
         self.addresses: tuple[int, ...] = (0,) * len(self.shards)
         self.can_have_graphs = not any(name.endswith("experts") for name, _ in model.named_modules())
@@ -344,7 +345,7 @@ def build_skeleton(
     _check_rope(folder, getattr(config, "rope_parameters", None))
     _fill_buffers(model, device)
     model.eval().requires_grad_(False)
-    if device.type == "cpu" and dtype == torch.float32:
+    if device.type == "cpu":
         speed_up(model)
     if device.type == "cuda":
         fuse_norms(model)

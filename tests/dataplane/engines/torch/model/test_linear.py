@@ -1,23 +1,79 @@
+from itertools import accumulate
+from typing import Any
+
 import pytest
 import torch
+from torch.nn.functional import linear
 
-from dataplane.engines.torch.model.linear import FEW_ROWS, FewRowsLinear, speed_up
+from dataplane.engines.torch.model.linear import FastLinear, FirstLinear, NextLinear, merge_products, product, speed_up
+
+INPUTS, OUTPUTS = 24, {"q_proj": 40, "k_proj": 8, "v_proj": 16}
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, FEW_ROWS.start - 1, FEW_ROWS.start, FEW_ROWS.stop - 1, FEW_ROWS.stop])
-def test_it_is_a_linear_layer_for_any_number_of_rows(rows: int, bias: bool) -> None:
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(24, 40, bias=bias)
-    model = torch.nn.Sequential(torch.nn.Linear(24, 40, bias=bias))
-    model.load_state_dict({f"0.{name}": value for name, value in plain.state_dict().items()})
+class Attention(torch.nn.Module):
+    """Layers with one input, whose weights are one tensor, with so many numbers between them."""
+
+    def __init__(self, *, apart: int = 0, bias: bool = False) -> None:
+        super().__init__()
+        sizes = [INPUTS * outputs + apart for outputs in OUTPUTS.values()]
+        numbers = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0))
+        self.starts_bytes = {}
+        for (name, outputs), start in zip(OUTPUTS.items(), accumulate(sizes, initial=0), strict=False):
+            layer = torch.nn.Linear(INPUTS, outputs, bias=bias)
+            weight = numbers[start : start + INPUTS * outputs].view(outputs, INPUTS)
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.add_module(name, layer)
+            self.starts_bytes[f"self_attn.{name}.weight"] = start * numbers.itemsize
+
+    @property
+    def kinds(self) -> list[type[torch.nn.Module]]:
+        return [type(layer) for layer in self.children()]
+
+
+def merged(attention: Attention) -> Attention:
+    model = torch.nn.ModuleDict({"self_attn": attention})
     speed_up(model)
-    assert isinstance(model[0], FewRowsLinear)
-    x = torch.randn(1, rows, 24)
-    with torch.inference_mode():
-        made = model(x)
-        torch.testing.assert_close(made, plain(x))
-    assert made.is_contiguous(), "what comes next reads row by row"
+    merge_products(model, attention.starts_bytes)
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (1, 300), (5,), (2, 3)])
+def test_a_product_is_that_of_a_linear_layer(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(*shape, INPUTS).to(dtype), torch.randn(40, INPUTS).to(dtype)
+    with_bias = torch.randn(40).to(dtype) if bias else None
+    torch.testing.assert_close(product(x, weight, with_bias), linear(x, weight, with_bias))
+
+
+def test_without_onednn_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(3, INPUTS), torch.randn(40, INPUTS)
+    monkeypatch.setattr("dataplane.engines.torch.model.linear.HAS_ONEDNN", False)
+    assert torch.equal(product(x, weight), linear(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_merged_layers_compute_what_each_would(rows: int) -> None:
+    attention: Any = merged(Attention())
+    assert attention.kinds == [FirstLinear, NextLinear, NextLinear]
+    for _ in range(2):
+        x = torch.randn(1, rows, INPUTS)
+        for layer in attention.children():
+            torch.testing.assert_close(layer(x), linear(x, layer.weight))
+
+
+def test_a_forward_pass_that_failed_leaves_nothing_to_the_next() -> None:
+    attention: Any = merged(Attention())
+    attention.q_proj(torch.randn(1, 2, INPUTS))
+    x = torch.randn(1, 2, INPUTS)
+    made = [layer(x) for layer in attention.children()]
+    torch.testing.assert_close(made, [linear(x, layer.weight) for layer in attention.children()])
+
+
+@pytest.mark.parametrize("attention", [Attention(apart=1), Attention(bias=True)], ids=["apart", "biases"])
+def test_layers_that_cannot_be_read_as_one_are_not_merged(attention: Attention) -> None:
+    assert merged(attention).kinds == [FastLinear] * 3
 
 
 def test_layers_with_a_forward_of_their_own_keep_it() -> None:
