@@ -16,7 +16,7 @@ from dataplane.engines.torch.sequences import TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
-from tests.dataplane.engines.torch.drive import Gathered, request
+from tests.dataplane.engines.torch.drive import Gathered, request, stepped
 from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.slots import slot_for_one
 from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
@@ -112,7 +112,7 @@ def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000)
         if not engine.has_work():
             engine.check()
             return most
-        gathered.take(engine.step())
+        gathered.take(stepped(engine))
         most = max(most, sum(pool_of(engine).offloaded_layers.values()))
         if number % 4 == 0:
             engine.check()
@@ -121,7 +121,7 @@ def run_dry(engine: TorchEngine, gathered: Gathered, *, steps_max: int = 20_000)
 
 def steps_until(engine: TorchEngine, gathered: Gathered, reached: Callable[[], bool]) -> None:
     for _ in range(5000):
-        gathered.take(engine.step())
+        gathered.take(stepped(engine))
         if reached():
             return
     raise AssertionError("never reached")

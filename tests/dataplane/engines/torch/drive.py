@@ -1,6 +1,7 @@
 """Run an engine to the end and gather its outputs."""
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,16 @@ def request(request_id: str, prompt: Sequence[int], **fields: Any) -> EngineRequ
     return EngineRequest(request_id=request_id, prompt=tuple(prompt), **given)
 
 
+def stepped(engine: Engine) -> Sequence[EngineOutput]:
+    """The outputs of a step. After one without any, threads that copy have the processor for a moment: with steps that
+    only wait, a limit in steps would else be one in time, and a short one.
+    """
+    outputs = engine.step()
+    if not outputs:
+        time.sleep(1e-4)
+    return outputs
+
+
 def drain(
     engine: Engine, *, later: Mapping[int, Sequence[EngineRequest]] | None = None, steps_max: int = 5000
 ) -> Gathered:
@@ -49,7 +60,7 @@ def drain(
             engine.add(joining)
         if not engine.has_work() and not pending:
             return gathered
-        gathered.take(engine.step())
+        gathered.take(stepped(engine))
     raise AssertionError(f"not done after {steps_max} steps")
 
 

@@ -15,7 +15,7 @@ from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
-from tests.dataplane.engines.torch.drive import Gathered, drain, request
+from tests.dataplane.engines.torch.drive import Gathered, drain, request, stepped
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
@@ -59,12 +59,12 @@ def answer(engine: TorchEngine, *asked: EngineRequest) -> tuple[dict[str, tuple[
     return gathered.tokens, {name: tokens[0] for name, tokens in cached.items()}
 
 
-def steps_of(engine: TorchEngine) -> Iterator[list[EngineOutput]]:
+def steps_of(engine: TorchEngine) -> Iterator[Sequence[EngineOutput]]:
     for number in range(50_000):
         if not engine.has_work():
             engine.check()
             return
-        yield engine.step()
+        yield stepped(engine)
         if number % 5 == 0:
             engine.check()
     raise AssertionError("never done")
