@@ -4,6 +4,7 @@ import functools
 import time
 from pathlib import Path
 
+import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
@@ -12,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from controlplane.errors import SchemaError
 
+log = structlog.get_logger()
 PATIENCE_S = 120.0
 """For how long an upgrade tries to get its locks from running processes, by default."""
 _PAUSE_S = 0.5
@@ -34,7 +36,7 @@ def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) ->
     Raises:
         SchemaError: some transaction kept its locks for all that time. The migrations before this one are done.
     """
-    give_up_s = time.monotonic() + patience_s
+    give_up_s, blocked = time.monotonic() + patience_s, None
     while True:
         try:
             return command.upgrade(config_for(url), revision)
@@ -47,6 +49,9 @@ def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) ->
                     f" ({error.orig}: {error.statement}). End long transactions, such as a pg_dump (they are in"
                     " pg_stat_activity), and migrate again, which goes on from the last migration that was made"
                 ) from error
+            if error.statement != blocked:  # a line for each statement that waits, not for each attempt
+                blocked = error.statement
+                log.warning("a migration gives way to other connections and begins again", blocked=blocked)
         time.sleep(_PAUSE_S)
 
 

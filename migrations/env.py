@@ -91,9 +91,11 @@ class _LockTimeout:
     first that may hold one, and later ones not at all.
     """
 
+    _until_s: float | None = None
+
     def begin(self, _connection: object) -> None:
         """A transaction has no lock yet."""
-        self._until_s: float | None = None
+        self._until_s = None
 
     def set(self, _connection: object, cursor: Cursor[Any], statement: str, *_: object) -> None:
         """Before a statement."""

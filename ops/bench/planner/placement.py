@@ -19,26 +19,17 @@ import highspy
 import pulp
 import typer
 
-from controlplane.policies.facts import EndpointGpu
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
 from controlplane.policies.placement.exact.program import build_program
 from controlplane.policies.placement.exact.solvers import solve_highs
 from controlplane.policies.placement.facts import PlacementSettings
-from controlplane.policies.placement.grid import Answer, Grid, grid_of
+from controlplane.policies.placement.grid import Grid, grid_of
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from ops.bench.planner.placement_problems import ProblemShape, demand_shares, make_problem
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlainProgram:
-    """The problem, and the variable of each cell's count."""
-
-    problem: Any
-    counts: Mapping[EndpointGpu, Any]
-
-
-def plain_program(grid: Grid) -> PlainProgram:
+def plain_program(grid: Grid) -> Any:
     """The integer program of a grid without donated instances; its pool options are left out."""
     problem = pulp.LpProblem("plain", pulp.LpMinimize)
     cost: list[Any] = []
@@ -69,7 +60,7 @@ def plain_program(grid: Grid) -> PlainProgram:
             taken = pulp.lpSum(cell.profile.gpus * counts[cell.key] for cell in row.cells)
             problem.addConstraint(taken <= row.capacity)
     problem.setObjective(pulp.lpSum(cost))
-    return PlainProgram(problem=problem, counts=counts)
+    return problem
 
 
 def _ask(problem: Any, cost: list[Any], cells: list[tuple[float, Any]], wanted: float, price: float, name: str) -> None:
@@ -180,9 +171,11 @@ def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float
 
 
 def _by_highs(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float, fleet: float) -> Solving:
-    """Solve by HiGHS, which stops at the same distance in cost per hour: the gap of a fleet that costs `fleet`."""
+    """Solve by HiGHS, which stops at the same distance in cost per hour: the gap of a fleet that costs `fleet`. What it
+    proves is told of that fleet too: its own may cost a little less, and it would just miss what it was asked for.
+    """
     watch = _Watch()
-    program = plain_program(grid)
+    problem = plain_program(grid)
 
     def stop(_kind: Any, _said: str, _out: Any, order: Any, _data: Any) -> None:
         order.user_interrupt = watch.read()["cpu_s"] > limit_s
@@ -196,24 +189,22 @@ def _by_highs(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: f
         callbackTuple=(stop, None),
         callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
     )
-    program.problem.solve(solver)
+    problem.solve(solver)
     read = watch.read()
-    info = program.problem.solverModel.getInfo()
-    counts = {key: round(variable.varValue or 0.0) for key, variable in program.counts.items()}
-    cost = fleet_cost(grid, Answer(counts=counts))
+    info = problem.solverModel.getInfo()
     above = max(0.0, float(info.objective_function_value) - float(info.mip_dual_bound))
-    proven = above / cost if cost and above < math.inf else None
+    proven = above / fleet if fleet and above < math.inf else None
     return Solving(solver="plain, HiGHS", shape=_named(shape), seed=seed, wanted_gap=gap, gap=proven, **read)
 
 
 def measure_cbc(shape: ProblemShape, limit_s: float) -> Solving:
     """CBC on one problem, for contrast."""
     grid = grid_of(make_problem(shape), PlacementSettings())
-    program = plain_program(grid)
+    problem = plain_program(grid)
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     path = pulp.PULP_CBC_CMD.pulp_cbc_path
-    program.problem.solve(pulp.COIN_CMD(path=path, msg=False, timeLimit=limit_s, gapRel=GAPS[-1], threads=1))
-    done = program.problem.sol_status == pulp.LpSolutionOptimal
+    problem.solve(pulp.COIN_CMD(path=path, msg=False, timeLimit=limit_s, gapRel=GAPS[-1], threads=1))
+    done = problem.sol_status == pulp.LpSolutionOptimal
     return Solving(
         solver="plain, CBC",
         shape=_named(shape),

@@ -7,6 +7,7 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, text
+from structlog.testing import capture_logs
 
 import migrations
 from controlplane.errors import SchemaError
@@ -93,6 +94,8 @@ def test_requests_that_follow_each_other_keep_no_migration_from_its_locks(
             over.set()
         for each in asking:
             each.result()
+    with engine.connect() as connection:
+        assert connection.execute(VERSION).scalar_one() == migrations.revisions()[0]
 
 
 def test_a_transaction_that_does_not_end_is_named_and_the_migrations_before_stay(
@@ -102,8 +105,11 @@ def test_a_transaction_that_does_not_end_is_named_and_the_migrations_before_stay
     command.downgrade(config, revisions[revisions.index(BEFORE_OWNERS) + 1])
     with engine.begin() as dump:
         dump.execute(text("SELECT count(*) FROM models"))
-        with pytest.raises(SchemaError, match=r"within 0 s.*ALTER TABLE models.*pg_dump"):
-            migrations.upgrade(database_url, patience_s=0)
+        with capture_logs() as logs, pytest.raises(SchemaError, match=r"within 2 s.*ALTER TABLE models.*pg_dump"):
+            migrations.upgrade(database_url, patience_s=2)
+    assert [line["blocked"].startswith("ALTER TABLE models") for line in logs] == [True], (
+        "said once, at the first attempt"
+    )
     with engine.connect() as connection:
         assert connection.execute(VERSION).scalar_one() == BEFORE_OWNERS
         assert connection.execute(HAS_OWNERS).scalar_one() == 0

@@ -27,7 +27,7 @@ WIDTH, GROWTH = 0.01, 1.5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Priced:
+class _Priced:
     """Prices, the columns near the best at them, and the models as wholes among these."""
 
     dual: Dual
@@ -42,8 +42,8 @@ class Priced:
 
 def ascend(
     tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood], rounds: int, should_stop: Callable[[], bool]
-) -> Priced:
-    """The prices, of those tried, at which whole models prove most.
+) -> float:
+    """The most that whole models prove, at any of the prices tried: no placement costs less per hour.
 
     Args:
         tables: the problem.
@@ -61,13 +61,13 @@ def ascend(
         tried = _priced(tables, priced_out(tables, replace(dual, bound=-np.inf), prices), near_at)
         seen.append(_placements(tables, tried))
         best, width = (tried, width * GROWTH) if tried.bound > best.bound else (best, width / 2)
-    return best
+    return best.bound
 
 
-def _priced(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood]) -> Priced:
+def _priced(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood]) -> _Priced:
     near, none = near_at(dual), np.zeros(len(tables.regions))
     models = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
-    return Priced(dual=dual, near=near, models=models)
+    return _Priced(dual=dual, near=near, models=models)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,7 +79,7 @@ class _Placements:
     use: Floats
 
 
-def _placements(tables: Tables, priced: Priced) -> _Placements:
+def _placements(tables: Tables, priced: _Priced) -> _Placements:
     columns, solved = priced.near.columns, [each for each in priced.models.columns if len(each)]
     served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
     model = np.array([tables.model_of[columns.endpoint[each[0]]] for each in solved], np.int64)

@@ -136,7 +136,7 @@ class _Search:
         best = self._bounded(best, bound)
         for turn, (number, share) in enumerate(limits.choices):
             if turn == 1 and not self._ends_with(best) and self._small_models():
-                bound = max(bound, ascend(tables, dual, near_at, limits.ascent_rounds, self._should_stop).bound)
+                bound = max(bound, ascend(tables, dual, near_at, limits.ascent_rounds, self._should_stop))
                 best = self._bounded(best, bound)
             if self._ends_with(best):
                 break

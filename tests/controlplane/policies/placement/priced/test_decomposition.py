@@ -23,13 +23,13 @@ from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual
 from controlplane.policies.placement.priced.models import whole_models
-from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
+from tests.controlplane.policies.placement.priced.climbed import climbed
 from tests.controlplane.policies.placement.problems import EXACT, small_facts, turned
 
 AT_HOME = PlacementSettings(gap=0.0, epsilon=1.0)
@@ -117,10 +117,8 @@ def test_a_share_of_the_regions_gains_and_those_of_models_add_up_to_a_bound(
     grid = grid_of(facts, EXACT)
     if not grid.cells:
         return
-    tables = build_tables(grid)
-    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
-    near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=20)
+    tables, dual, near_at = climbed(grid, rounds=4, spare=spare, each_max=20)
+    near = near_at(dual)
     regions, token = _gains_of_regions(tables, dual), dual.rows.of_places(dual.prices)[2]
     models = whole_models(tables, near, token, (regions, np.full(len(regions), share))).gains
     assert (models >= -1e-9).all()
@@ -133,12 +131,10 @@ def test_a_share_of_the_regions_gains_and_those_of_models_add_up_to_a_bound(
 def test_a_model_that_needs_half_an_instance_pays_for_a_whole_one(spare: float, gain: float) -> None:
     """The price of demand buys 1.5 instances at 2 an hour; an enumeration that ends early proves as much as it saw."""
     facts = _one(demand={HERE: (1500.0,)}, present={KEY: 2}, capacity={RegionGpu(region="r", gpu_type="G"): 9})
-    tables = build_tables(grid_of(facts, PlacementSettings(epsilon=0.0)))
-    dual = climb(tables, first_dual(tables), 24, 0.0, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
-    near = neighbourhood_columns(tables, dual, nothing, spare=spare, each_max=50)
+    grid = grid_of(facts, PlacementSettings(epsilon=0.0))
+    tables, dual, near_at = climbed(grid, rounds=24, spare=spare, each_max=50)
     none = np.zeros(1)
-    models = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
+    models = whole_models(tables, near_at(dual), dual.rows.of_places(dual.prices)[2], (none, none))
     assert models.gains == pytest.approx([gain], rel=1e-2)
 
 
@@ -148,10 +144,8 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     grid = grid_of(facts, EXACT)
     if not grid.cells:
         return
-    tables = build_tables(grid)
-    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
-    near = neighbourhood_columns(tables, dual, nothing, spare=5.0, each_max=50)
+    tables, dual, near_at = climbed(grid, rounds=4, spare=5.0, each_max=50)
+    near = near_at(dual)
     chooser = Chooser(tables=tables, rows=dual.rows, columns=near.columns)
     effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)

@@ -1,7 +1,6 @@
 """Models as wholes: exactly the least of all combinations, and prices at which they prove more."""
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -13,11 +12,8 @@ from controlplane.policies.placement.facts import PlacementFacts, PlacementSetti
 from controlplane.policies.placement.grid import grid_of
 from controlplane.policies.placement.priced import models
 from controlplane.policies.placement.priced.ascent import ascend
-from controlplane.policies.placement.priced.dual import climb, first_dual
-from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
-from controlplane.policies.placement.priced.repair import incumbent_of
-from controlplane.policies.placement.priced.tables import build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
+from tests.controlplane.policies.placement.priced.climbed import climbed
 from tests.controlplane.policies.placement.problems import EXACT, small_facts
 
 WAYS = st.lists(
@@ -64,11 +60,8 @@ def test_prices_for_whole_models_prove_no_more_than_the_best_placement_costs(
     grid = grid_of(facts, EXACT)
     if not grid.cells:
         return
-    tables = build_tables(grid)
-    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
-    near_at = partial(neighbourhood_columns, tables, incumbent=nothing, spare=spare, each_max=20)
-    before, after = (ascend(tables, dual, near_at, rounds, lambda: False).bound for rounds in (0, 4))
+    tables, dual, near_at = climbed(grid, rounds=4, spare=spare, each_max=20)
+    before, after = (ascend(tables, dual, near_at, rounds, lambda: False) for rounds in (0, 4))
     exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
     assert exact is not None
     assert before <= after <= exact + 1e-6 * max(1.0, abs(exact))
@@ -77,10 +70,8 @@ def test_prices_for_whole_models_prove_no_more_than_the_best_placement_costs(
 @pytest.mark.slow
 def test_prices_for_whole_models_prove_more_of_a_large_fleet() -> None:
     facts = make_problem(ProblemShape(models=20, regions=20, gpu_types=5, seed=10))
-    tables = build_tables(grid_of(facts, PlacementSettings()))
-    dual = climb(tables, first_dual(tables), 24, 5e-5, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
-    near_at = partial(neighbourhood_columns, tables, incumbent=nothing, spare=1.8, each_max=100)
-    before, after = (ascend(tables, dual, near_at, rounds, lambda: False).bound for rounds in (0, 3))
+    grid = grid_of(facts, PlacementSettings())
+    tables, dual, near_at = climbed(grid, rounds=24, spare=1.8, each_max=100, least_gain=5e-5)
+    before, after = (ascend(tables, dual, near_at, rounds, lambda: False) for rounds in (0, 3))
     assert before > dual.bound
     assert after - dual.bound > 1.1 * (before - dual.bound)
