@@ -1,10 +1,10 @@
 """Alembic migrations of the Postgres schema."""
 
 import functools
+import logging
 import time
 from pathlib import Path
 
-import structlog
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
@@ -13,7 +13,8 @@ from sqlalchemy.exc import OperationalError
 
 from controlplane.errors import SchemaError
 
-log = structlog.get_logger()
+log = logging.getLogger(__name__)
+"""Of the standard library: where nobody configured logs, its warnings go to standard error, never into an answer."""
 PATIENCE_S = 120.0
 """For how long an upgrade tries to get its locks from running processes, by default."""
 _PAUSE_S = 0.5
@@ -51,7 +52,7 @@ def upgrade(url: str, revision: str = "head", patience_s: float = PATIENCE_S) ->
                 ) from error
             if error.statement != blocked:  # a line for each statement that waits, not for each attempt
                 blocked = error.statement
-                log.warning("a migration gives way to other connections and begins again", blocked=blocked)
+                log.warning("a migration gives way to other connections and begins again: %s", blocked)
         time.sleep(_PAUSE_S)
 
 
