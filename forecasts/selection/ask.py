@@ -157,6 +157,8 @@ def _raw_path(forecaster: Forecaster, history: DemandSeries, kept: Fitted, setti
     path = forecaster.path(history, kept.params, settings)
     if not np.isfinite(path).all():
         raise ForecastError("the forecast is not finite")
+    if forecaster.mean_path and path.max() <= 0 < last_known_hour(history).maximum():
+        raise ForecastError("the forecast is not above zero, and demand is")
     return np.clip(path, 0.0, _ceiling(history, settings))
 
 

@@ -23,6 +23,10 @@ LOSS_MAX = 5.0
 RECENT_HALF_LIFE = 6.0
 RECENT_SHARE = 0.2
 """Part of an error that the short memory has: a forecaster that fails now loses its weight within two hours."""
+SHIFT_LOG = 1.1
+"""A peak is beyond a forecast if it is three times as large, or a third of it."""
+SHIFT_ORIGINS = 48
+"""Peaks beyond every forecast are a shift only if there was none in this time before."""
 FLOOR_ORIGINS = 24
 FLOOR_SHARE = 1e-3
 """Of the largest peak of the last day: what is below it is as good as zero."""
@@ -106,6 +110,25 @@ class PastPeaks:
         """log((actual + floor) / (median + floor)) at each origin; NaN where the forecaster declined."""
         median = self.median.get(name, np.full(len(self.actual), np.nan))
         return np.log((self.actual + self.floors) / (median + self.floors))
+
+    @property
+    def is_shifted(self) -> bool:
+        """Whether the newest peak, and none in the two days before it, was beyond what every forecaster gave.
+
+        None of them knows then what the demand is now. Where it happens often it is how that demand is.
+        """
+        if not len(self.actual):
+            return False
+        beyond = self._beyond[-SHIFT_ORIGINS - 1 :]
+        return bool(beyond[-1] and not beyond[:-1].any())
+
+    @cached_property
+    def _beyond(self) -> npt.NDArray[np.bool_]:
+        """Whether the actual peak was above, or below, all forecasts by more than `SHIFT_LOG`; shape (origins,)."""
+        ratios = np.array([self.floored_log_ratios(name) for name in self.median]).reshape(-1, len(self.actual))
+        known = ~np.isnan(ratios)
+        above, below = (((sign * ratios > SHIFT_LOG) | ~known).all(axis=0) for sign in (1, -1))
+        return np.asarray(known.any(axis=0) & (above | below))
 
     def error(self, name: str, fallback: str, half_life: float) -> float | None:
         """The mean of |actual - median| over the scale of its own hour; None without any.

@@ -128,7 +128,7 @@ def _step(
     if math.isnan(history.maximum()):
         return _nothing_known(history, state, settings), state
     answers = ask_all(history, state, settings, like)
-    champion, reason = _choose(answers.by_name, state.champion, settings)
+    champion, reason = _choose(answers.by_name, state)
     state = _remembered(state, answers, champion, settings)
     return _forecast(history, answers, champion, reason, state, settings), state
 
@@ -161,8 +161,9 @@ def _remembered(state: SeriesState, answers: Answers, champion: str, settings: F
     return replace(state, past=past, champion=champion, fitted=answers.fitted)
 
 
-def _choose(answers: Mapping[str, Answer], champion: str | None, settings: ForecastSettings) -> tuple[str, str]:
-    """The chosen forecaster and the reason: the combination, or the baseline while there are too few past errors.
+def _choose(answers: Mapping[str, Answer], state: SeriesState) -> tuple[str, str]:
+    """The chosen forecaster and the reason: the combination, or the baseline while there are too few past errors and
+    in the hour after a shift.
 
     A single forecaster with the least past error is not chosen in its stead: on hard series that loses more often than
     it wins, and its weight in the combination is large anyway.
@@ -171,6 +172,8 @@ def _choose(answers: Mapping[str, Answer], champion: str | None, settings: Forec
         return ELSEWHERE, f"too few past hours to combine on; the {ELSEWHERE} has the shape of this hour"
     if COMBINATION not in answers:
         return LAST_HOUR_MAX, f"too few past hours to combine on; {LAST_HOUR_MAX} needs no fit"
+    if state.past.known().is_shifted:
+        return LAST_HOUR_MAX, f"the last peak was beyond every forecast, so {LAST_HOUR_MAX} is what is known"
     errors = {name: each.error for name, each in answers.items() if name != COMBINATION and each.error is not None}
     best = min(errors, key=lambda name: (errors[name], name))
     reason = (
@@ -179,7 +182,8 @@ def _choose(answers: Mapping[str, Answer], champion: str | None, settings: Forec
     own = answers[COMBINATION].error
     if own is not None:
         reason += f"; it missed its own by {_percent(own)}"
-    return COMBINATION, reason + (f"; before, it was {champion}" if champion not in {None, COMBINATION} else "")
+    before = state.champion
+    return COMBINATION, reason + (f"; before, it was {before}" if before not in {None, COMBINATION} else "")
 
 
 def _percent(share: float) -> str:

@@ -62,6 +62,19 @@ def test_floors_are_a_thousandth_of_the_day_before_so_that_zero_has_a_logarithm(
     assert PastPeaks().floor == 1e-9
 
 
+def test_a_shift_is_a_first_peak_beyond_every_forecast() -> None:
+    usual = [(10.0, 9.0)] * 50
+    assert past_of(*usual, (31.0, 9.0)).is_shifted
+    assert past_of(*usual, (3.0, 9.5)).is_shifted
+    assert past_of(*usual, (31.0, None)).is_shifted  # who declined has no say
+    assert not past_of(*usual, (31.0, 11.0)).is_shifted  # one came near
+    assert not past_of(*usual, (29.0, 9.0)).is_shifted
+    assert not past_of(*usual, (31.0, 9.0), (10.0, 9.0)).is_shifted  # it is the newest that counts
+    assert not past_of((31.0, 9.0), *usual[:47], (31.0, 9.0)).is_shifted  # the second in two days
+    assert past_of((31.0, 9.0), *usual[:48], (31.0, 9.0)).is_shifted
+    assert not PastPeaks().is_shifted
+
+
 def test_ratios_are_of_what_is_above_zero() -> None:
     ratios = past_of((10, 20), (0, 15), (40, None), (9, 0)).log_ratios({"x": np.array([20, 15, np.nan, 0])}, "x")
     assert ratios[0] == pytest.approx(math.log(0.5))

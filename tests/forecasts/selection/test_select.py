@@ -8,6 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from forecasts.models.baselines import LAST_HOUR_MAX
+from forecasts.models.forecaster import Forecaster
+from forecasts.models.forecasters import FORECASTERS
 from forecasts.selection.combination import COMBINATION
 from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import FloatArray
@@ -213,6 +215,34 @@ def test_a_change_of_scale_is_followed_within_two_hours(factor: float) -> None:
     last_hour = series.before(56 * 3600).rebin(300).last_hour_max()
     assert forecast.peak_q50 == pytest.approx(last_hour, rel=0.3)
     assert forecast.peak_upper >= last_hour * 0.9
+
+
+def test_the_hour_after_a_shift_is_the_last_hours_and_the_next_one_is_combined() -> None:
+    """Demand returns after fifty silent hours: no forecaster that remembers them decides what the next hour is."""
+    series = minutes(np.r_[noisy_days(24), np.zeros(50 * 60), noisy_days(4)])
+    state, given = None, []
+    for hour in range(24, 77):
+        forecast = forecast_peak(series.before(hour * 3600), QUICK, state)
+        state = forecast.state
+        given.append(forecast)
+    back = given[75 - 24]  # the first silent hour was a shift too, more than two days before
+    assert back.forecaster == LAST_HOUR_MAX
+    assert "the last peak was beyond every forecast" in back.reason
+    assert back.peak_q50 == series.before(75 * 3600).rebin(300).last_hour_max()
+    assert given[76 - 24].forecaster == COMBINATION
+    assert "before, it was last hour's maximum" in given[76 - 24].reason
+
+
+def test_a_mean_that_falls_to_zero_beside_demand_is_no_forecast() -> None:
+    """A straight line through a steep fall ends below zero; clipped, it would say that there is no demand."""
+    falling = minutes(np.r_[np.linspace(9_000, 100, 30 * 60), np.full(5, 100.0)])
+    how = replace(USUAL, forecasters=("steep",))
+    steep = Forecaster(name="steep", path=lambda history, *_: np.full(12, -50.0), mean_path=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORECASTERS, "steep", steep)
+        assert forecast_peak(falling, how).declined == {"steep": "the forecast is not above zero, and demand is"}
+        patch.setitem(FORECASTERS, "steep", replace(steep, mean_path=False))
+        assert forecast_peak(falling, how).declined == {}
 
 
 def test_demand_that_is_on_and_off_is_foreseen_by_its_hour() -> None:
