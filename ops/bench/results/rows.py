@@ -6,6 +6,7 @@ from typing import Any
 
 from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
 from ops.bench.results.fleet_rows import FLEET_ROWS
+from ops.bench.results.forecast_rows import FORECAST_ROWS
 from ops.bench.results.hardware_rows import HARDWARE_ROWS
 from ops.bench.results.placement_rows import PLACEMENT_ROWS
 from ops.bench.results.row import DATA, ResultRow
@@ -44,6 +45,7 @@ def _guesses(answer: Any) -> dict[str, float]:
 ROWS: Mapping[str, ResultRow] = {
     **AEGAEON_ROWS,
     **FLEET_ROWS,
+    **FORECAST_ROWS,
     **HARDWARE_ROWS,
     **PLACEMENT_ROWS,
     **SLOT_ROWS,

@@ -2,6 +2,7 @@
 
 from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
 from ops.bench.results.fleet_rows import FLEET_ROWS
+from ops.bench.results.forecast_rows import FORECAST_ROWS
 from ops.bench.results.placement_rows import PLACEMENT_ROWS
 
 
@@ -49,3 +50,11 @@ def test_placements_are_read_by_solver_and_gap() -> None:
     values = row.values({"medians": [*solvers, one | {"solver": "ours, by prices"}]})
     assert row.cells(values)[1] == "10; 5.0, 12.9"
     assert row.cells(values)[2].endswith("60 s: 1; 5, 13")
+
+
+def test_series_are_counted_by_the_targets_that_they_miss() -> None:
+    row = FORECAST_ROWS["zoo"]
+    missed = [["low coverage", "best single"], ["high coverage"], [], ["best single", "last hour"], []]
+    values = row.values({"series": [{"missed": each} for each in missed]})
+    assert row.cells(values)[1] == "2; 2, **2**, 1"
+    assert "of 5, how many" in row.cells(values)[0]
