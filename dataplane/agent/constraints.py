@@ -1,6 +1,7 @@
 """Checks the constraint of each request before a worker compiles it, in a process that a hostile one may kill."""
 
 import asyncio
+import signal
 from collections import OrderedDict
 
 import msgspec
@@ -14,9 +15,11 @@ from dataplane.protocol.messages import Constraint
 _CHECKED_MAX = 512
 """Answers that are remembered, refusals included."""
 _WAITING_MAX = 16
-"""Checks that may wait; each takes `constraint_compile_max_s` at most."""
+"""Checks that may wait; each takes `constraint_compile_max_s` of a core at most."""
 _START_MAX_S = 120.0
 """Limit for starting the process and reading a tokenizer, which no request can make longer."""
+_ANSWER_MAX_S = 30.0
+"""Limit for an answer by the clock, where the machine is too busy to give the process its CPU time."""
 _PARAMS = {"json_object": "response_format", "json_schema": "response_format"}
 
 
@@ -39,7 +42,7 @@ class ConstraintChecker:
         Raises:
             BadRequestError: it cannot be compiled, the message says why and where; or it takes too much time or memory.
                 `param` is the given one, by default that of its kind.
-            OverloadedError: too many others wait to be checked.
+            OverloadedError: too many others wait to be checked, or the machine has no time for it.
         """
         param = param or _PARAMS.get(constraint.kind, "structured_outputs")
         if len(constraint.definition) > self._chars_max:
@@ -75,27 +78,29 @@ class ConstraintChecker:
 
     async def _answer(self, folder: str, constraint: Constraint) -> str | None:
         """Why a constraint is refused, None if it is not. A process that does not answer is killed."""
-        is_answered = False
+        is_answered, process = False, await self._started()
         try:
-            process = await self._started()
-            process.writer.write(msgspec.json.encode(Question(folder, constraint)) + b"\n")
+            question = Question(folder, constraint, self._compile_max_s)
+            process.writer.write(msgspec.json.encode(question) + b"\n")
             async with asyncio.timeout(_START_MAX_S):
                 begun = await _line(process)
             if not begun:
                 raise DataplaneError("the process that checks constraints cannot be started")
             try:
-                async with asyncio.timeout(self._compile_max_s):
+                async with asyncio.timeout(self._compile_max_s + _ANSWER_MAX_S):
                     line = await _line(process)
             except TimeoutError:
-                return f"the definition takes longer to compile than {self._compile_max_s:g} s"
-            if not line:
-                return "the definition needs too much memory, or is nested too deep"
-            is_answered = True
-            answer: str | None = msgspec.json.decode(line)["error"]
-            return answer
+                raise OverloadedError("the node is too busy to compile the definition") from None
+            if line:
+                is_answered = True
+                answer: str | None = msgspec.json.decode(line)["error"]
+                return answer
         finally:
             if not is_answered:
                 await self.close()
+        if process.process.returncode == -signal.SIGPROF:
+            return f"the definition takes longer to compile than {self._compile_max_s:g} s"
+        return "the definition needs too much memory, or is nested too deep"
 
     async def _started(self) -> ChildProcess:
         if self._process is not None and self._process.process.poll() is not None:

@@ -205,7 +205,7 @@ class AgentSettings(BaseSettings):
     constraint_chars_max: int = Field(2**17, ge=1)
     """length of the JSON schema, regular expression or grammar that an answer must match"""
     constraint_compile_max_s: float = Field(2.0, gt=0)
-    """how long such a definition may take to compile"""
+    """CPU time that such a definition may take to compile"""
     fences_max: int = Field(10_000, ge=1)
     """batch requests no longer in flight whose newest claim is remembered, to reject outdated ones"""
     heartbeat_every_s: float = Field(1.0, gt=0, le=60)

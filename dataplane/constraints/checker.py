@@ -1,15 +1,17 @@
 """`python -m dataplane.constraints.checker`: compiles definitions that may be hostile, for a parent that may kill it.
 
 The grammar library bounds most of its work, yet some definitions take it minutes, gigabytes, or more stack than a
-process has, of which it dies. So each is compiled here first, with little memory and stack, and within the time that
-the parent allows. What passes can be compiled by a worker.
+process has, of which it dies. So each is compiled here first, with little memory and stack, and within the CPU time
+that the parent allows: SIGPROF ends the process then. What passes can be compiled by a worker.
 
-The parent writes a JSON line `{"folder": ..., "constraint": {...}}`. Two lines answer: an empty one when the tokens of
-the folder are read, from when on the time counts, and `{"error": ...}`, null if the constraint can be compiled.
+The parent writes a JSON line `{"folder": ..., "constraint": {...}, "cpu_max_s": ...}`. Two lines answer: an empty one
+when the tokens of the folder are read, from when on the time counts, and `{"error": ...}`, null if the constraint can
+be compiled.
 """
 
 import json
 import resource
+import signal
 import socket
 import sys
 from functools import lru_cache
@@ -36,10 +38,11 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Whether a constraint can be compiled for the checkpoint in a folder."""
+    """Whether a constraint can be compiled for the checkpoint in a folder, within so many CPU seconds."""
 
     folder: str
     constraint: Constraint
+    cpu_max_s: float
 
 
 def main() -> None:
@@ -56,7 +59,9 @@ def main() -> None:
         connection.sendall(b"\n")
         if tokens is not None:
             _limit_memory()
+            signal.setitimer(signal.ITIMER_PROF, question.cpu_max_s)
             error = thread.submit(refusal_of, question.constraint, tokens).result()
+            signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(json.dumps({"error": error and error[:ERROR_CHARS_MAX]}).encode() + b"\n")
 
 

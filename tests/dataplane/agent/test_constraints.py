@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from dataplane.agent import constraints
+from dataplane.agent.child_process import ChildProcess
 from dataplane.agent.constraints import ConstraintChecker
-from dataplane.protocol.errors import BadRequestError, DataplaneError
+from dataplane.protocol.errors import BadRequestError, DataplaneError, OverloadedError
 from dataplane.protocol.messages import (
     Constraint,
     DesiredInstance,
@@ -46,20 +48,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_hostile_definitions_are_refused_and_the_next_is_checked(folder: str) -> None:
     async def scenario() -> None:
-        checker = ConstraintChecker(settings())
+        checker = ConstraintChecker(settings(constraint_compile_max_s=0.5))
         for name, constraint in HOSTILE.items():
-            checker._compile_max_s = 0.5
             with pytest.raises(
                 BadRequestError, match=r"takes longer|too much memory|too deep|too big|too large|fuel|precomputation"
             ):
                 await checker.check(constraint, folder)
-            checker._compile_max_s = PATIENCE_S  # a busy machine is not a hostile definition
             await checker.check(Constraint(kind="regex", definition=f"after {name}"), folder)
         with pytest.raises(BadRequestError) as refused:
             await checker.check(HOSTILE["slow"], folder)
         assert refused.value.param == "response_format"
         await checker.close()
 
+    asyncio.run(scenario())
+
+
+def test_a_busy_machine_is_waited_for_and_is_no_refusal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is of CPU time. What is not answered in time by the clock is put off, and may be asked again."""
+    waits_s = [0.0]
+    read_line = constraints._line
+
+    async def late_line(process: ChildProcess) -> bytes:
+        await asyncio.sleep(waits_s.pop(0) if waits_s else 0.0)
+        return await read_line(process)
+
+    async def scenario() -> None:
+        checker = ConstraintChecker(settings())
+        await checker.check(GOOD, folder)
+        checker._compile_max_s = 0.3
+        waits_s[:] = [0.0, 1.0]
+        await checker.check(Constraint(kind="regex", definition="[0-9]"), folder)
+        monkeypatch.setattr(constraints, "_ANSWER_MAX_S", 0.1)
+        waits_s[:] = [0.0, 60.0]
+        asked = Constraint(kind="regex", definition="[a-z]")
+        with pytest.raises(OverloadedError, match="too busy to compile"):
+            await checker.check(asked, folder)
+        monkeypatch.undo()
+        checker._compile_max_s = PATIENCE_S
+        await checker.check(asked, folder)
+        await checker.close()
+
+    monkeypatch.setattr(constraints, "_line", late_line)
     asyncio.run(scenario())
 
 
