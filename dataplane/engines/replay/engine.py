@@ -170,7 +170,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             self._steps.wait(now_s)
 
     def _kv_tokens_max(self, model: ReplayModel) -> int:
-        return self._settings.kv_bytes // model.kv_bytes_per_token
+        return self._settings.request_kv_bytes // model.kv_bytes_per_token
 
     def _kv_free_bytes(self, model: ReplayModel) -> int:
         return self.kv.free_bytes

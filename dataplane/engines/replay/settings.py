@@ -50,6 +50,11 @@ class ReplaySettings:
     prefix_cache: bool = False
     turns: TurnSettings = field(default_factory=TurnSettings)
 
+    @property
+    def request_kv_bytes(self) -> int:
+        """KV that one request alone may have: in the memory of the slot and, if it is to be exported, of the host."""
+        return min(self.kv_bytes, self.host_kv_bytes) if self.prefill_only else self.kv_bytes
+
     def adapters_factor(self, adapters: int) -> float:
         """By how much a step with so many different adapters takes longer; as the last one where there are more."""
         before, factor = 0, 1.0

@@ -51,6 +51,8 @@ class PoolServer:
         self._checkpoints: dict[str, str] = {}
         """By model, the one whose weights it needs: of an adapter its base."""
         self._settings = settings
+        of_slots = [replace(settings, prefill_only=kind == "prefill") for kind in kinds]
+        self._request_kv_bytes = min(slot.request_kv_bytes for slot in of_slots)
         self._answers = answers
         self._ended = ended
         self._log = log
@@ -58,7 +60,7 @@ class PoolServer:
             SlotProcess(
                 index,
                 kind,
-                replace(settings, prefill_only=kind == "prefill"),
+                of_slots[index],
                 events,
                 self._on_step,
                 self._served,
@@ -187,7 +189,7 @@ class PoolServer:
     def fits(self, request: Request) -> bool:
         model = self._models[request.model]
         tokens = request.prompt_tokens + request.output_tokens
-        return tokens <= min(model.context_tokens, self._settings.kv_bytes // model.kv_bytes_per_token)
+        return tokens <= min(model.context_tokens, self._request_kv_bytes // model.kv_bytes_per_token)
 
     def submit(self, served: Served) -> None:
         request = served.request

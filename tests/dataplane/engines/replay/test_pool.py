@@ -11,6 +11,7 @@ from dataplane.engines.interface import EngineOutput, PoolStats
 from dataplane.engines.replay.engine import ReplayEngine
 from dataplane.engines.replay.kv import ReplayKvMemory, SequenceKv
 from dataplane.engines.replay.weights import Weights, WeightsMemory
+from dataplane.protocol.errors import ContextLengthError
 from dataplane.protocol.tiers import Tier
 from tests.dataplane.engines.replay.replayed import (
     SETTINGS,
@@ -176,6 +177,17 @@ def test_a_prefill_slot_exports_kv_and_keeps_it_until_release(events: KvEvents) 
     assert decoder_time.now_s == pytest.approx(prefilled_s + 2 * transfer_s + steps_s)
     prefiller.release("r")
     assert pool_of(prefiller).host_kv == ()
+
+
+def test_a_prefill_slot_refuses_what_its_host_memory_would_never_take() -> None:
+    prefiller, _ = engine_with(replace(SETTINGS, prefill_only=True, host_kv_bytes=250))
+    assert prefiller.stats().instances[0].kv_tokens_max == 25
+    with pytest.raises(ContextLengthError, match="exceed the KV cache of 25 tokens"):
+        prefiller.add(request(prompt=20, max_tokens=6))
+    prefiller.add(request(prompt=20, max_tokens=5))
+    assert drain(prefiller)["r"][-1].kv is not None
+    other, _ = engine_with(replace(SETTINGS, host_kv_bytes=250))
+    assert other.stats().instances[0].kv_tokens_max == 100
 
 
 def test_a_lost_handle_is_prefilled_again() -> None:

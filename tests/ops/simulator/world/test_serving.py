@@ -56,3 +56,9 @@ def test_kv_that_host_memory_has_no_room_for_stays_where_it_was_made() -> None:
     assert narrow.result.failures == wide.result.failures == {}
     assert narrow.result.event_log_hash != wide.result.event_log_hash
     assert narrow.result.service_attainment <= wide.result.service_attainment
+
+
+def test_a_request_whose_kv_is_never_taken_by_host_memory_fails_and_the_simulation_ends() -> None:
+    outcome = simulate(scenario_of("pooled", host_bytes=45 * GB + 100_000_000))
+    assert outcome.result.failures["longer than an instance's KV memory"] > 0
+    assert sum(outcome.result.failures.values()) < outcome.result.requests
