@@ -75,7 +75,8 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Rows of one case with `beaten_by`, a strategy that is better in hours, late share and slow minutes and worse in
     none, or None; `reactive_alike`, the hours of Reactive with this late share, between two of its points, or None;
     `late_beyond_idle`, the late share without that of idle instances, or None; and `distances`, by a strategy of
-    `_REFERENCES`, the hours to its own, and whether no more first tokens are late.
+    `_REFERENCES`, the hours to its own, those with what both take after the end (None: not known), and whether no more
+    first tokens are late.
     """
     idle = next((row["late"] for row in rows if row["strategy"] == "idle"), None)
     references = {row["strategy"]: row for row in rows if row["strategy"] in _REFERENCES}
@@ -94,7 +95,14 @@ def compared(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _distance(row: Row, reference: Row) -> dict[str, Any]:
     hours = row["instance_hours"] / reference["instance_hours"] - 1
-    return {"hours": hours, "no_later": row["late"] <= reference["late"]}
+    ours, theirs = _all_hours(row), _all_hours(reference)
+    to_the_end = None if ours is None or theirs is None else ours / theirs - 1
+    return {"hours": hours, "all_hours": to_the_end, "no_later": row["late"] <= reference["late"]}
+
+
+def _all_hours(row: Row) -> float | None:
+    """With those after the last request; None if not known."""
+    return None if row["tail_hours"] is None else float(row["instance_hours"] + row["tail_hours"])
 
 
 def hours_at(line: Sequence[tuple[float, float]], late: float) -> float | None:

@@ -47,6 +47,7 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 work(row),
                 distance(row, "reactive"),
                 distance(row, "reactive-50-25"),
+                to_the_end(row, "reactive"),
                 spread(100 * row["late"], [100 * each for each in row["late_range"]], ".1f"),
                 "-" if row["late_beyond_idle"] is None else f"{100 * row['late_beyond_idle']:.1f}",
                 spread(row["ttft_p95_s"], row["ttft_p95_s_range"], ".2f"),
@@ -55,8 +56,9 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"{row['redeploys']:.0f}",
             ]
             lines.append(cells)
-    head = ("case", "strategy", "seeds", "instance hours", "after the end", "work", "to 70/30", "to 50/25")
-    return table((*head, "late, %", "beyond idle's", "TTFT p95, s", "slow minutes", "starts", "displacing"), lines)
+    hours = ("instance hours", "after the end", "work", "to 70/30", "to 50/25", "to 70/30, all to the end")
+    service = ("late, %", "beyond idle's", "TTFT p95, s", "slow minutes", "starts", "displacing")
+    return table(("case", "strategy", "seeds", *hours, *service), lines)
 
 
 def spread(mean: float, ends: Sequence[float], form: str) -> str:
@@ -83,7 +85,14 @@ def distance(row: Row, reference: str) -> str:
     return f"{found['hours']:+.1%}" if found["no_later"] else f"({found['hours']:+.1%})"
 
 
+def to_the_end(row: Row, reference: str) -> str:
+    """Hours until all work is done to those of a strategy."""
+    found = row["distances"].get(reference)
+    return "-" if found is None or found["all_hours"] is None else f"{found['all_hours']:+.1%}"
+
+
 DISTANCES: Columns = {
     "to 70/30": lambda row: distance(row, "reactive"),
     "to 50/25": lambda row: distance(row, "reactive-50-25"),
+    "to 70/30, all to the end": lambda row: to_the_end(row, "reactive"),
 }

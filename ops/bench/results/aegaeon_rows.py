@@ -13,9 +13,9 @@ _RIVAL = "request-level-prefetch"
 _DEADLINES = "pooled-both-deadlines"
 _NONE: Mapping[str, int] = {}
 _SYSTEMS = {
-    "pooled-both": "pool, aggregated",
+    "pooled-both": "pool, aggregated, in rounds",
     _DEADLINES: "pool, aggregated, time slices by deadlines",
-    "pooled": "pool, disaggregated, 6 + 10 GPUs",
+    "pooled": "pool, disaggregated, 6 + 10 GPUs, in rounds",
     _RIVAL: "whole requests from one queue, the next model prefetched",
 }
 
@@ -128,14 +128,14 @@ _LIMITS = {
 _NODES = _limits_rows(
     "two-nodes",
     "models at 0.1 requests/s each on two nodes of 8 GPUs and 2 TB of host memory, each model on one of them",
-    "one pool of 16 GPUs above; the rival above, a queue for both nodes",
+    "the first three rows of this table: one node, and the rival with one queue for both nodes",
     ("--nodes", "2"),
     {"pooled-both": "token", "pooled": _BOTH},
     draws=3,
 ) | _limits_rows(
     "two-nodes-deadlines",
     "the same",
-    "as above; without nodes, as above",
+    "the fourth row of this table: one node without a limit of host memory",
     ("--nodes", "2", "--least", "80", "--most", "220"),
     {_DEADLINES: ""},
     draws=3,
@@ -184,9 +184,9 @@ _TIMES = {
         "pooled",
         "where time goes with 70 models at 0.1 requests/s each (Figures 14, 15): shares of requests' time (prefill"
         " waiting, prefill, KV transfer, decode, decode waiting) and of slots' (prefill, decode, waiting for weights,"
-        " for KV, idle), switches by size (7B, 9B, 13B), KV transfers; pool, disaggregated",
+        " for KV, idle), switches by size (7B, 9B, 13B), KV transfers; pool, disaggregated, in rounds",
     ),
-    "times-pooled-both": _times_row("pooled-both", "the same: pool, aggregated"),
+    "times-pooled-both": _times_row("pooled-both", "the same: pool, aggregated, in rounds"),
 }
 
 
@@ -253,7 +253,7 @@ AEGAEON_ROWS: Mapping[str, ResultRow] = {
         "pooled-both",
         "94 models on 16 GPUs at 0.1 requests/s each, the artifact's assumptions and draw, simulated: requests and"
         " tokens in time",
-        "aggregated pool {service:.1%}, **{tokens:.1%}**",
+        "aggregated pool, in rounds {service:.1%}, **{tokens:.1%}**",
         "the next row",
     ),
     "rival-94": _one_size(

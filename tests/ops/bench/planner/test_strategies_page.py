@@ -32,7 +32,8 @@ def row(strategy: str, hours: float, late: float, **distances: tuple[float, bool
         "scale_outs": 30.0,
         "redeploys": 2.0,
         "distances": {
-            name.replace("_", "-"): {"hours": to, "no_later": no_later} for name, (to, no_later) in distances.items()
+            name.replace("_", "-"): {"hours": to, "all_hours": None if strategy == "lt-i" else to, "no_later": no_later}
+            for name, (to, no_later) in distances.items()
         },
     }
 
@@ -45,9 +46,12 @@ ROWS = [
 
 def test_losses_are_bold_and_what_is_later_is_in_brackets() -> None:
     *_, reactive, planned = markdown_of(ROWS).strip().splitlines()
-    assert "| 3 | 200.0 (199.0 to 201.0) | 3.2 | 150.0 | +0.0% | (-20.0%) | 8.0 | 5.0 | 1.50 | 7 | 30 | 2 |" in reactive
+    assert (
+        "| 3 | 200.0 (199.0 to 201.0) | 3.2 | 150.0 | +0.0% | (-20.0%) | +0.0% | 8.0 | 5.0 | 1.50 | 7 | 30 | 2 |"
+        in reactive
+    )
     assert reactive.startswith("| `a-day` | Reactive 70/30")
-    assert "| **240.0 (239.0 to 241.0)** | 3.2 | 150.0 | +20.0% | - | 5.0 | - |" in planned
+    assert "| **240.0 (239.0 to 241.0)** | 3.2 | 150.0 | +20.0% | - | - | 5.0 | - |" in planned
 
 
 def test_only_what_is_between_the_marks_is_replaced(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_variants_are_compared_by_the_hours_of_the_first_over_the_second() -> No
     one = {"variant": "a", "requests": 7, "instance_hours": 30.0, "gpu_hours": 30.0, "late": 0.1, "ttft_p95_s": 1.0}
     other = one | {"variant": "b", "instance_hours": 60.0, "late": 0.2}
     values = row.values([one, one | {"instance_hours": 34.0}, other, other | {"instance_hours": 68.0, "late": 0.4}])
-    assert row.cells(values)[1] == "32.0 for 64.0 (-50%); 10.0% for 30.0%"
+    assert row.cells(values)[1] == "32.0 for 64.0 (-50%); **10.0% for 30.0%**"
     assert (values["late1_least"], values["late1_most"]) == (0.2, 0.4)
     assert "7 requests at 4.8/s" in row.cells(values)[0]
 
