@@ -56,9 +56,9 @@ def markdown_of(rows: Sequence[Row]) -> str:
                 f"{row['redeploys']:.0f}",
             ]
             lines.append(cells)
-    hours = ("instance hours", "after the end", "work", "to 70/30", "to 50/25", "to 70/30, all to the end")
+    cost = ("instance hours", "after the end", "work", "to 70/30", "to 50/25", "to 70/30, all to the end")
     service = ("late, %", "beyond idle's", "TTFT p95, s", "slow minutes", "starts", "displacing")
-    return table(("case", "strategy", "seeds", *hours, *service), lines)
+    return table(("case", "strategy", "seeds", *cost, *service), lines)
 
 
 def spread(mean: float, ends: Sequence[float], form: str) -> str:
