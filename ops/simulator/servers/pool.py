@@ -45,16 +45,14 @@ class PoolServer:
     ) -> None:
         self.slots = len(kinds) if opened is None else len(opened)
         self.gpus = gpus
-        self._name = name
-        self._region = region
+        self._name, self._region = name, region
         self._models: dict[str, ModelSpec] = {}
         self._checkpoints: dict[str, str] = {}
         """By model, the one whose weights it needs: of an adapter its base."""
         self._settings = settings
         of_slots = [replace(settings, prefill_only=kind == "prefill") for kind in kinds]
         self._request_kv_bytes = min(slot.request_kv_bytes for slot in of_slots)
-        self._answers = answers
-        self._ended = ended
+        self._answers, self._ended = answers, ended
         self._log = log
         self._processes = [
             SlotProcess(

@@ -9,6 +9,9 @@ import httpx2 as httpx
 import msgspec
 import pytest
 
+from controlplane.policies.facts import RoutingFacts
+from controlplane.serving.admission import AdmissionController
+from controlplane.serving.in_flight import InFlightRequest
 from controlplane.store.tables import Model
 from dataplane.protocol.messages import Generate, Heartbeat, InstanceReport, StreamEvent
 from tests.controlplane.api.gateway import Gateway, running_gateway
@@ -53,8 +56,18 @@ def test_a_model_has_its_own_objectives(world: World) -> None:
         assert refused.headers["retry-after"] == "3"
 
 
-def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
+def test_flex_requests_wait_in_order_until_there_is_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admitted in order, and sent at once: which of their connections an agent reads first is another matter."""
     agent = FakeAgent()
+    admitted: list[str | None] = []
+    enter = AdmissionController.enter
+
+    async def noted(self: AdmissionController, request: InFlightRequest) -> RoutingFacts:
+        facts = await enter(self, request)
+        admitted.append(request.message.prompt)
+        return facts
+
+    monkeypatch.setattr(AdmissionController, "enter", noted)
     with running_gateway(world, agent, used=0.65, flex_wait_s=PATIENCE_S, flex_waiting_max=3) as gateway:
         headers = {"Authorization": f"Bearer {gateway.secret}"}
         ended: list[int] = []
@@ -75,7 +88,8 @@ def test_flex_requests_wait_in_order_until_there_is_room(world: World) -> None:
         for thread in threads:
             thread.join()
         assert ended == [200] * 3
-        assert [asked.prompt for asked in agent.asked if asked.prompt] == ["p0", "p1", "p2"]
+        assert [prompt for prompt in admitted if prompt] == ["p0", "p1", "p2"]
+        assert sorted(asked.prompt for asked in agent.asked if asked.prompt) == ["p0", "p1", "p2"]
         until(lambda: gateway.state.admission.waiting == 0)
 
 
