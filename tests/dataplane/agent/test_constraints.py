@@ -63,6 +63,16 @@ def test_hostile_definitions_are_refused_and_the_next_is_checked(folder: str) ->
     asyncio.run(scenario())
 
 
+def test_what_takes_too_much_cpu_time_is_told_from_what_takes_too_much_memory(folder: str) -> None:
+    async def scenario() -> None:
+        checker = ConstraintChecker(settings(constraint_compile_max_s=0.05))
+        with pytest.raises(BadRequestError, match=r"takes longer to compile than 0\.05 s"):
+            await checker.check(HOSTILE["large"], folder)
+        await checker.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_busy_machine_is_waited_for_and_is_no_refusal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is of CPU time. What is not answered in time by the clock is put off, and may be asked again."""
     waits_s = [0.0]

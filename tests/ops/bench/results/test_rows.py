@@ -54,7 +54,8 @@ def test_placements_are_read_by_solver_and_gap() -> None:
 
 def test_series_are_counted_by_the_targets_that_they_miss() -> None:
     row = FORECAST_ROWS["zoo"]
-    missed = [["low coverage", "best single"], ["high coverage"], [], ["best single", "last hour"], []]
-    values = row.values({"series": [{"missed": each} for each in missed]})
+    one = {"series": 3, "met": 2, "low": 1, "high": 0, "best": 1, "last_hour": 0}
+    other = {"series": 2, "met": 0, "low": 0, "high": 1, "best": 1, "last_hour": 1}
+    values = row.values({"kinds": [one, other]})
     assert row.cells(values)[1] == "2; 2, **2**, 1"
     assert "of 5, how many" in row.cells(values)[0]
