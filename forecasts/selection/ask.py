@@ -191,6 +191,9 @@ def _answer(
     history: DemandSeries,
     settings: ForecastSettings,
 ) -> Answer:
+    """With the upper quantile. Less than a token in a window is none, or silence would seem to have been exceeded."""
+    token = 1.0 / settings.bucket_s
+    path = path if path.max() >= token else np.zeros_like(path)
     ratios, floor = past.floored_log_ratios(name), past.floor
     usable = ~np.isnan(ratios)
     origins, peak = int(usable.sum()), float(path.max())
@@ -206,7 +209,7 @@ def _answer(
         name=name,
         path=path,
         raw=raw,
-        upper=max(peak, min(upper, _ceiling(history, settings))),
+        upper=max(peak, min(upper, _ceiling(history, settings)) if upper >= token else 0.0),
         spread=tuple(spread),
         error=past.error(name, LAST_HOUR_MAX, settings.half_life),
         coverage=float(judged.mean()) if judged.size else None,

@@ -25,8 +25,6 @@ RECENT_SHARE = 0.2
 """Part of an error that the short memory has: a forecaster that fails now loses its weight within two hours."""
 SHIFT_LOG = 1.1
 """A peak is beyond a forecast if it is three times as large, or a third of it."""
-SHIFT_ORIGINS = 48
-"""Peaks beyond every forecast are a shift only if there was none in this time before."""
 FLOOR_ORIGINS = 24
 FLOOR_SHARE = 1e-3
 """Of the largest peak of the last day: what is below it is as good as zero."""
@@ -113,14 +111,11 @@ class PastPeaks:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the newest peak, and none in the two days before it, was beyond what every forecaster gave.
+        """Whether the newest peak, and no other one that is remembered, was beyond what every forecaster gave.
 
-        None of them knows then what the demand is now. Where it happens often it is how that demand is.
+        None of them knows then what the demand is now. Where it happens again it is how that demand is.
         """
-        if not len(self.actual):
-            return False
-        beyond = self._beyond[-SHIFT_ORIGINS - 1 :]
-        return bool(beyond[-1] and not beyond[:-1].any())
+        return bool(len(self.actual) and self._beyond[-1] and not self._beyond[:-1].any())
 
     @cached_property
     def _beyond(self) -> npt.NDArray[np.bool_]:

@@ -17,7 +17,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from forecasts.backtests import CHAMPION, ROUNDING, run_backtests, scores_of
+from forecasts.backtests import CHAMPION, ROUNDING, Prediction, run_backtests, scores_of
 from forecasts.importers.rates import read_servegen
 from forecasts.importers.series_file import EndpointSeries
 from forecasts.importers.settings import ImportSettings
@@ -46,6 +46,7 @@ class HardResult:
         below: share of hours whose peak was below the upper quantile; with `coverage`, at or below it. A quantile of
             0.9 has at most 0.9 below it and at least 0.9 at or below it, so that silence, which is both, is covered.
         alone: error of each single method.
+        picked: error of the rival: in each hour the single method with the least error until then.
         pinball: loss of the upper quantile over the mean peak.
         forecast_cpu_s: median over the hours, with refits, the choice and the calibration.
     """
@@ -55,6 +56,7 @@ class HardResult:
     hours: int
     error: float | None
     alone: Mapping[str, float]
+    picked: float | None
     below: float
     coverage: float
     pinball: float | None
@@ -72,6 +74,12 @@ class HardResult:
     @property
     def to_last_hour(self) -> float:
         return _ratio(self.error, self.alone.get(LAST_HOUR_MAX))
+
+    @property
+    def rival_met(self) -> bool:
+        """Whether the rival's error meets both targets of errors."""
+        to_best = _ratio(self.picked, self.alone.get(self.best) if self.alone else None)
+        return to_best <= TO_BEST and _ratio(self.picked, self.alone.get(LAST_HOUR_MAX)) <= TO_LAST_HOUR
 
     @property
     def missed(self) -> tuple[str, ...]:
@@ -92,6 +100,15 @@ def _ratio(error: float | None, other: float | None) -> float:
     if error is None or other is None or error == other:
         return 1.0
     return error / other if other else float("inf")
+
+
+def least_past_error(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Of each hour the single method with the least error until then: the first behind the champion, by their order."""
+    picked: dict[float, Prediction] = {}
+    for one in predictions:
+        if one.forecaster not in {CHAMPION, COMBINATION}:
+            picked.setdefault(one.origin_s, one)
+    return [one._replace(forecaster="picked") for one in picked.values()]
 
 
 def generated(kinds: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, EndpointSeries]]:
@@ -131,12 +148,14 @@ def measure(work: tuple[str, EndpointSeries], settings: ForecastSettings, hours:
     if len(known) < HOURS_MIN:
         return None
     scores = {score.forecaster: score for score in scores_of(done.predictions, settings.quantile, {})}
+    (picked,) = scores_of(least_past_error(done.predictions), settings.quantile, {})
     return HardResult(
         kind=kind,
         name=endpoint.name,
         hours=len(known),
         error=scores[CHAMPION].error,
         alone={n: s.error for n, s in scores.items() if n not in {CHAMPION, COMBINATION} and s.error is not None},
+        picked=picked.error,
         below=float(np.mean([actual < upper for actual, upper in known])),
         coverage=float(np.mean([actual <= upper * (1 + ROUNDING) for actual, upper in known])),
         pinball=scores[CHAMPION].pinball,
@@ -198,6 +217,8 @@ def _of_kind(kind: str, found: Sequence[HardResult]) -> dict[str, object]:
         "high": misses("high coverage"),
         "best": misses("best single"),
         "last_hour": misses("last hour"),
+        "errors_met": sum(not {"best single", "last hour"} & set(row.missed) for row in rows),
+        "rival_errors_met": sum(row.rival_met for row in rows),
         "coverage": statistics.mean(row.coverage for row in rows),
         "to_best": statistics.median(row.to_best for row in rows),
         "to_last_hour": statistics.median(row.to_last_hour for row in rows),
@@ -213,6 +234,8 @@ def _print(found: Sequence[HardResult]) -> None:
         "high": "high",
         "over best": "best",
         "over last hour": "last_hour",
+        "errors met": "errors_met",
+        "by the least past error": "rival_errors_met",
         "coverage": lambda row: f"{row['coverage']:.3f}",
         "to best": lambda row: f"{row['to_best']:.2f}x",
         "to last hour": lambda row: f"{row['to_last_hour']:.2f}x",

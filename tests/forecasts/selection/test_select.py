@@ -217,20 +217,29 @@ def test_a_change_of_scale_is_followed_within_two_hours(factor: float) -> None:
     assert forecast.peak_upper >= last_hour * 0.9
 
 
-def test_the_hour_after_a_shift_is_the_last_hours_and_the_next_one_is_combined() -> None:
-    """Demand returns after fifty silent hours: no forecaster that remembers them decides what the next hour is."""
-    series = minutes(np.r_[noisy_days(24), np.zeros(50 * 60), noisy_days(4)])
-    state, given = None, []
-    for hour in range(24, 77):
+def test_the_hour_after_a_first_shift_is_the_last_hours_and_the_next_one_is_combined() -> None:
+    """Demand falls silent, which no forecaster knew, and returns after ten hours: that is how this demand is by then."""
+    series = minutes(np.r_[noisy_days(48), np.zeros(10 * 60), noisy_days(4)])
+    state, given = None, {}
+    for hour in range(44, 61):
         forecast = forecast_peak(series.before(hour * 3600), QUICK, state)
         state = forecast.state
-        given.append(forecast)
-    back = given[75 - 24]  # the first silent hour was a shift too, more than two days before
-    assert back.forecaster == LAST_HOUR_MAX
-    assert "the last peak was beyond every forecast" in back.reason
-    assert back.peak_q50 == series.before(75 * 3600).rebin(300).last_hour_max()
-    assert given[76 - 24].forecaster == COMBINATION
-    assert "before, it was last hour's maximum" in given[76 - 24].reason
+        given[hour] = forecast
+    silent, back = given[49], given[59]
+    assert silent.forecaster == LAST_HOUR_MAX
+    assert "the last peak was beyond every forecast" in silent.reason
+    assert silent.peak_q50 == 0
+    assert given[50].forecaster == COMBINATION
+    assert "before, it was last hour's maximum" in given[50].reason
+    assert back.forecaster == COMBINATION
+
+
+def test_silence_that_lasts_is_forecast_as_zero_and_not_as_less_than_a_token() -> None:
+    series, state = minutes(np.r_[noisy_days(30), np.zeros(10 * 60)]), None
+    for hour in range(26, 40):
+        forecast = forecast_peak(series.before(hour * 3600), QUICK, state)
+        state = forecast.state
+        assert hour <= 32 or (forecast.peak_upper, max(forecast.windows)) == (0, 0)
 
 
 def test_a_mean_that_falls_to_zero_beside_demand_is_no_forecast() -> None:

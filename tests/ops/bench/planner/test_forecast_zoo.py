@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from forecasts.backtests import Prediction
 from forecasts.importers.series_file import EndpointSeries
 from forecasts.models.baselines import LAST_HOUR_MAX
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
-from ops.bench.planner.forecast_zoo import HardResult, clients, generated, measure
+from ops.bench.planner.forecast_zoo import HardResult, clients, generated, least_past_error, measure
 
 BARE = ForecastSettings(forecasters=(), origins_max=2)
 GOOD = HardResult(
@@ -19,6 +20,7 @@ GOOD = HardResult(
     hours=80,
     error=0.1,
     alone={LAST_HOUR_MAX: 0.2, "a": 0.1},
+    picked=0.1,
     below=0.9,
     coverage=0.9,
     pinball=0.02,
@@ -60,6 +62,16 @@ def test_figures_are_of_the_second_half() -> None:
 )
 def test_what_is_missed_is_named(change: dict[str, float], missed: tuple[str, ...]) -> None:
     assert replace(GOOD, **change).missed == missed  # type: ignore[arg-type]
+
+
+def test_the_rival_is_the_single_method_with_the_least_error_until_then() -> None:
+    """Predictions of an hour have the champion's first, then the others by their error."""
+    rows = [(0.0, "champion"), (0.0, "combination"), (0.0, "b"), (0.0, "a"), (1.0, "champion"), (1.0, "a"), (1.0, "b")]
+    given = [Prediction(at_s, name, "combination", float(n), float(n), 1.0) for n, (at_s, name) in enumerate(rows)]
+    assert [one.peak_q50 for one in least_past_error(given)] == [2, 5]
+    assert GOOD.rival_met
+    assert not replace(GOOD, picked=0.106).rival_met
+    assert not replace(GOOD, alone={LAST_HOUR_MAX: 0.09}).rival_met
 
 
 def test_every_client_is_a_series_of_its_own(tmp_path: Path) -> None:
