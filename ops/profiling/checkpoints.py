@@ -49,8 +49,9 @@ class Shape:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Keys of transformers' configs: a quarter as many KV heads as heads, a feed-forward ratio of 8/3 in whole groups
-        of 128 inputs, as quantized checkpoints have them."""
+        """Keys of transformers' configs: a quarter as many KV heads as heads, a feed-forward ratio of 8/3, in whole
+        groups of 128 inputs, as quantized checkpoints have them.
+        """
         heads = self.hidden // self.head_dim
         return {
             "hidden_size": self.hidden,

@@ -4,7 +4,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -86,14 +86,15 @@ def measured(data: Path) -> Measure:
 
 
 def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, again: bool = False) -> Kept:
-    """Run the rows whose commands have not run as they are now, or all if `again`. Each is kept as soon as it is made,
+    """Run the rows whose commands have not run as they are now, whose text has figures that are not kept, or all if
+    `again`. Each is kept as soon as it is made,
     beside those that another run has made meanwhile.
 
     Raises:
         ResultsError: a command failed; the rows before it are kept.
     """
     kept = read_kept(file)
-    wanted = [name for name in rows if again or name not in kept or kept[name].command != rows[name].command]
+    wanted = [name for name in rows if again or name not in kept or not _is_current(rows[name], kept[name])]
     with progress_bar("rows") as report:
         for number, name in enumerate(wanted):
             report(name, number, len(wanted))
@@ -102,6 +103,14 @@ def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, ag
             write_kept(file, kept)
         report("made", len(wanted), len(wanted))
     return kept
+
+
+def _is_current(row: ResultRow, kept: KeptRow) -> bool:
+    try:
+        row.cells(kept.values)
+    except KeyError:
+        return False
+    return kept.command == row.command
 
 
 def _kept(row: ResultRow, values: Mapping[str, float]) -> KeptRow:
@@ -145,13 +154,22 @@ def check_rows(
 
 
 def markdown_of(rows: Mapping[str, ResultRow], kept: Kept) -> str:
-    """The table of the rows that are kept."""
+    """The table of the rows that are kept.
+
+    Raises:
+        ResultsError: a row's text has a figure that is not kept.
+    """
     head = ("what", "Tidepool", "compared with", "drawn by chance", "command", "made of")
-    return table(head, _lines((rows[name], kept[name]) for name in rows if name in kept))
+    return table(head, [_line(name, rows[name], kept[name]) for name in rows if name in kept])
 
 
-def _lines(rows: Iterable[tuple[ResultRow, KeptRow]]) -> list[Sequence[str]]:
-    return [(*row.cells(one.values), code(one.command), f"{one.commit}, {one.date}") for row, one in rows]
+def _line(name: str, row: ResultRow, kept: KeptRow) -> Sequence[str]:
+    try:
+        return (*row.cells(kept.values), code(kept.command), f"{kept.commit}, {kept.date}")
+    except KeyError as error:
+        raise ResultsError(
+            f"row {name}: its text has {error}, which is not kept: make it again, --row {name}"
+        ) from error
 
 
 def main(

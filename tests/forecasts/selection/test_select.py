@@ -218,7 +218,7 @@ def test_a_change_of_scale_is_followed_within_two_hours(factor: float) -> None:
 
 
 def test_the_hour_after_a_first_shift_is_the_last_hours_and_the_next_one_is_combined() -> None:
-    """Demand falls silent, which no forecaster knew, and returns after ten hours: that is how this demand is by then."""
+    """Demand falls silent, which no forecaster knew, and returns after ten hours, which is how it is by then."""
     series = minutes(np.r_[noisy_days(48), np.zeros(10 * 60), noisy_days(4)])
     state, given = None, {}
     for hour in range(44, 61):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_a_row_runs_once_unless_its_command_changes_or_all_are_asked_for(tmp_pat
     make_rows(rows, file, measure, again=True)
     assert ran == ["1", "2", "3", "1", "2"]
     assert markdown_of(rows, read_kept(file)).endswith(f"{kept['b'].commit}, {kept['b'].date} |")
+
+
+def test_a_row_whose_text_has_a_figure_that_is_not_kept_runs_again_and_is_named_until_then(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    kept = make_rows({"a": row()}, file, lambda _: {"old": 1.0, "n": 1.0})
+    more = {"a": replace(row(), text="{new:.1f}")}
+    with pytest.raises(ResultsError, match="row a: its text has 'new', which is not kept: make it again, --row a"):
+        markdown_of(more, kept)
+    assert make_rows(more, file, lambda _: {"new": 2.0, "n": 1.0})["a"].values == {"new": 2.0, "n": 1.0}
 
 
 def test_what_was_made_before_a_command_failed_is_kept(tmp_path: Path) -> None:

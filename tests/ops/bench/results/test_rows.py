@@ -4,6 +4,7 @@ from ops.bench.results.aegaeon_rows import AEGAEON_ROWS
 from ops.bench.results.fleet_rows import FLEET_ROWS
 from ops.bench.results.forecast_rows import FORECAST_ROWS
 from ops.bench.results.placement_rows import PLACEMENT_ROWS
+from ops.bench.results.remapping_rows import REMAPPING_ROWS
 
 
 def test_a_limit_is_a_mean_and_its_range_and_the_metric_that_loses_is_bold() -> None:
@@ -56,6 +57,20 @@ def test_series_are_counted_by_the_targets_that_they_miss() -> None:
     row = FORECAST_ROWS["zoo"]
     one = {"series": 3, "met": 2, "low": 1, "high": 0, "best": 1, "last_hour": 0}
     other = {"series": 2, "met": 0, "low": 0, "high": 1, "best": 1, "last_hour": 1}
-    values = row.values({"kinds": [one, other]})
+    errors = {"errors_met": 2, "rival_errors_met": 1}
+    values = row.values({"kinds": [one | errors, other | errors]})
     assert row.cells(values)[1] == "2; 2, **2**, 1"
+    assert "are met by 4, and by 2 if" in row.cells(values)[2]
     assert "of 5, how many" in row.cells(values)[0]
+
+
+def test_remapping_is_told_by_group_beside_the_papers_figures() -> None:
+    row = REMAPPING_ROWS["remapping"]
+    groups = ("temporal", "uneven", "inputs", "spatial", "single")
+    published = [
+        {"group": name, "figure": figure, "percent": 40.0 + place, "ours_percent": -1.0 * place}
+        for place, name in enumerate(groups)
+        for figure in ("tokens_per_s", "tbt_p99_s")
+    ]
+    values = row.values({"published": published})
+    assert row.cells(values)[1:3] == ("-0, -1, -2, -3, -4 %", "paper, on GH200: +40, +41, +42, +43, +44 %")

@@ -1,0 +1,178 @@
+"""Remapping against vLLM's way by load, kind of step and seed, as tables of a page of the documentation."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from ops.bench.marked_table import MarkedTable, PageError
+from ops.bench.papers.remapping_load import Recordings
+from ops.bench.papers.remapping_sim import ARRIVALS, GROUPS, ONEIROS, TIDEPOOL, VLLM, WORKLOADS, Asked, run_case
+from ops.client.screen import AsJson, Columns, print_json, print_table, progress_bar
+from ops.reference.markdown import table
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, KEPT = DOCS / "results.md", DOCS / "remapping.json"
+GAPS, COSTS = MarkedTable("remapping gaps"), MarkedTable("remapping costs")
+OF_TABLE = ("temporal", "uneven", "inputs", "spatial")
+RIVALS = (VLLM, TIDEPOOL, ONEIROS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What a step may do: `mixed` prefills beside the batch, up to `chunk_tokens`."""
+
+    name: str
+    chunk_tokens: int
+    mixed: bool
+
+
+STEPS = (
+    Steps(name="either, 512", chunk_tokens=512, mixed=False),
+    Steps(name="mixed, 512", chunk_tokens=512, mixed=True),
+    Steps(name="mixed, 256", chunk_tokens=256, mixed=True),
+)
+COSTS_AT = "mixed, 512"
+FIGURES = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s", "ttft_p99_s", "batch_mean")
+CHANGES = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s")
+"""Of which a rival's are told as percents of vLLM's."""
+
+Row = Mapping[str, Any]
+
+
+def runs(recordings: Recordings, requests: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The figures of each load, kind of step, rival and seed."""
+    wanted = [
+        (steps, seed, case)
+        for name in OF_TABLE
+        for steps in STEPS
+        for seed in seeds
+        for case in GROUPS[name](Asked(requests=requests, seed=seed))
+        if case.rival in RIVALS
+    ]
+    found = []
+    with progress_bar("runs") as report:
+        for done, (steps, seed, case) in enumerate(wanted):
+            report(f"{case.title}, {steps.name}", done, len(wanted))
+            figures = asdict(run_case(case, recordings, steps.chunk_tokens, mixed=steps.mixed))
+            named = {"load": f"{case.group}, {case.title}", "steps": steps.name, "rival": case.rival, "seed": seed}
+            found.append(named | {key: figures[key] for key in FIGURES})
+        report("made", len(wanted), len(wanted))
+    return found
+
+
+def compared(found: Sequence[Row]) -> list[dict[str, Any]]:
+    """A row for each load and kind of step: vLLM's means over seeds, and for each other rival the changes in percent,
+    as mean, least and most over seeds, and the means of its first tokens and batches.
+    """
+    return [
+        {"load": load, "steps": steps.name, VLLM: _means(mine, VLLM)}
+        | {name: _means(mine, name) | {"change": dict(_changes(mine, name))} for name in (TIDEPOOL, ONEIROS)}
+        for load in dict.fromkeys(row["load"] for row in found)
+        for steps in STEPS
+        for mine in [[row for row in found if (row["load"], row["steps"]) == (load, steps.name)]]
+    ]
+
+
+def _means(rows: Sequence[Row], rival: str) -> dict[str, float]:
+    return {key: fmean(row[key] for row in rows if row["rival"] == rival) for key in FIGURES}
+
+
+def _changes(rows: Sequence[Row], rival: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    by_seed = {(row["rival"], row["seed"]): row for row in rows}
+    seeds = dict.fromkeys(row["seed"] for row in rows)
+    for key in CHANGES:
+        percents = [100 * (by_seed[rival, seed][key] / by_seed[VLLM, seed][key] - 1) for seed in seeds]
+        yield key, (fmean(percents), min(percents), max(percents))
+
+
+def change(row: Row, rival: str, figure: str) -> str:
+    """A change in percent with its range; bold where it is for the worse."""
+    mean, low, high = row[rival]["change"][figure]
+    worse = mean <= -0.5 if figure == "tokens_per_s" else mean >= 0.5
+    text = f"{mean:+.0f} %"
+    return (f"**{text}**" if worse else text) + (
+        f" ({low:+.0f} to {high:+.0f})" if f"{low:.0f}" != f"{high:.0f}" else ""
+    )
+
+
+def gaps_of(rows: Sequence[Row]) -> str:
+    """P99 between tokens: vLLM's in ms, and the others' against it, for each kind of step."""
+    head = [cell for steps in STEPS for cell in (f"{steps.name}: vLLM, ms", "Tidepool", "remapping alone")]
+    lines = []
+    for load in dict.fromkeys(row["load"] for row in rows):
+        cells = [load]
+        for row in (row for row in rows if row["load"] == load):
+            cells.append(f"{1000 * row[VLLM]['tbt_p99_s']:.0f}")
+            cells += [change(row, name, "tbt_p99_s") for name in (TIDEPOOL, ONEIROS)]
+        lines.append(cells)
+    return table(("load, requests/s", *head), lines)
+
+
+def costs_of(rows: Sequence[Row]) -> str:
+    """The other figures of Tidepool against vLLM, with mixed steps of 512."""
+    head = ("P99 of requests' mean between tokens", "P99 of normalized latency", "tokens/s")
+    both = ("P99 TTFT, s: vLLM; Tidepool; Tidepool if steps do either", "mean batch: vLLM; Tidepool")
+    at = {(row["load"], row["steps"]): row for row in rows}
+    lines = []
+    for (load, steps), row in at.items():
+        if steps != COSTS_AT:
+            continue
+        first_tokens = (row[VLLM], row[TIDEPOOL], at[load, STEPS[0].name][TIDEPOOL])
+        lines.append(
+            [
+                load,
+                *(change(row, TIDEPOOL, figure) for figure in ("tpot_p99_s", "normalized_p99_s", "tokens_per_s")),
+                "; ".join(f"{each['ttft_p99_s']:.1f}" for each in first_tokens),
+                "; ".join(f"{row[name]['batch_mean']:.1f}" for name in (VLLM, TIDEPOOL)),
+            ]
+        )
+    return table(("load, requests/s", *head, *both), lines)
+
+
+COLUMNS: Columns = {
+    "load": "load",
+    "steps": "steps",
+    "vLLM P99, ms": lambda row: f"{1000 * row[VLLM]['tbt_p99_s']:.0f}",
+    "Tidepool": lambda row: change(row, TIDEPOOL, "tbt_p99_s").replace("*", ""),
+    "remapping alone": lambda row: change(row, ONEIROS, "tbt_p99_s").replace("*", ""),
+    "tokens/s, Tidepool": lambda row: change(row, TIDEPOOL, "tokens_per_s").replace("*", ""),
+}
+
+
+def main(
+    data: Annotated[Path, typer.Option(help=f"The folder with {ARRIVALS} and {WORKLOADS}.", file_okay=False)],
+    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
+    write: Annotated[bool, typer.Option("--write", help="Keep the runs, and write the page of results.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compare remapping with vLLM's way on every load of two sets of models, whatever a step may do.
+
+    \b
+    Example:
+      python -m ops.bench.papers.remapping_loads --data ../data --seeds 3 --write
+    """
+    try:
+        for place in (GAPS, COSTS) if write else ():
+            place.split(PAGE)
+    except PageError as error:
+        raise typer.BadParameter(str(error), param_hint="--write") from error
+    found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), requests, range(seeds))
+    rows = compared(found)
+    if write:
+        KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        GAPS.write(PAGE, gaps_of(rows))
+        COSTS.write(PAGE, costs_of(rows))
+    if as_json:
+        print_json({"runs": found, "loads": rows})
+        return
+    print_table("P99 between tokens against vLLM, by load", COLUMNS, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,64 @@
+"""The tables of remapping by load: how runs are compared, and that the page shows the kept ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ops.bench.papers import remapping_loads
+from ops.bench.papers.remapping_load import Recordings
+from ops.bench.papers.remapping_loads import (
+    COSTS,
+    FIGURES,
+    GAPS,
+    KEPT,
+    PAGE,
+    STEPS,
+    Steps,
+    change,
+    compared,
+    costs_of,
+    gaps_of,
+    runs,
+)
+from ops.bench.papers.remapping_sim import ARRIVALS, ONEIROS, TIDEPOOL, VLLM, WORKLOADS
+
+
+def run(rival: str, seed: int, value: float, **other: float) -> dict[str, Any]:
+    figures = dict.fromkeys(FIGURES, value) | other
+    return {"load": "spatial, C1 2/s", "steps": "mixed, 512", "rival": rival, "seed": seed} | figures
+
+
+def test_a_change_is_the_mean_over_seeds_of_each_seeds_own() -> None:
+    found = [run(VLLM, 0, 1.0), run(VLLM, 1, 2.0), run(ONEIROS, 0, 1.0), run(ONEIROS, 1, 1.0)]
+    found += [run(TIDEPOOL, 0, 1.1), run(TIDEPOOL, 1, 2.6)]
+    row = next(row for row in compared([each | {"steps": steps.name} for steps in STEPS for each in found]))
+    assert row[TIDEPOOL]["change"]["tbt_p99_s"] == pytest.approx((20, 10, 30))
+    assert change(row, TIDEPOOL, "tbt_p99_s") == "**+20 %** (+10 to +30)"
+    assert change(row, TIDEPOOL, "tokens_per_s") == "+20 % (+10 to +30)"
+    assert change(row, ONEIROS, "tokens_per_s") == "**-25 %** (-50 to +0)"
+    assert row[VLLM]["tokens_per_s"] == 1.5
+
+
+def test_a_change_that_rounds_to_none_is_not_bold_and_one_range_is_not_told() -> None:
+    found = [run(VLLM, 0, 1.0), run(ONEIROS, 0, 1.0), run(TIDEPOOL, 0, 1.004)]
+    row = compared([each | {"steps": steps.name} for steps in STEPS for each in found])[0]
+    assert change(row, TIDEPOOL, "tbt_p99_s") == "+0 %"
+
+
+def test_the_page_shows_the_kept_runs() -> None:
+    rows = compared(json.loads(KEPT.read_text(encoding="utf-8")))
+    assert GAPS.split(PAGE)[1] == gaps_of(rows)
+    assert COSTS.split(PAGE)[1] == costs_of(rows)
+    assert len(rows) == 12 * len(STEPS)
+
+
+def test_each_load_runs_with_each_rival_and_seed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remapping_loads, "STEPS", (Steps(name="mixed, 512", chunk_tokens=512, mixed=True),))
+    monkeypatch.setattr(remapping_loads, "OF_TABLE", ("uneven",))
+    found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), 12, [0, 1])
+    assert len(found) == 2 * 3 * 2
+    assert {row["rival"] for row in found} == {VLLM, TIDEPOOL, ONEIROS}
+    (row, _) = compared(found)
+    assert row[VLLM]["tokens_per_s"] > 0
