@@ -231,7 +231,7 @@ def let_in(
     if own is None:
         (own,), alpha = _join(runnable, [model], state, settings)
     left = replace(present[0], quota_s=state.ends_s - now_s)
-    if left.quota_s >= settings.quota_min_s:
+    if round(left.quota_s, 9) >= settings.quota_min_s:  # a turn of which nothing has run has just that
         later = {left.model: left, **later}
     else:
         before = (*before, *present)

@@ -74,6 +74,8 @@ def _sizes_of(model: str, gpus: int, private_hosts: tuple[str, ...]) -> "ModelSi
     except CheckpointError as error:
         raise CommandError(str(error)) from error
     copies = _copies_of_kv(found, gpus)
+    if gpus > 1 and found.model["task"] != "embed" and found.config.get("quantization_config"):
+        _check_quantized(found, gpus)
     kept = {name: found.model[name] for name in ("weights_bytes", "context_tokens", "parameters")}
     kv_bytes = copies * found.model["kv_bytes_per_token"]
     return ModelSizes(name=model.rstrip("/").rpartition("/")[2], kv_bytes_per_token=kv_bytes, **kept)
@@ -99,6 +101,28 @@ def _copies_of_kv(checkpoint: "Checkpoint", gpus: int) -> int:
         raise CommandError(f"{path}/config.json needs {error.name} to be divided among {gpus} GPUs") from error
     kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return gpus * int(mine.num_key_value_heads) // kv_heads
+
+
+def _check_quantized(checkpoint: "Checkpoint", gpus: int) -> None:
+    """Refuse what the torch engine would refuse to divide.
+
+    Raises:
+        CommandError: a GPU of the slot would have a part of a group or block.
+    """
+    from dataplane.protocol.errors import ModelLoadError
+
+    config, path = checkpoint.config, checkpoint.model["path"]
+    try:
+        from dataplane.engines.torch.model.parts import check_quantized_parts
+        from dataplane.engines.torch.model.skeleton import MODEL_TYPES
+    except ImportError:
+        notes().print(f"without torch it is not known whether the groups of {path} can be divided among {gpus} GPUs")
+        return
+    if config.get("model_type") in MODEL_TYPES:
+        try:
+            check_quantized_parts(path, config, checkpoint.types, gpus)
+        except ModelLoadError as error:
+            raise CommandError(error.message) from error
 
 
 def _show(plan: "MemoryPlan") -> None:

@@ -7,7 +7,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -152,10 +152,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """`model`: as `describe_checkpoint` returns it; `config`: `config.json`, of a multimodal model its text part."""
+    """`model`: as `describe_checkpoint` returns it; `config`: `config.json`, of a multimodal model its text part;
+    `types`: of its tensors, by name.
+    """
 
     model: dict[str, Any]
     config: Mapping[str, Any]
+    types: Mapping[str, str] = field(default_factory=dict)
 
 
 def describe_checkpoint(
@@ -253,7 +256,7 @@ def _describe(path: str, folder: Path, tensors: Mapping[str, tuple[str, int]], t
         "context_tokens": min(config.positive("max_position_embeddings"), tokens_max or sys.maxsize),
         "task": task,
     }
-    return Checkpoint(model=model, config=config.text)
+    return Checkpoint(model=model, config=config.text, types={name: dtype for name, (dtype, _) in tensors.items()})
 
 
 class _Config:

@@ -72,6 +72,8 @@ def test_a_stream_waits_for_an_event_of_another_process(tmp_path: Path) -> None:
     here.send("")
     process.join()
     assert process.exitcode == 0
+    events.forget([handle])
+    torch.cuda.synchronize()
     stream.close()
     unpinned(memory, CUDA)
 

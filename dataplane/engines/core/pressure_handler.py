@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import structs
 
-from dataplane.engines.core.kv import KvLocation, KvT_contra
+from dataplane.engines.core.kv import KvLocation, KvT, KvT_contra
 from dataplane.engines.core.pressure import KvPressure, Shortage
 from dataplane.engines.core.remapping.actions import Action, PressureFacts, Victim, choose_action
 from dataplane.engines.core.remapping.caps import ModelFacts, rotation_of, wait_s
@@ -22,10 +22,9 @@ from dataplane.engines.core.remapping.places import BatchDemand, PlaceFacts, len
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.core.sequences import TokenSequence
 from dataplane.engines.core.served_models import ServedModel
-from dataplane.engines.core.slot_engine import ModelT, SlotSettings
+from dataplane.engines.core.slot_engine import ModelT, SlotEngine, SlotSettings
 from dataplane.engines.interface import PoolStats
 from dataplane.scheduling.decode import idle_s
-from dataplane.scheduling.schedule import SlotState
 from dataplane.scheduling.tiers import TIER_RANKS
 
 
@@ -119,31 +118,27 @@ class SlotMemory(Protocol[ModelT_contra]):
         """Reclaim the memory of at most `count` layers, as far as KV has left it; of how many. `rotate` must follow."""
 
 
-class KvPressureHandler(Generic[ModelT, KvT_contra]):
-    """Handles the KV pressure of one slot. `models`: the slot's, by name; `requests`: running and waiting ones;
-    `schedule()`: the scheduler's state; `load_s`: seconds to load all weights of a model. Counts since the start:
-    `actions` taken, `declined` offloads by reason, and `layers_moved`.
+class KvPressureHandler(Generic[ModelT, KvT]):
+    """Handles the KV pressure of the slot of an engine. `load_s`: seconds to load all weights of a model. Counts since
+    the start: `actions` taken, `declined` offloads by reason, and `layers_moved`.
     """
 
     def __init__(
         self,
         settings: PressureSettings,
-        models: Mapping[str, ModelT],
+        engine: SlotEngine[ModelT, KvT],
         memory: SlotMemory[ModelT],
-        kv: KvCapacity[KvT_contra],
+        kv: KvCapacity[KvT],
         clock: Callable[[], float],
         *,
-        requests: Iterable[TokenSequence[Any]],
-        schedule: Callable[[], SlotState],
         load_s: Callable[[ModelT], float],
     ) -> None:
         self._settings = settings
-        self._models = models
+        self._engine = engine
+        self._models: Mapping[str, ModelT] = engine.models
         self._memory = memory
         self._kv = kv
         self._clock = clock
-        self._requests = requests
-        self._schedule = schedule
         self._load_s = load_s
         self._forced: Action | None = None if settings.kv_pressure == "auto" else settings.kv_pressure
         self._state = RemapState()
@@ -185,7 +180,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         """Lend the place of the next model to KV for the slice that begins, or take it back, as the policy says."""
         lends = self._lends_place()
         if lends != self._memory.lends_place:
-            self._memory.lend_place(self._schedule().slice.model if lends else None)
+            self._memory.lend_place(self._engine.state.slice.model if lends else None)
             self.actions["lend"] += lends
 
     def _lends_place(self) -> bool:
@@ -243,7 +238,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         The priority is that of the most urgent request; the next model to run is above its equals, and models without
         requests have the lowest.
         """
-        offloaded, turn, ranks = self._memory.offloaded, self._schedule().turn, self._ranks()
+        offloaded, turn, ranks = self._memory.offloaded, self._engine.state.turn, self._ranks()
         kept = self._kept(ranks)
         facts = []
         for name, model in self._models.items():
@@ -271,7 +266,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
     def _ranks(self) -> dict[str, int]:
         """By model with requests, the tier rank of the most urgent one."""
         ranks: dict[str, int] = {}
-        for sequence in self._requests:
+        for sequence in self._engine.requests:
             rank = TIER_RANKS[sequence.request.tier]
             ranks[sequence.model] = min(rank, ranks.get(sequence.model, rank))
         return ranks
@@ -298,7 +293,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
     def facts(self, shortage: Shortage, wait_s: float | None) -> PressureFacts:
         """The facts for `choose_action`. `wait_s`: what `remap_wait_s` is."""
         asking, kv = self._models[shortage.sequence.model], shortage.sequence.kv
-        turn = self._schedule().turn
+        turn = self._engine.state.turn
         running = asking if turn is None else self._models.get(turn.model, asking)
         batch = running.decoding[: self._settings.batch_max]
         step_s = running.estimate.decode_s(sum(sequence.cached for sequence in batch), max(len(batch), 1))
@@ -327,7 +322,7 @@ class KvPressureHandler(Generic[ModelT, KvT_contra]):
         steps = -(-cached // self._settings.prefill_tokens_per_step_max)
         return Victim(
             kv_bytes=sequence.kv.size_bytes,
-            idle_s=idle_s(self._schedule().round, sequence.model, self._clock()),
+            idle_s=idle_s(self._engine.state.round, sequence.model, self._clock()),
             recompute_s=steps * model.estimate.prefill_s(cached // steps, cached**2 // steps) if steps else 0.0,
             fits_host=self._kv.host_fits(sequence.kv, cached),
         )

@@ -51,16 +51,7 @@ class ReplayEngine(SlotEngine[ReplayModel, SequenceKv]):
             on_shortage=self._on_shortage,
         )
         self._slot_memory = ReplaySlotMemory(settings, self.models, self.weights, self.kv, clock)
-        self.pressure = KvPressureHandler(
-            settings,
-            self.models,
-            self._slot_memory,
-            self.kv,
-            clock,
-            requests=self.requests,
-            schedule=lambda: self.state,
-            load_s=self._switch_s,
-        )
+        self.pressure = KvPressureHandler(settings, self, self._slot_memory, self.kv, clock, load_s=self._switch_s)
         self._steps = ReplaySteps(
             settings,
             self.models,

@@ -97,7 +97,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self._slot_memory = TorchSlotMemory(
             self.models, self.weights, self.kv, self.arena, batch_max=settings.batch_max
         )
-        self.pressure = self._make_pressure(clock)
+        self.pressure = KvPressureHandler(settings, self, self._slot_memory, self.kv, clock, load_s=self._switch_s)
         self._graphs = self._make_graphs()
         self._steps = Steps(
             settings,
@@ -110,18 +110,6 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             graphs=self._graphs,
         )
         self._prefetched_s = self._checked_s = float("-inf")
-
-    def _make_pressure(self, clock: Callable[[], float]) -> KvPressureHandler[TorchModel, SequenceKv]:
-        return KvPressureHandler(
-            self._settings,
-            self.models,
-            self._slot_memory,
-            self.kv,
-            clock,
-            requests=self.requests,
-            schedule=lambda: self.state,
-            load_s=self._switch_s,
-        )
 
     def _make_graphs(self) -> DecodeGraphs | None:
         settings = self._settings

@@ -131,6 +131,10 @@ class Alarm:
             self._set_s = next_s
             self._events.at(next_s, END, self._ring, next_s)
 
+    def stop(self) -> None:
+        """Forget the event that is scheduled, if one is."""
+        self._set_s = inf
+
     def _ring(self, at_s: float) -> None:
         if at_s == self._set_s:
             self._set_s = inf

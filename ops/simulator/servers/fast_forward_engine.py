@@ -144,11 +144,11 @@ class FastForwardEngine(ReplayEngine):
         if fast_forward and fast_forward.steps > 1 and facts.prefills.groups:
             last_s = fast_forward.seconds(fast_forward.steps) - fast_forward.seconds(fast_forward.steps - 1)
             state = replace(self.state, decode_spent_s=self.state.decode_spent_s - last_s)
-            if self._by_deadlines:
-                self.state = self._settled(state).spent("decode", last_s)
-                return facts
-            alone = replace(facts, prefills=PrefillQueue())
-            _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
+            if self._by_deadlines or now_s - last_s < state.round.ends_s:  # the slice went on, whatever has ended since
+                state = self._settled(state)
+            else:
+                alone = replace(facts, prefills=PrefillQueue())
+                _, state = choose_turn(alone, state, now_s - last_s, self._slot.turns)
             self.state = state.spent("decode", last_s)
         return facts
 
@@ -206,7 +206,7 @@ class FastForwardEngine(ReplayEngine):
                 model.join_batch(sequence, self._served(sequence.request.request_id))
                 continue
             if kv.location is HOST:
-                self.kv.swap_in(kv)
+                self._allocator.swap_in(sequence, ())
             model.unbatched.append(sequence)
         if model.batched:
             self._batched_models[model.name] = model
@@ -225,10 +225,14 @@ class FastForwardEngine(ReplayEngine):
         ends_s = self._ends_s()
         if ends_s < math.inf:
             fast_forward.cut(ends_s)
-        if fast_forward.steps > 1:
-            self.weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
         self.fast_forwarded = self._fast_forward(fast_forward)
         steps = self.fast_forwarded.steps
+        if steps > 1:
+            self.weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
+            last_s = model.estimate.decode_s(context_tokens + (steps - 1) * batch, batch)  # the load is as of this one
+            self._batches = tuple(
+                [replace(one, step_s=last_s) if one.model == model.name else one for one in self._batches]
+            )
         over = []
         if batched:
             self.batched_tokens_made = batched * steps

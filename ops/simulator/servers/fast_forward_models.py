@@ -93,10 +93,13 @@ class FastForwardModel(ReplayModel):
         return facts
 
     def kv_needed_bytes(self) -> int:
-        """KV of the next step: swapped KV is loaded, and each sequence grows by a token."""
+        """KV of the next step, in which each sequence grows by a token, and swapped KV is loaded; this is so only where
+        there is room for one more token of each.
+        """
         tokens = len(self._known)
-        if self.unbatched:
-            tokens += sum([one.kv.moved_tokens for one in self.unbatched if one.kv.location is HOST])
+        swapped = [one.kv.moved_tokens for one in self.unbatched if one.kv.location is HOST]
+        if swapped:
+            tokens += tokens + sum(swapped)
         return tokens * self.kv_bytes_per_token
 
     def steps_max(self) -> int:

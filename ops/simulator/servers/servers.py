@@ -118,8 +118,11 @@ class DedicatedServer:
         )
 
     def open(self, kind: InstanceKind) -> None:
-        """Accept requests."""
+        """Accept requests; one that drained is advanced lazily again."""
         self.accepting, self.kind, self._emptied = True, kind, None
+        if self._alarm is not None:
+            self._alarm.stop()
+            self._alarm = None
         self._events.follow(self)
 
     def close(self, emptied: Callable[[], None]) -> None:

@@ -251,6 +251,16 @@ def test_a_prefilled_model_is_let_in_and_the_rest_of_the_turn_follows() -> None:
     assert state.model == "d"
 
 
+def test_a_turn_of_which_nothing_has_run_is_not_lost_by_the_rounding_of_a_time() -> None:
+    now_s, settings_ = 0.3, DecodeSettings()
+    quotas = (Quota(model="a", quota_s=settings_.quota_min_s),)
+    state = RoundState(quotas=quotas, ends_s=now_s + settings_.quota_min_s)
+    assert state.ends_s - now_s < settings_.quota_min_s
+    let = let_in(batches("ab"), state, "b", now_s, settings_)
+    assert [quota.model for quota in let.quotas] == ["b", "a"]
+    assert let.model == "b"
+
+
 def test_let_in_brings_a_planned_turn_forward_and_gives_none_twice() -> None:
     _, state = choose_decode_turn(batches("abc"), RoundState(), 0.0, SETTINGS)
     ahead = let_in(batches("abc"), state, "c", 1.0, SETTINGS)

@@ -5,11 +5,17 @@ from pathlib import Path
 from shutil import copytree
 
 import pytest
+import torch
 
+from dataplane.engines.torch.model.parallel import Rank, Unconnected
+from dataplane.engines.torch.model.skeleton import build_skeleton
+from dataplane.protocol.errors import ModelLoadError
 from ops.cli.node_memory import _copies_of_kv
 from ops.client.api import CommandError
 from ops.local.checkpoints import Checkpoint
 from ops.profiling.checkpoints import Shape, build_checkpoints
+from tests.dataplane.engines.torch.model.packing import GPTQ, gptq, quantized_pair
+from tests.dataplane.engines.torch.tiny import save_tiny
 from tests.ops.cli.running import Run
 
 
@@ -44,6 +50,22 @@ def test_a_model_that_cannot_be_divided_is_refused(run: Run, folder: Path) -> No
     refused = run("node", "plan-memory", folder, "--card", "L4", "--gpus", 3)
     assert refused.status == 1
     assert "num_attention_heads=4 cannot be divided among 3 GPUs" in refused.err
+
+
+@pytest.mark.parametrize(("inner", "reason"), [(128, None), (96, "mlp.down_proj cannot be divided among 2 GPUs")])
+def test_a_quantized_model_of_which_a_group_would_be_cut_is_refused_as_by_the_engine(
+    run: Run, tmp_path: Path, inner: int, reason: str | None
+) -> None:
+    dense = save_tiny("llama", tmp_path / "dense", hidden_size=64, head_dim=16, intermediate_size=inner)
+    quantized, _ = quantized_pair(dense, tmp_path, GPTQ | {"group_size": 32}, gptq(4, 32))
+    assert run("node", "plan-memory", quantized, "--card", "L4").status == 0
+    planned = run("node", "plan-memory", quantized, "--card", "L4", "--gpus", 2)
+    assert planned.status == (reason is not None)
+    if reason is not None:
+        rank = Rank(index=0, count=2, collectives=Unconnected())
+        with pytest.raises(ModelLoadError, match=reason) as refused:
+            build_skeleton(quantized, torch.bfloat16, torch.device("cpu"), rank=rank)
+        assert refused.value.message in " ".join(planned.err.split())
 
 
 def test_a_source_that_cannot_be_divided_is_named_as_it_was_given() -> None:

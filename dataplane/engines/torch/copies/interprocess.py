@@ -6,6 +6,7 @@ is undefined once it is destroyed. It is recorded again for another transfer whe
 """
 
 import threading
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import structlog
@@ -40,6 +41,9 @@ class DeviceEvents(Protocol):
     def has_passed(self, handle: bytes) -> bool:
         """Whether an event that was waited for has passed."""
 
+    def forget(self, handles: Iterable[bytes]) -> None:
+        """Close the events of another process that has ended. No device waits for them."""
+
 
 class CudaEvents:
     """Meets `DeviceEvents`. `interprocess`: whether other processes may wait for them on their devices."""
@@ -73,6 +77,11 @@ class CudaEvents:
     def has_passed(self, handle: bytes) -> bool:
         event = self._open(handle)
         return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+
+    def forget(self, handles: Iterable[bytes]) -> None:
+        with self._lock:
+            for handle in handles:
+                self._opened.pop(handle, None)
 
     def _event(self, slot: int) -> tuple[torch.cuda.Event, bytes]:
         """The event of a slot and its handle, which is taken before it is first recorded."""

@@ -27,11 +27,13 @@ DEVICE_WAIT_MAX_S = 10.0
 @dataclass(eq=False, kw_only=True)
 class ImportedFile(KvFile):
     """A file of another slot. `pinning`: done when all of it is pinned, or none; `table`: its events, None until one is
-    waited for; `readers`: how many sequences have KV in it; `copies`: that read it.
+    waited for; `awaited`: handles of those that the device was told to wait for; `readers`: how many sequences have KV
+    in it; `copies`: that read it.
     """
 
     pinning: Event
     table: WatchedTable | None = None
+    awaited: set[bytes] = field(default_factory=set)
     readers: int = 0
     copies: list[Event] = field(default_factory=list)
 
@@ -97,14 +99,12 @@ class KvImports:
         file.copies = [one for one in file.copies if not one.done()] + [copy]
 
     def check(self) -> None:
-        """Look after the events that the device was told to wait for, and unpin files that nobody reads any more.
+        """Look after the events that the device was told to wait for, and give up files and events of slots that have
+        ended, once nobody reads or awaits them any more.
 
         Raises:
             DeviceLostError: one does not pass, as when the worker that recorded it has died: no other copy will.
         """
-        for gone in [file for file in self._leaving if not file.is_read]:
-            self._leaving.remove(gone)
-            self._pins.submit(partial(unpinned, gone.bytes, self._device))
         with self._lock:
             waits, self._waits = self._waits, []
         for handle, until_s in waits:
@@ -115,6 +115,12 @@ class KvImports:
                 raise DeviceLostError(f"the event of another worker has not passed for {self._device_wait_max_s:g} s")
             with self._lock:
                 self._waits.append((handle, until_s))
+        awaited = {handle for handle, _ in self._waits}
+        for gone in [file for file in self._leaving if not file.is_read and awaited.isdisjoint(file.awaited)]:
+            self._leaving.remove(gone)
+            self._pins.submit(partial(unpinned, gone.bytes, self._device))
+            if self._events is not None:
+                self._events.forget(gone.awaited)
 
     def close(self) -> None:
         """Unpin the files. No copy is under way."""
@@ -144,6 +150,7 @@ class KvImports:
         if self._events is None or not file.pinning.done() or not self._events.wait_for(handle, file.bytes):
             return False
         with self._lock:
+            file.awaited.add(handle)
             self._waits.append((handle, time.monotonic() + self._device_wait_max_s))
             self._on_device += 1
         return True

@@ -208,9 +208,10 @@ def _combine(
     tl.store(out + row * head_dim + at, mixed, mask=inside)
 
 
-_write_kernel: Any = triton.jit(_write)
-_attend_kernel: Any = triton.jit(_attend)
-_combine_kernel: Any = triton.jit(_combine)
+# A kernel is compiled once for all numbers of rows and blocks: else it would be again for 1 and for multiples of 16.
+_write_kernel: Any = triton.jit(do_not_specialize=["rows"])(_write)
+_attend_kernel: Any = triton.jit(do_not_specialize=["table_row"])(_attend)
+_combine_kernel: Any = triton.jit(do_not_specialize=["half"])(_combine)
 
 
 def write_rows(cache: torch.Tensor, layer: int, write: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -17,23 +17,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig
 
 from dataplane.checkpoints.eos import read_eos_ids
-from dataplane.checkpoints.pooling import HEAD_SUFFIX
 from dataplane.checkpoints.safetensors_file import read_json
 from dataplane.engines.torch.model.adapters import Adapter, Adapters
-from dataplane.engines.torch.model.attention import ATTENTION_NAME, register
 from dataplane.engines.torch.model.checkpoint import list_tensors
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.engines.torch.model.linear import merge_products, speed_up
 from dataplane.engines.torch.model.norms import fuse_norms
 from dataplane.engines.torch.model.parallel import Rank, parallelize
+from dataplane.engines.torch.model.parts import build_part
 from dataplane.engines.torch.model.quantized.config import read_quantization
 from dataplane.engines.torch.model.quantized.int4_cpu import can_repack
 from dataplane.engines.torch.model.quantized.layers import PackedWeights, QuantizedLinear
 from dataplane.engines.torch.model.quantized.replace import quantize
-from dataplane.engines.torch.model.split import Split, make_splits, rank_config
+from dataplane.engines.torch.model.split import Split
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
@@ -325,16 +324,11 @@ def build_skeleton(
     described = read_json(folder / "config.json")
     _check_supported(folder, described)
     quantization = read_quantization(folder, described)
-    register()
-    splits: dict[str, Split] = {}
+    ranks = 1 if rank is None else rank.count
     try:
         config = copy.deepcopy(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
-        model = _on_meta(config, described, task, dtype)
-        geometry = _geometry(config, 1 if rank is None else rank.count)
-        if rank is not None and rank.count > 1:
-            whole, mine = model, rank_config(config, rank.count, dtype.itemsize, folder)
-            model = _on_meta(mine, described, task, dtype)
-            splits = make_splits(_shapes(whole), _shapes(model), config, rank.count)
+        model, splits = build_part(config, described, task, dtype, ranks, folder)
+        geometry = _geometry(config, ranks)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -352,26 +346,6 @@ def build_skeleton(
     if rank is not None and splits:
         parallelize(model, splits, rank, geometry.vocabulary)
     return Skeleton(model, geometry, read_eos_ids(folder, described), dtype, task, splits)
-
-
-def _on_meta(config: Any, described: dict[str, Any], task: Task, dtype: torch.dtype) -> Any:
-    build: Any = _builder(described, task).from_config
-    with torch.device("meta"):
-        return build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """By every name of a weight."""
-    return {name: tuple(one.shape) for name, one in model.named_parameters(remove_duplicate=False)}
-
-
-def _builder(described: dict[str, Any], task: Task) -> Any:
-    """The class that builds a model for a task. Without a classification head, a causal model scores by its logits."""
-    names = described.get("architectures")
-    architecture = str(names[0]) if isinstance(names, list) and names else ""
-    if task == "score" and architecture.endswith(HEAD_SUFFIX):
-        return AutoModelForSequenceClassification
-    return AutoModel if task == "embed" else AutoModelForCausalLM
 
 
 def _check_supported(folder: Path, described: dict[str, Any]) -> None:

@@ -107,14 +107,17 @@ class Submissions:
 
 
 class Follower:
-    """Executes the commands of rank 0. `commands` gives the next one; None at the end. `report` sends bytes back."""
+    """Executes the commands of rank 0. `commands` gives the next one; None at the end. `report` sends bytes back; it is
+    called by one thread at a time.
+    """
 
     def __init__(self, setup: Setup, commands: Callable[[], Command | None], report: Callable[[bytes], None]) -> None:
         if setup.version != VERSION:
             raise ValueError(f"version must be {VERSION}, as this rank's, got {setup.version}")
         self._setup = setup
         self._commands = commands
-        self._report = report
+        self._send = report
+        self._sending = threading.Lock()
         self._dtype = torch.float32 if setup.dtype == "float32" else torch.bfloat16
         self._device = torch.device(setup.device)
         if self._device.type == "cuda":
@@ -177,14 +180,16 @@ class Follower:
                 raise AssertionError(f"{command} is not expected here")
 
     def _adapt(self, skeleton: Skeleton, command: Adapt) -> None:
-        """The key, which is that of KV, is rank 0's to know."""
+        """Rank 0 waits for the answer, so that goes before the reports of transfers that are under way. The key, which
+        is that of KV, is rank 0's to know.
+        """
         try:
             on_device = self._read_adapter(command).to(self._device)
         except torch.OutOfMemoryError:
-            self._reports.submit(lambda: self._report(REPORT.pack(ADAPTED, False)))
+            self._report(ADAPTED, False)
             return
         skeleton.adapters.add(on_device, skeleton.adaptable_layers())
-        self._reports.submit(lambda: self._report(REPORT.pack(ADAPTED, True)))
+        self._report(ADAPTED, True)
 
     def _read_adapter(self, command: Adapt) -> Adapter:
         layers = {
@@ -219,7 +224,11 @@ class Follower:
         """Report a transfer once it has ended. One that failed is not reported, and ends this rank later."""
         _until_done(event)
         event.wait()
-        self._report(REPORT.pack(command.stream, command.number))
+        self._report(command.stream, command.number)
+
+    def _report(self, kind: int, value: int) -> None:
+        with self._sending:
+            self._send(REPORT.pack(kind, value))
 
     def _passed(self, passed: Iterable[int]) -> list[Event]:
         """Transfers of this rank that rank 0 has seen end, if they are still under way here."""

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -134,6 +134,9 @@ class FakeEvents:
     def has_passed(self, handle: bytes) -> bool:
         words, slot = _opened(handle)
         return words[2 * slot + 1] >= words[2 * slot]
+
+    def forget(self, handles: Iterable[bytes]) -> None:
+        """Nothing is kept open."""
 
     def _pass(self, slot: int, number: int) -> None:
         self._words[2 * slot + 1] = number

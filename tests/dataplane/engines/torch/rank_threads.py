@@ -8,7 +8,9 @@ from dataplane.engines.torch.ranks.processes import OtherRanks
 
 
 def start_threads(count: int) -> OtherRanks:
-    """A thread each. What it raises is raised when the slot is closed."""
+    """A thread each. What it raises is raised when the slot is closed. Those of a test that fails before it closes its
+    slot do not keep the process of the tests from ending.
+    """
     pairs = [socket.socketpair() for _ in range(count)]
     failures: list[BaseException] = []
 
@@ -20,7 +22,9 @@ def start_threads(count: int) -> OtherRanks:
                 failures.append(error)
                 raise
 
-    threads = [threading.Thread(target=run, args=(end,), name=f"rank-{n}") for n, (_, end) in enumerate(pairs, 1)]
+    threads = [
+        threading.Thread(target=run, args=(end,), name=f"rank-{n}", daemon=True) for n, (_, end) in enumerate(pairs, 1)
+    ]
     for thread in threads:
         thread.start()
 

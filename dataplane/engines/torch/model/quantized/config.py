@@ -25,7 +25,7 @@ class Quantization:
     block: tuple[int, int] | None = None
 
 
-def read_quantization(folder: Path, described: Mapping[str, Any]) -> Quantization | None:
+def read_quantization(folder: Path | str, described: Mapping[str, Any]) -> Quantization | None:
     """What `config.json` says; None: the weights are not quantized.
 
     Raises:

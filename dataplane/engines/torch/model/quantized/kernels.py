@@ -43,9 +43,9 @@ def _locate_rows(
     return rows, exist, expert
 
 
-def _part_of_tiles(tiles: tl.tensor, splits: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _part_of_tiles(tiles: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """The first tile of this program's part, and where it ends."""
-    each = tl.cdiv(tiles, splits)
+    each = tl.cdiv(tiles, tl.num_programs(2))
     first = tl.program_id(2) * each
     return first, tl.minimum(first + each, tiles)
 
@@ -96,7 +96,7 @@ def _gptq(
     out: tl.tensor, count: tl.tensor, inputs: tl.tensor, outputs: tl.tensor, group: tl.tensor, groups: tl.tensor,
     shift: tl.constexpr, bits: tl.constexpr, by_index: tl.constexpr, one_group: tl.constexpr,
     word_in_group: tl.constexpr, tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile: tl.constexpr,
-    splits: tl.constexpr, has_experts: tl.constexpr, precision: tl.constexpr,
+    has_experts: tl.constexpr, precision: tl.constexpr,
 ) -> None:
     """`one_group`: all inputs of a tile have one scale; `word_in_group`: at least those of an int32 have."""
     per: tl.constexpr = 32 // bits
@@ -107,7 +107,7 @@ def _gptq(
     zeros += expert * groups * (outputs // per)
     scales += expert * groups * outputs
     index += expert * inputs
-    first, end = _part(tl.cdiv(words, tile), splits)
+    first, end = _part(tl.cdiv(words, tile))
     sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
     for number in range(first, end):
         word = number * tile + tl.arange(0, tile)
@@ -137,7 +137,7 @@ def _awq(
     input: tl.tensor, packed: tl.tensor, zeros: tl.tensor, scales: tl.tensor, experts: tl.tensor, out: tl.tensor,
     count: tl.tensor, inputs: tl.tensor, outputs: tl.tensor, group: tl.tensor, groups: tl.tensor,
     one_group: tl.constexpr, tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile: tl.constexpr,
-    splits: tl.constexpr, has_experts: tl.constexpr, precision: tl.constexpr,
+    has_experts: tl.constexpr, precision: tl.constexpr,
 ) -> None:
     """`one_group`: all inputs of a tile have one scale."""
     rows, exist, expert = _rows(experts, count, tile_rows, has_experts)
@@ -148,7 +148,7 @@ def _awq(
     zeros += expert * groups * columns
     scales += expert * groups * outputs
     place = output % 8 // 2 + output % 2 * 4
-    first, end = _part(tl.cdiv(inputs, tile), splits)
+    first, end = _part(tl.cdiv(inputs, tile))
     sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
     for number in range(first, end):
         at_input = number * tile + tl.arange(0, tile)
@@ -174,8 +174,8 @@ def _awq(
 def _fp8(
     input: tl.tensor, packed: tl.tensor, scales: tl.tensor, experts: tl.tensor, out: tl.tensor, count: tl.tensor,
     inputs: tl.tensor, outputs: tl.tensor, tall: tl.tensor, wide: tl.tensor, one_group: tl.constexpr,
-    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile: tl.constexpr, splits: tl.constexpr,
-    has_experts: tl.constexpr, precision: tl.constexpr,
+    tile_rows: tl.constexpr, tile_outputs: tl.constexpr, tile: tl.constexpr, has_experts: tl.constexpr,
+    precision: tl.constexpr,
 ) -> None:
     """`packed` in bytes. `tall` outputs and `wide` inputs share a scale; `one_group`: so do all inputs of a tile."""
     rows, exist, expert = _rows(experts, count, tile_rows, has_experts)
@@ -184,7 +184,7 @@ def _fp8(
     blocks = tl.cdiv(inputs, wide)
     packed += expert * inputs * outputs
     scales += expert * blocks * tl.cdiv(outputs, tall)
-    first, end = _part(tl.cdiv(inputs, tile), splits)
+    first, end = _part(tl.cdiv(inputs, tile))
     sums = tl.zeros([tile_rows, tile_outputs], tl.float32)
     for number in range(first, end):
         at_input = number * tile + tl.arange(0, tile)
@@ -212,9 +212,9 @@ def _fp8(
 # fmt: on
 
 
-_gptq_kernel: Any = triton.jit(_gptq)
-_awq_kernel: Any = triton.jit(_awq)
-_fp8_kernel: Any = triton.jit(_fp8)
+# A kernel is compiled once for all numbers of rows with one size of tile: else it would be again for 1 and for 16.
+_compiled: Any = triton.jit(do_not_specialize=["count"])
+_gptq_kernel, _awq_kernel, _fp8_kernel = _compiled(_gptq), _compiled(_awq), _compiled(_fp8)
 
 
 def gptq_product(
@@ -327,7 +327,6 @@ def _launch(
         tile_rows=tile_rows,
         tile_outputs=TILE_OUTPUTS,
         tile=tile,
-        splits=splits,
         has_experts=experts is not None,
         precision="ieee" if input.dtype == torch.float32 else "tf32",
         num_warps=4,

@@ -38,11 +38,11 @@ _STORED: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(eq=False, kw_only=True)
 class Replacement:
-    """What is replaced in a model of `folder`. `stored`: the checkpoint's tensors, `splits`: how weights are divided
-    among ranks, `made`: how the tensors are that hold them instead, all by name.
+    """What is replaced in a model of `folder`, or another source. `stored`: the checkpoint's tensors, `splits`: how
+    weights are divided among ranks, `made`: how the tensors are that hold them instead, all by name.
     """
 
-    folder: Path
+    folder: Path | str
     quantization: Quantization
     stored: Mapping[str, StoredTensor]
     splits: Mapping[str, Split]
@@ -132,7 +132,7 @@ class Replacement:
 
 
 def quantize(
-    folder: Path,
+    folder: Path | str,
     model: torch.nn.Module,
     quantization: Quantization,
     stored: Mapping[str, StoredTensor],
@@ -163,7 +163,7 @@ def quantize(
     return work.made
 
 
-def _are_quantized(folder: Path, prefix: str, module: Any, left: set[str]) -> bool:
+def _are_quantized(folder: Path | str, prefix: str, module: Any, left: set[str]) -> bool:
     """Whether the experts of a layer are quantized. Their names are then taken out of `left`."""
     wanted = [
         expert_names(prefix, projection, expert) for expert in range(len(module.down_proj)) for projection in EXPERTS

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -104,6 +104,41 @@ def test_the_device_waits_for_no_file_of_which_a_part_is_not_pinned_yet(
     may_pin.set()
     waiting.join()
     assert device.waits == 1
+    imports.close()
+
+
+def test_the_events_of_a_slot_that_ended_are_closed_when_the_device_has_passed_them(tmp_path: Path) -> None:
+    class Device:
+        passed = False
+        forgotten: tuple[bytes, ...] = ()
+
+        def wait_for(self, handle: bytes, source: torch.Tensor) -> bool:
+            return True
+
+        def has_passed(self, handle: bytes) -> bool:
+            return self.passed
+
+        def forget(self, handles: Iterable[bytes]) -> None:
+            self.forgotten += tuple(handles)
+
+    device, table = Device(), EventTable(event_file(tmp_path / "one"), 1)
+    imports = KvImports(CPU, cast("DeviceEvents", device))
+    transfer = table.take()
+    assert transfer is not None
+    table.note(transfer, TransferState.RECORDED)
+    event = KvEvent(slot=transfer.slot, number=transfer.number, device=b"handle")
+    opened = imports.open(handle(tmp_path / "one", event))
+    assert opened is not None
+    opened[0].pinning.wait()
+    opened[1].wait()
+    (tmp_path / "one").unlink()
+    assert imports.open(handle(tmp_path / "two")) is not None
+    imports.check()
+    assert device.forgotten == (), "the device waits for it"
+    device.passed = True
+    imports.check()
+    imports.check()
+    assert device.forgotten == (b"handle",)
     imports.close()
 
 

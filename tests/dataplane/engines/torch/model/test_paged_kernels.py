@@ -151,13 +151,55 @@ for splits, flag in ((1, True), (32, False)):
 """
 
 
-def test_kernels_compile_for_a_hopper_gpu() -> None:
-    """Interpreted kernels may do what compiled ones may not. Compiling needs no GPU."""
+def numbers_of(program: str) -> list[int]:
+    """What a program prints, in which Triton interprets nothing."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ended = subprocess.run(
-        [sys.executable, "-c", COMPILES], capture_output=True, text=True, timeout=300, check=False, env=environment
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    shared = [int(word) for word in ended.stdout.split()]
+    return [int(word) for word in ended.stdout.split()]
+
+
+def test_kernels_compile_for_a_hopper_gpu() -> None:
+    """Interpreted kernels may do what compiled ones may not. Compiling needs no GPU."""
+    shared = numbers_of(COMPILES)
     assert len(shared) == 4
     assert max(shared) <= 227 * 1024, "more shared memory than a multiprocessor of a Hopper GPU has"
+
+
+LAUNCHES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from dataplane.engines.torch.model import paged_kernels as kernels
+
+class Launches:
+    def __init__(self, kernel):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.compiled = set()
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.compiled.add(repr(self.bind(*arguments, **constants)[1:]))
+
+names = ("_write_kernel", "_attend_kernel", "_combine_kernel")
+for name in names:
+    setattr(kernels, name, Launches(getattr(kernels, name)))
+cache = torch.empty(8, 3, 2, 2, 16, 1, 64)
+for rows in range(1, 9):
+    key = torch.empty(rows, 1, 64).transpose(0, 1)
+    kernels.write_rows(cache, 0, torch.zeros(3, rows, dtype=torch.int64), key, key)
+    for blocks in range(1, 33):
+        kernels.attend_rows(
+            key, cache, 0, torch.zeros(rows, blocks, dtype=torch.int32), torch.zeros(rows, 1, dtype=torch.int64),
+            scaling=1.0, window=None, softcap=None,
+        )
+for name in names:
+    print(len(getattr(kernels, name).compiled), end=" ")
+"""
+
+
+def test_numbers_of_rows_and_blocks_share_compiled_kernels() -> None:
+    assert numbers_of(LAUNCHES) == [1, 1, 1]

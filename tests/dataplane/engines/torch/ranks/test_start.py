@@ -129,3 +129,9 @@ def test_a_rank_that_hangs_ends_the_worker(folder: Path, tmp_path: Path) -> None
         finally:
             os.kill(rank, signal.SIGCONT)
         until_ended(rank)
+
+
+@pytest.mark.slow
+def test_ranks_in_threads_that_nobody_closes_do_not_keep_a_process_from_ending() -> None:
+    program = "from tests.dataplane.engines.torch.rank_threads import start_threads; kept = start_threads(1)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -131,19 +131,18 @@ from dataplane.engines.torch.model.quantized import kernels
 
 POINTERS = {"packed": "*i32", "zeros": "*i32", "index": "*i32", "experts": "*i64", "scales": "*fp16", "input": "*bf16"}
 
-def shared_bytes(kernel, **constants):
+def shared_bytes(kernel, out, **constants):
     names = inspect.signature(kernel.fn).parameters
     constants |= {"tile_outputs": kernels.TILE_OUTPUTS, "precision": "tf32"}
-    out = "*bf16" if constants["splits"] == 1 else "*fp32"
-    types = {name: out if name == "out" else POINTERS.get(name, "i32") for name in names}
+    types = {name: POINTERS.get(name, "i32") for name in names} | {"out": out}
     if kernel is kernels._fp8_kernel:
         types |= {"packed": "*u8", "scales": "*fp32"}
     types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=kernel, signature=types, constexprs=constants)
     return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 3}).metadata.shared
 
-for tile_rows, splits, flag in ((16, 8, False), (64, 1, False), (16, 1, True)):
-    sizes = {"tile_rows": tile_rows, "splits": splits, "has_experts": flag}
+for tile_rows, out, flag in ((16, "*fp32", False), (64, "*bf16", False), (16, "*bf16", True)):
+    sizes = {"out": out, "tile_rows": tile_rows, "has_experts": flag}
     for bits, by_index, one_group in ((4, False, True), (8, False, False), (4, True, False)):
         print(shared_bytes(
             kernels._gptq_kernel, shift=1, bits=bits, by_index=by_index, one_group=one_group,
@@ -155,13 +154,52 @@ for tile_rows, splits, flag in ((16, 8, False), (64, 1, False), (16, 1, True)):
 """
 
 
-def test_kernels_compile_for_a_hopper_gpu() -> None:
-    """Interpreted kernels may do what compiled ones may not. Compiling needs no GPU."""
+def numbers_of(program: str) -> list[int]:
+    """What a program prints, in which Triton interprets nothing."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     ended = subprocess.run(
-        [sys.executable, "-c", COMPILES], capture_output=True, text=True, timeout=600, check=False, env=environment
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=False, env=environment
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
-    shared = [int(word) for word in ended.stdout.split()]
+    return [int(word) for word in ended.stdout.split()]
+
+
+def test_kernels_compile_for_a_hopper_gpu() -> None:
+    """Interpreted kernels may do what compiled ones may not. Compiling needs no GPU."""
+    shared = numbers_of(COMPILES)
     assert len(shared) == 21
     assert max(shared) <= 227 * 1024, "more shared memory than a multiprocessor of a Hopper GPU has"
+
+
+LAUNCHES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from dataplane.engines.torch.model.quantized import kernels
+from tests.dataplane.engines.torch.model.quantized.test_kernels import made
+
+class Launches:
+    def __init__(self, kernel):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: compiled.add(repr(self.bind(*arguments, **constants)[1:]))
+
+for kind in ("gptq", "awq", "fp8"):
+    setattr(kernels, f"_{kind}_kernel", Launches(getattr(kernels, f"_{kind}_kernel")))
+for case in ("gptq", "awq", "fp8, blocks"):
+    tensors, _, form = made(case, 512, 256)
+    for rows_max, has_experts in ((16, False), (64, False), (256, True)):
+        compiled = set()
+        for rows in range(1, rows_max + 1):
+            experts = torch.zeros(rows, dtype=torch.int64) if has_experts else None
+            form.multiply_packed(tensors, torch.empty(rows, 256, dtype=torch.bfloat16), experts)
+        print(len(compiled), end=" ")
+"""
+
+
+def test_numbers_of_rows_share_compiled_kernels() -> None:
+    """One of each size of tile; with experts one that writes what is added, and one that writes the result."""
+    assert numbers_of(LAUNCHES) == [1, 3, 2] * 3
