@@ -122,7 +122,9 @@ class SamplingFields(BaseModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Stop = None
     ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
-    min_tokens: int | None = Field(None, ge=0, description="extension: no end before so many tokens")
+    min_tokens: int | None = Field(
+        None, ge=0, le=TOKEN_ID_MAX, description="extension: no end before so many tokens, or before the context's"
+    )
 
     def as_sampling(self, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
         """The fields as nodes take them; what is not given is left out of the message."""

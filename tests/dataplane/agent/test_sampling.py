@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 from dataplane.agent.answers import engine_request
 from dataplane.agent.sampling import check_sampling
 from dataplane.protocol.errors import BadRequestError
-from dataplane.protocol.messages import Sampling, Token
+from dataplane.protocol.messages import Finished, Sampling, Token
 from tests.dataplane.replay_node import generate, instance, model, running_node
 from tests.dataplane.streams import read, token_ids
 from tests.event_loop import asynchronous
@@ -61,6 +61,16 @@ def test_the_engine_gets_every_parameter() -> None:
     )
     request = engine_request(generate(sampling=asked), (1, 2), model(), tokens_max=100)
     assert {**asdict(asked), "stop": ()} == {name: getattr(request, name, ()) for name in asdict(asked)}
+
+
+@asynchronous
+async def test_an_answer_that_may_not_end_before_any_number_of_tokens_ends_with_its_context() -> None:
+    """No frame to a worker could hold such a number."""
+    async with running_node() as node:
+        await node.hold(1, instance())
+        events = await read(node, generate(sampling=Sampling(min_tokens=2**64)))
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].finish_reason, node.in_flight()) == ("length", 0)
 
 
 @asynchronous

@@ -121,6 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.tool_call_id"),
     ({"n": True}, "n"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 2**64}, "min_tokens"),
 ]
 PLAIN_WORDS: list[tuple[dict[str, Any], str, str]] = [
     (
