@@ -19,7 +19,8 @@ from tests.event_loop import asynchronous
     [
         ("temperature", (0.0, 2.0), (-0.1, 2.1, float("nan")), "0 to 2"),
         ("top_p", (0.1, 1.0), (0.0, 1.1), "over 0 and at most 1"),
-        ("top_k", (0, 1, 10**6), (-1,), "at least 0"),
+        ("top_k", (0, 1, 10**6), (-1, 2**64), "0, which is no limit, to 2147483647"),
+        ("seed", (None, -1, 2**63 - 1), (-(2**64), 2**63 + 2**40), "-9.22337e.18 to 9.22337e.18"),
         ("min_p", (0.0, 1.0), (-0.1, 1.1), "0 to 1"),
         ("frequency_penalty", (-2.0, 2.0), (-2.1, 2.1), "-2 to 2"),
         ("presence_penalty", (-2.0, 2.0), (-2.1, 2.1), "-2 to 2"),
