@@ -309,7 +309,7 @@ def _few_prompts(value: Any) -> Any:
     raise ValueError("a string, token ids, or a list of either")
 
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS_MAX)]

@@ -27,7 +27,7 @@ PAIRS_CHARACTERS_MAX = 2**25
 """Of the texts of all pairs that are sent to nodes. A text that is paired with many counts for each of them."""
 
 InputText = Annotated[Text, Field(min_length=1)]
-InputTokens = Annotated[list[TokenId], Field(min_length=1)]
+InputTokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[InputText], Field(min_length=1, max_length=INPUTS_MAX)]
 
 
