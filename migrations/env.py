@@ -63,13 +63,15 @@ finds one: of two that wait for each other, the migration has given way by then.
 
 def run() -> None:
     """Run migrations, each in a transaction of its own, under an advisory lock so that two processes never migrate at
-    once. The lock is held by a transaction beside them, since a proxy may pool connections by transaction.
+    once. The lock is held by a transaction beside them, since a proxy may pool connections by transaction. That one has
+    neither a snapshot nor a number, so it holds no vacuum back; servers that end idle transactions leave it alone.
     """
     given = context.config.get_main_option("sqlalchemy.url")
     url = psycopg_url(given) if given else Settings().database_url.get_secret_value()
     engine = create_engine(url, poolclass=pool.NullPool)
     event.listen(engine, "connect", _check_encoding, insert=True)  # SQLAlchemy's own first look fails on bytes
     with engine.connect() as alone, engine.connect() as connection:
+        alone.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
         alone.exec_driver_sql("SELECT pg_advisory_xact_lock(7303014)")
         limit = _LockTimeout()
         event.listen(connection, "begin", limit.begin)

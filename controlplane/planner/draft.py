@@ -160,7 +160,12 @@ def _shortfalls(placement: Placement) -> list[dict[str, object]]:
         for u in placement.unserved
     ]
     return unserved + [
-        {"model": b.endpoint.model, "region": b.endpoint.region, "tokens_per_s": 0.0, "reason": b.reason}
+        {
+            "model": b.endpoint.model,
+            "region": b.endpoint.region,
+            "tokens_per_s": 0.0,
+            "reason": f"{b.placed} of {b.minimum} instances; {b.reason}",
+        }
         for b in placement.below_minimum
     ]
 

@@ -1,6 +1,6 @@
 """Read the explanation of a plan: its stored inputs and answers, and how accurate its forecasts were."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy.orm import Session
@@ -13,6 +13,7 @@ from controlplane.policies.plan_explanations import (
     PoolSummary,
     SeriesSummary,
     explain_plan,
+    pool_name,
 )
 from controlplane.store.demand import read_record
 from controlplane.store.plans import Plan, entries_of, get_plan, inputs_of
@@ -105,17 +106,10 @@ def _correction(each: Mapping[str, Any]) -> str:
     return f"{each['model']} on {each['gpu_type']}: {rate}; {each['reason']}; {each['steps_reason']}"
 
 
-def _size(pool: Mapping[str, Any], pools: Iterable[Mapping[str, Any]]) -> str:
-    """The GPUs of each worker of a pool's slots, where its place has pools of several sizes."""
-    place = pool["region"], pool["gpu_type"]
-    sizes = {each.get("worker_gpus") for each in pools if (each["region"], each["gpu_type"]) == place}
-    return f", slots of {pool['worker_gpus']}" if len(sizes) > 1 and "worker_gpus" in pool else ""
-
-
 def _pools(plan: Plan) -> tuple[PoolSummary, ...]:
     return tuple(
         PoolSummary(
-            name=f"{pool['gpu_type']} in {pool['region']}{_size(pool, plan.pools)}",
+            name=pool_name(pool, plan.pools),
             before=pool["before"],
             after=pool["after"],
             endpoints=tuple(each["model"] for each in pool["pooled"]),

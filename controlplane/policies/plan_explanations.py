@@ -1,9 +1,10 @@
 """The explanation of a plan: what was expected, what changes and why, which constraints bind, and how certain it is."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 CHANGES_MAX = 40
 """Changes listed one by one; of more, those that matter most."""
@@ -102,6 +103,16 @@ class PlanSummary:
     outcome: ForecastRecord | None
     corrections: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
+
+
+def pool_name(pool: Mapping[str, Any], pools: Iterable[Mapping[str, Any]]) -> str:
+    """A pool's name, as a plan's document has it: its place, and the GPUs of each worker of its slots where the place
+    has `pools` of several sizes. A plan of an older release, and what restores it, does not say these.
+    """
+    place = pool["region"], pool["gpu_type"]
+    sizes = {each.get("worker_gpus") for each in pools if (each["region"], each["gpu_type"]) == place}
+    size = f", slots of {pool['worker_gpus']}" if len(sizes) > 1 and "worker_gpus" in pool else ""
+    return f"{pool['gpu_type']} in {pool['region']}{size}"
 
 
 def explain_plan(plan: PlanSummary) -> str:

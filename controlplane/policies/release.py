@@ -28,7 +28,7 @@ a slot share its memory, and have it in time slices.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -246,14 +246,16 @@ def _would_be_late(instance: InstanceFacts, settings: ReleaseSettings) -> bool:
     return False
 
 
-def _utilization(instances: Iterable[InstanceFacts]) -> float:
-    """Of an endpoint's KV memory, with all that its own deferred requests will take. 1 without capacity."""
-    used_bytes = capacity_bytes = 0.0
-    for instance in instances:
-        taken_tokens = instance.deferred_tokens + instance.sent_tokens
-        used_bytes += instance.kv_used_bytes + taken_tokens * instance.kv_bytes_per_token
-        capacity_bytes += instance.kv_capacity_bytes
-    return used_bytes / capacity_bytes if capacity_bytes else 1.0
+def _share_of_kv(used_bytes: float, instances: Iterable[InstanceFacts]) -> float:
+    """The share of the instances' KV memory that is used. 1 without capacity."""
+    capacity_bytes = sum(instance.kv_capacity_bytes for instance in instances)
+    return max(0.0, used_bytes / capacity_bytes) if capacity_bytes else 1.0
+
+
+def _utilization(instances: Sequence[InstanceFacts]) -> float:
+    """Of an endpoint's KV memory, with all that its own deferred requests will take."""
+    taken_bytes = (each.kv_bytes_per_token * (each.deferred_tokens + each.sent_tokens) for each in instances)
+    return _share_of_kv(sum(each.kv_used_bytes for each in instances) + sum(taken_bytes), instances)
 
 
 def _signals(utilization: float, settings: ReleaseSettings) -> int:
@@ -270,8 +272,7 @@ def _utilization_by_others(
     elsewhere = facts.in_flight.get(endpoint, 0) - sum(instance.deferred_requests for instance in instances)
     tokens = max(0, elsewhere) * _mean_tokens(facts, endpoint.model, settings)
     used_bytes = sum(each.kv_used_bytes for each in instances) - tokens * instances[0].kv_bytes_per_token
-    capacity_bytes = sum(each.kv_capacity_bytes for each in instances)
-    return max(0.0, used_bytes / capacity_bytes) if capacity_bytes else 1.0
+    return _share_of_kv(used_bytes, instances)
 
 
 def _endpoints(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> dict[Endpoint, list[InstanceFacts]]:
@@ -354,10 +355,9 @@ class _Rooms:
             self._use(room, room.instance.deferred_tokens + room.instance.sent_tokens)
 
     def utilization(self, endpoint: Endpoint) -> float:
-        """Of KV memory, with all that its deferred requests will take. 1 without capacity."""
-        capacity_bytes = sum(room.instance.kv_capacity_bytes for room in self.by_endpoint[endpoint])
-        used_bytes = sum(room.used_bytes for room in self.by_endpoint[endpoint])
-        return used_bytes / capacity_bytes if capacity_bytes else 1.0
+        """Of KV memory, with all that deferred requests will take there, also those of other models on its slots."""
+        rooms = self.by_endpoint[endpoint]
+        return _share_of_kv(sum(room.used_bytes for room in rooms), [room.instance for room in rooms])
 
     def take(self, endpoint: Endpoint, slots: set[SlotId] | None, group: GroupFacts, threshold: float,
              settings: ReleaseSettings) -> str | None:  # fmt: skip

@@ -4,7 +4,7 @@ for; if it dies, they have failed.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 from controlplane.errors import BusyError
@@ -22,11 +22,22 @@ class BackgroundResponses:
         self._responses = responses
         self._count_max = count_max
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._starting = 0
 
-    def require_room(self) -> None:
-        """Raise BusyError if the gateway runs as many as it may."""
-        if len(self._tasks) >= self._count_max:
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """Hold the place of one more while the block stores and starts it.
+
+        Raises:
+            BusyError: the gateway runs as many as it may.
+        """
+        if len(self._tasks) + self._starting >= self._count_max:
             raise BusyError(f"this gateway runs {self._count_max} responses in the background; try again later")
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
 
     def start(self, response_id: str, work: Coroutine[Any, Any, None]) -> None:
         """Run a stored response to its end. It is cancelled when the response is cancelled or deleted, and when the

@@ -46,7 +46,10 @@ from dataplane.protocol.limits import (
     PENALTY_MAX,
     REPETITION_PENALTY_MAX,
     REPETITION_PENALTY_MIN,
+    SEED_MAX,
+    SEED_MIN,
     TEMPERATURE_MAX,
+    TOP_K_MAX,
     is_reserved,
 )
 from dataplane.protocol.messages import Constraint, Generate, Sampling, ToolUse
@@ -111,7 +114,7 @@ class SamplingFields(BaseModel):
 
     temperature: float | None = Field(None, ge=0, le=TEMPERATURE_MAX)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: StrictInt | None = Field(None, ge=-1, le=TOKEN_ID_MAX, description="extension; 0 and -1: no limit")
+    top_k: StrictInt | None = Field(None, ge=-1, le=TOP_K_MAX, description="extension; 0 and -1: no limit")
     min_p: float | None = Field(None, ge=0, le=1, description="extension: of the likeliest token's probability")
     frequency_penalty: float | None = Field(None, ge=-PENALTY_MAX, le=PENALTY_MAX)
     presence_penalty: float | None = Field(None, ge=-PENALTY_MAX, le=PENALTY_MAX)
@@ -119,10 +122,12 @@ class SamplingFields(BaseModel):
         None, ge=REPETITION_PENALTY_MIN, le=REPETITION_PENALTY_MAX, description="extension; 1: none"
     )
     logit_bias: LogitBias | None = Field(None, description="by token id, -100 to 100")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: int | None = Field(None, ge=SEED_MIN, le=SEED_MAX)
     stop: Stop = None
     ignore_eos: bool | None = Field(None, description="extension: run to max_tokens, for load tests")
-    min_tokens: int | None = Field(None, ge=0, description="extension: no end before so many tokens")
+    min_tokens: int | None = Field(
+        None, ge=0, le=TOKEN_ID_MAX, description="extension: no end before so many tokens, or before the context's"
+    )
 
     def as_sampling(self, *, max_tokens: int | None, logprobs: int | None) -> Sampling:
         """The fields as nodes take them; what is not given is left out of the message."""
@@ -304,7 +309,7 @@ def _few_prompts(value: Any) -> Any:
     raise ValueError("a string, token ids, or a list of either")
 
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     Text
     | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS_MAX)]

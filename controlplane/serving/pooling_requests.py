@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from controlplane.errors import InvalidValueError
 from controlplane.serving.openai_fields import RequestBody, Text, TokenId, fault
 from controlplane.serving.openai_requests import ServiceTier, tier_of
 from controlplane.serving.query import Query
@@ -22,9 +23,11 @@ from dataplane.protocol.tiers import Tier
 EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 INPUTS_MAX = 2048
 """Texts of one request, as OpenAI limits them."""
+PAIRS_CHARACTERS_MAX = 2**25
+"""Of the texts of all pairs that are sent to nodes. A text that is paired with many counts for each of them."""
 
 InputText = Annotated[Text, Field(min_length=1)]
-InputTokens = Annotated[list[TokenId], Field(min_length=1)]
+InputTokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[InputText], Field(min_length=1, max_length=INPUTS_MAX)]
 
 
@@ -72,9 +75,12 @@ class PoolingRequest(RequestBody):
             request_id="", instance_id="", model=self.model, tier=tier, sampling=Sampling(), pooling=True, **prompt
         )
 
-    def _pairs(self, left: list[str], right: list[str], tier: Tier, task: Task, **options: Any) -> Query:
+    def _pairs(self, field: str, left: list[str], right: list[str], tier: Tier, task: Task, **options: Any) -> Query:
         """A query for the scores of pairs: each text of a model that embeds, once; else each pair. A single text on the
-        left is paired with each on the right.
+        left is paired with each on the right. `field`: of the texts on the left.
+
+        Raises:
+            InvalidValueError: the texts of all pairs have more than `PAIRS_CHARACTERS_MAX` characters.
         """
         if task == "embed":
             texts = dict.fromkeys([*left, *right])
@@ -82,6 +88,10 @@ class PoolingRequest(RequestBody):
             pairs = [(number[one], number[other]) for one, other in zip(_spread(left, right), right, strict=True)]
             prompts = tuple(self._message(tier, prompt=text) for text in texts)
             return Query(prompts=prompts, task="embed", options={"pairs": pairs, **options})
+        characters = sum(map(len, _spread(left, right))) + sum(map(len, right))
+        if characters > PAIRS_CHARACTERS_MAX:
+            message = f"{field}: at most {PAIRS_CHARACTERS_MAX} characters in the texts of all pairs, not {characters}"
+            raise InvalidValueError(message, param=field)
         prompts = tuple(
             self._message(
                 tier,
@@ -134,8 +144,8 @@ class ScoreRequest(PoolingRequest):
         return self
 
     def query(self, *, tier: Tier, task: Task = "score") -> Query:
-        """One message for each pair, or for each text where the model embeds."""
-        return self._pairs(self.text_1, self.text_2, tier, task)
+        """One message for each pair, or for each text where the model embeds. Raises as `_pairs`."""
+        return self._pairs("text_1", self.text_1, self.text_2, tier, task)
 
 
 class RerankDocument(BaseModel):
@@ -154,9 +164,9 @@ class RerankRequest(PoolingRequest):
     return_documents: bool = Field(True, description="whether results repeat their documents")
 
     def query(self, *, tier: Tier, task: Task = "score") -> Query:
-        """One message for each document, or for each text where the model embeds."""
+        """One message for each document, or for each text where the model embeds. Raises as `_pairs`."""
         texts = [document if isinstance(document, str) else document.text for document in self.documents]
         options: dict[str, Any] = {"top_n": self.top_n} if self.top_n else {}
         if self.return_documents:
             options["documents"] = texts
-        return self._pairs([self.query_text], texts, tier, task, **options)
+        return self._pairs("query", [self.query_text], texts, tier, task, **options)

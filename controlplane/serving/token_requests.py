@@ -62,7 +62,7 @@ class TokenizeRequest(RequestBody):
 class DetokenizeRequest(RequestBody):
     """`POST /detokenize`."""
 
-    tokens: Annotated[list[TokenId], Field(max_length=QUESTION_TOKENS_MAX)]
+    tokens: Annotated[list[TokenId], Field(max_length=QUESTION_TOKENS_MAX, fail_fast=True)]
 
     def question(self) -> Detokenize:
         """The question, for an instance that is still to be chosen."""

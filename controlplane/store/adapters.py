@@ -130,7 +130,8 @@ def served_with(session: Session, bases: Collection[str]) -> dict[str, list[Mode
 
 
 def adapter_instance_id(host: str, adapter: Model) -> str:
-    """How nodes and gateways call an adapter on the instance `host` of its base. Another folder under the same name has
-    another id: its node loads it as the former one drains.
+    """How nodes and gateways call an adapter on the instance `host` of its base. Another folder under the same name, or
+    the same folder registered anew, has another id: its node loads it when the former one has drained.
     """
-    return f"{host}+{adapter.name}@{hashlib.blake2b(adapter.path.encode(), digest_size=4).hexdigest()}"
+    made = f"{adapter.path}@{adapter.created_at.timestamp()}"
+    return f"{host}+{adapter.name}@{hashlib.blake2b(made.encode(), digest_size=4).hexdigest()}"

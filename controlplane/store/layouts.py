@@ -94,6 +94,17 @@ def want_planned(session: Session, plan_id: str, layouts: Iterable[Mapping[str, 
         record(session, actor=actor, action="node.layout", subject=name, before={"layout": before}, after=after)
 
 
+def as_planned(session: Session, layouts: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of a plan's layouts those that nobody has changed or held since: a rollback takes these back."""
+    found = []
+    for each in layouts:
+        node = session.get(Node, each["node"])
+        if node is not None and not node.layout_held:
+            present = node.layout or list(present_layout(session, node.name))
+            found += [each] if present == each["after"] else []
+    return found
+
+
 def models_without_slot(session: Session, node: Node) -> list[str]:
     """Models that run on the GPU type of a node in its region, and for which no slot there will be large enough."""
     at_place = select(Node).where(Node.region == node.region, Node.gpu_type == node.gpu_type)

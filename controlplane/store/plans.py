@@ -2,7 +2,7 @@
 fleet's lock.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapped, Session, defer, mapped_column
 from controlplane.errors import ConflictError, StaleIndexError
 from controlplane.policies.lifecycle import PLAN, PlanState, can_move, require_move
 from controlplane.store.fleet import bump_index, fleet_index
-from controlplane.store.layouts import want_planned
+from controlplane.store.layouts import as_planned, want_planned
 from controlplane.store.rows import Page, matching, page, require
 from controlplane.store.tables import Base, Json, one_of
 
@@ -287,7 +287,7 @@ def roll_back(session: Session, plan_id: str, *, window_start_s: int, by: str, n
         solve_time_s=0.0,
         unserved=previous.unserved,
         pools=_restored_pools(plan.pools, previous.pools),
-        layouts=_restored_layouts(plan),
+        layouts=_restored_layouts(plan.id, as_planned(session, plan.layouts)),
         reason=f"takes back plan {plan.id}: the placement of plan {previous.id} again{f'; {note}' if note else ''}",
         created_by=by,
     )
@@ -340,10 +340,10 @@ def _by_key(pools: Sequence[Json]) -> dict[tuple[str, str, int], Json]:
     return {(pool["region"], pool["gpu_type"], pool.get("worker_gpus", 0)): pool for pool in pools}
 
 
-def _restored_layouts(plan: Plan) -> list[Any]:
+def _restored_layouts(plan_id: str, layouts: Iterable[Mapping[str, Any]]) -> list[Any]:
     """The layouts that nodes had before a plan."""
-    reason = f"as before plan {plan.id}"
-    return [{**each, "before": each["after"], "after": each["before"], "reason": reason} for each in plan.layouts]
+    reason = f"as before plan {plan_id}"
+    return [{**each, "before": each["after"], "after": each["before"], "reason": reason} for each in layouts]
 
 
 def _values(row: Plan | PlanEntry, columns: Sequence[str]) -> dict[str, Any]:

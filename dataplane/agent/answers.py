@@ -74,7 +74,7 @@ def engine_request(
         prompt=prompt,
         generated=generate.generated,
         max_tokens=max_tokens,
-        min_tokens=sampling.min_tokens,
+        min_tokens=min(sampling.min_tokens, max_tokens),
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,

@@ -124,7 +124,9 @@ class HostedInstances:
             return "the worker process is starting"
         if hosted.tokenizer is None:
             return "its tokenizer is read"
-        return "its weights are loaded" if self._has_host(hosted) else "its base is loaded"
+        if not self._has_host(hosted):
+            return "its base is loaded"
+        return "its weights are loaded" if not self._has_former(hosted) else "the former adapter of its name drains"
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Host these instances and no others. One whose model changed is unloaded and loaded again. One whose engine
@@ -210,6 +212,8 @@ class HostedInstances:
         hosted.drained = True
         log.info("instance drained", instance=instance_id)
         self._on_change(instance_id)
+        for other in list(self._hosted.values()):
+            self._send_load(other)
 
     def close(self) -> None:
         """Stop all loads and retries."""
@@ -311,7 +315,7 @@ class HostedInstances:
         waits = hosted.state in ("loading", "draining") and hosted.tokenizer is not None and hosted.load_serial is None
         if self._send is None or not waits or self._hosted.get(hosted.instance_id) is not hosted or hosted.drained:
             return
-        if not self._has_host(hosted):
+        if not self._has_host(hosted) or self._has_former(hosted):
             return
         self._serial += 1
         hosted.load_serial = self._serial
@@ -343,6 +347,14 @@ class HostedInstances:
         """
         host = None if hosted.desired.host is None else self.get(hosted.desired.host)
         return hosted.desired.host is None or (host is not None and host.state in ("ready", "draining"))
+
+    def _has_former(self, hosted: HostedInstance) -> bool:
+        """Whether an adapter of the same name still drains on its host. The worker knows adapters by their names, and
+        would take the numbers of that one for those of this one.
+        """
+        host, name = hosted.desired.host, hosted.desired.model.name
+        others = () if host is None else self._adapters_of(host)
+        return any(one.desired.draining and one.desired.model.name == name for one in others if one is not hosted)
 
     def _fail(self, hosted: HostedInstance, error: str, *, orphaned: bool = False) -> None:
         if self.get(hosted.instance_id) is not hosted:

@@ -8,7 +8,10 @@ from dataplane.protocol.limits import (
     PENALTY_MAX,
     REPETITION_PENALTY_MAX,
     REPETITION_PENALTY_MIN,
+    SEED_MAX,
+    SEED_MIN,
     TEMPERATURE_MAX,
+    TOP_K_MAX,
 )
 from dataplane.protocol.messages import Generate, Sampling
 
@@ -19,6 +22,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "presence_penalty": (-PENALTY_MAX, PENALTY_MAX),
     "repetition_penalty": (REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX),
     "logprobs": (0, LOGPROBS_MAX),
+    "seed": (SEED_MIN, SEED_MAX),
 }
 """The least and the greatest value; None is none."""
 
@@ -39,8 +43,9 @@ def check_sampling(generate: Generate, *, stop_strings_max: int) -> None:
             raise BadRequestError(f"{name} must be {least:g} to {greatest:g}, not {value}", param=name)
     if not 0 < sampling.top_p <= 1:
         raise BadRequestError(f"top_p must be over 0 and at most 1, not {sampling.top_p}", param="top_p")
-    if sampling.top_k < 0:
-        raise BadRequestError(f"top_k must be at least 0, which is no limit, not {sampling.top_k}", param="top_k")
+    if not 0 <= sampling.top_k <= TOP_K_MAX:
+        limits = f"0, which is no limit, to {TOP_K_MAX}"
+        raise BadRequestError(f"top_k must be {limits}, not {sampling.top_k}", param="top_k")
     _check_lengths(sampling)
     _check_bias(sampling)
     if len(sampling.stop) > stop_strings_max:

@@ -4,6 +4,8 @@ TEMPERATURE_MAX = 2.0
 PENALTY_MAX = 2.0
 """Of `frequency_penalty` and `presence_penalty`; the least is its negative."""
 REPETITION_PENALTY_MIN, REPETITION_PENALTY_MAX = 0.01, 100.0
+TOP_K_MAX = 2**31 - 1
+SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 LOGPROBS_MAX = 20
 """Likeliest tokens whose log probabilities are reported."""
 LOGIT_BIAS_MAX = 100.0

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from controlplane.policies.plan_explanations import pool_name
 from ops.client.screen import Columns, output, print_fields, print_table, same, time_text
 
 
@@ -48,16 +49,10 @@ def show_plan(answer: dict[str, Any], *, changes_only: bool = False) -> None:
 
 
 def _show_pool(pool: dict[str, Any], pools: list[dict[str, Any]]) -> None:
-    """`pools`: all of the plan; where several are of one place, the size of its slots tells which this is. A plan of an
-    older release, and what restores it, does not say it.
-    """
+    """`pools`: all of the plan."""
     names = ", ".join(each["model"] for each in pool["pooled"])
-    place = f"{pool['gpu_type']} in {pool['region']}"
-    several = sum((each["region"], each["gpu_type"]) == (pool["region"], pool["gpu_type"]) for each in pools) > 1
-    if several and "worker_gpus" in pool:
-        place += f", slots of {pool['worker_gpus']}"
     of = f" for {names}" if names else ""
-    output().print(f"pool of {place}: {pool['before']} -> {pool['after']} GPUs{of}", markup=False)
+    output().print(f"pool of {pool_name(pool, pools)}: {pool['before']} -> {pool['after']} GPUs{of}", markup=False)
     if (reserve := pool.get("reserve")) is None:
         return
     missing = f", {reserve['missing_gpus']} missing" if reserve["missing_gpus"] else ""

@@ -32,12 +32,12 @@ async def start_in_background(
     """
     began_s = time.monotonic()
     state = state_of(request)
-    state.background.require_room()
     response = renderer.writer.response()
     stored = StoredResponse(response=response, input=written(body.input, response["id"]))
-    if not await state.responses.keep(stored, tenant=request.state.caller.tenant):
-        raise UnavailableError("the response cannot be stored now")
-    state.background.start(response["id"], _run(request, renderer, events, take_record(request), began_s))
+    with state.background.room():
+        if not await state.responses.keep(stored, tenant=request.state.caller.tenant):
+            raise UnavailableError("the response cannot be stored now")
+        state.background.start(response["id"], _run(request, renderer, events, take_record(request), began_s))
     return response
 
 

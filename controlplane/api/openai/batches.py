@@ -13,6 +13,7 @@ from controlplane.api.state import SessionDep, StatementDep
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import BATCH_ENDPOINTS
+from controlplane.serving.openai_fields import ClientBody
 from controlplane.store import batches
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts
@@ -38,7 +39,7 @@ class OutputExpiry(BaseModel):
     seconds: int = Field(ge=KEEP_MIN_S, le=KEEP_MAX_S)
 
 
-class NewBatch(BaseModel):
+class NewBatch(ClientBody):
     """What a batch is made of."""
 
     model_config = ConfigDict(

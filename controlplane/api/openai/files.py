@@ -15,7 +15,12 @@ from controlplane.errors import InvalidValueError, TooLargeError, UnavailableErr
 from controlplane.store import files
 from controlplane.store.batch_tables import File as FileRow
 
-router = APIRouter(prefix="/v1/files", tags=["files"], responses=ERRORS)
+router = APIRouter(
+    prefix="/v1/files",
+    tags=["files"],
+    responses=ERRORS,
+    form_limits={"max_files": 1, "max_fields": 16, "max_part_size": 1024},  # fields are kept in memory, the file is not
+)
 _DISK_RESERVE_BYTES = 256 * 2**20
 KEEP_MIN_S, KEEP_MAX_S = 3600, 30 * 86_400
 Keep = Annotated[int | None, Form(alias="expires_after[seconds]", ge=KEEP_MIN_S, le=KEEP_MAX_S)]
@@ -104,11 +109,14 @@ def _store(state: State, file_id: str, source: BinaryIO) -> int:
         raise UnavailableError("the disk for files is nearly full", retry_after_s=60, retry_helps=False)
     size_bytes = requests = 0
     line_bytes_max = settings.request_body_bytes_max
+    lines_max = 2 * settings.batch_lines_max  # those of a batch, and empty ones between them
     with state.blobs.writing(file_id) as target:
         for number, line in enumerate(iter(lambda: source.readline(line_bytes_max + 2), b""), start=1):
             size_bytes += len(line)
             if size_bytes > settings.file_bytes_max:
                 raise TooLargeError(f"the file is over the limit of {settings.file_bytes_max} bytes", param="file")
+            if number > lines_max:
+                raise InvalidValueError(f"the file is over the limit of {lines_max} lines", param="file")
             if len(line.rstrip(b"\r\n")) > line_bytes_max:
                 raise InvalidValueError(f"line {number} is over the limit of {line_bytes_max} bytes", param="file")
             requests += _check_line(line, number)

@@ -45,9 +45,11 @@ class Explanation:
         """Why this cell has as many instances as it has, and the constraint that makes it so."""
         after = self._after[cell.key]
         row = self._rows[cell.endpoint]
-        short = self._home_shortage(row) > 0
+        few, short = self._is_below_minimum(row), self._home_shortage(row) > 0
         why, constraint = self._what_holds(cell, row) if after else self._why_empty(cell, row)
-        if short:
+        if few:
+            why += f"; fewer than the {row.fewest} wanted: {self._what_limits(row)}"
+        elif short:
             why += f"; {self._what_limits(row)}"
         if after == cell.present:
             return f"no change: {why}", constraint
@@ -56,7 +58,7 @@ class Explanation:
         if after < cell.present and constraint != Constraint.OVERRIDE:
             full = self._gpus_left(cell.place) < cell.profile.gpus
             constraint = Constraint.CAPACITY if full else Constraint.COST
-            if not short and cell.endpoint not in self._pool_of:
+            if not (few or short) and cell.endpoint not in self._pool_of:
                 fell = "demand fell" if self._shrank(cell.key.model) else "no longer needed"
                 why = f"{fell}: {after} is enough, {why}" if after else f"{fell}: {why}"
         return why, constraint
@@ -99,8 +101,11 @@ class Explanation:
                 reason=("pinned; " if endpoint in self._facts.overrides else "") + self._what_limits(row),
             )
             for endpoint, row in sorted(self._rows.items(), key=lambda item: item[0])
-            if self._instances[endpoint] < row.fewest and endpoint not in self._pool_of
+            if self._is_below_minimum(row)
         )
+
+    def _is_below_minimum(self, row: EndpointRow) -> bool:
+        return self._instances[row.endpoint] < row.fewest and row.endpoint not in self._pool_of
 
     def _no_room(self, cell: Cell, row: EndpointRow, why: str) -> tuple[str, Constraint]:
         if cell.endpoint in self._facts.overrides:
@@ -155,7 +160,7 @@ class Explanation:
             return f"pinned to {override}", Constraint.OVERRIDE
         if (option := self._pool_of.get(row.endpoint)) is not None:
             return f"pooled on {option.key.gpu_type}", Constraint.COST
-        if self._facts.peak_of(row.endpoint) == 0:
+        if self._facts.peak_of(row.endpoint) == 0 and not row.fewest:
             return "no demand", Constraint.NONE
         elsewhere = sorted(
             f"{each.key.gpu_type} in {each.key.region}"

@@ -12,6 +12,7 @@ from controlplane.serving.openai_formats import schema_constraint
 from controlplane.serving.openai_requests import tier_of
 from controlplane.serving.query import Query
 from controlplane.serving.tools import TOOLS_MAX, Choice, only_tools, tool_use
+from dataplane.protocol.limits import TOP_K_MAX
 from dataplane.protocol.messages import Generate, Sampling, Tokenize, Tool, ToolUse
 from dataplane.protocol.tiers import Tier
 
@@ -155,7 +156,7 @@ class MessagesRequest(MessagesPrompt):
     stop_sequences: list[Text] = Field([], max_length=STOP_SEQUENCES_MAX)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=0, le=TOP_K_MAX)
     stream: bool = False
     metadata: AnthropicMetadata | None = None
     service_tier: Literal["auto", "standard_only", "default", "priority", "flex"] | None = Field(

@@ -8,6 +8,7 @@ from controlplane.planner.plan import plan_hour
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.instances import desired_of, present_layout
+from controlplane.store.layouts import release_layout
 from controlplane.store.plans import Plan, get_plan, inputs_of, roll_back
 from controlplane.store.tables import Desired, Instance, Node, Profile
 from tests.controlplane.planner.pool_fleet import add_models, expect
@@ -137,3 +138,16 @@ def test_a_rollback_takes_the_layouts_back(world: World, settings: Settings) -> 
         assert (back["before"], back["after"]) == ([4, 1, 1, 1, 1], [1] * 8)
         assert back["reason"] == f"as before plan {plan.id}"
         assert session.get_one(Node, "n1").layout is None, "it has not begun"
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_rollback_leaves_what_an_operator_chose_since(world: World, settings: Settings, released: bool) -> None:
+    two_sizes(world)
+    planned(world, settings, HOUR_S, {"ebb": 500.0})
+    plan = planned(world, settings, HOUR_S + 3600, {"ebb": 500.0, "spring": 900.0})
+    want(world, 4, 4)
+    with world.database.transaction() as session:
+        if released:
+            release_layout(session, "n1")
+        assert roll_back(session, plan.id, window_start_s=HOUR_S + 3600, by="ann", note="").layouts == []
+        assert session.get_one(Node, "n1").layout == [4, 4]

@@ -22,6 +22,7 @@ from controlplane.policies.placement.document import parse
 from controlplane.policies.snapshot import placement_facts
 from controlplane.settings import Settings
 from controlplane.store.demand import IW, NIW, DemandRow, Forecast, put_demand, put_forecasts, read_forecasts
+from controlplane.store.fleet import put_endpoint
 from controlplane.store.overrides import add_override
 from controlplane.store.plans import (
     Plan,
@@ -129,6 +130,21 @@ def test_a_plan_is_made_once_and_applied(fleet: World, settings: Settings) -> No
         assert present.window_start_s >= NOW_S
         after = {(e.model, e.region): e.after for e in entries_of(session, plan_id)}
     assert after[EAST.model, EAST.region] >= 2, "1,500 tokens/s at 1,000 an instance"
+
+
+def test_a_minimum_that_gpus_do_not_hold_is_named_with_what_it_gets(fleet: World, settings: Settings) -> None:
+    with fleet.database.transaction() as session:
+        put_endpoint(session, model=EAST.model, region=EAST.region, minimum=6, maximum=6)
+    plan_id = plan_hour(fleet.database, settings, now_s=NOW_S)
+    assert plan_id is not None
+    with fleet.database.transaction() as session:
+        [short] = get_plan(session, plan_id).unserved
+    assert short == {
+        "model": "tide",
+        "region": "us-east",
+        "tokens_per_s": 0.0,
+        "reason": "4 of 6 instances; GPUs full in us-east: H800 4 of 4",
+    }
 
 
 def test_two_at_once_make_one(fleet: World, settings: Settings) -> None:

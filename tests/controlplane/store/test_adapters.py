@@ -135,8 +135,11 @@ def test_the_instances_of_its_base_serve_an_adapter(world: World) -> None:
         delete_model(session, "a")
     assert wanted(world).keys() == {"tide"}
     assert generation(world) == before[0] + 2
-    put(world, model("a", path="/b", with_base=True))
-    assert wanted(world)["a"].instance_id != told["a"].instance_id, "the former may still drain"
+    put(world, model("a", with_base=True))
+    anew = wanted(world)["a"].instance_id
+    assert anew != told["a"].instance_id, "the former may still drain, and its numbers be others"
+    put(world, model("a", with_base=True))
+    assert wanted(world)["a"].instance_id == anew, "nothing has changed"
 
 
 @pytest.mark.parametrize("desired", [Desired.DRAINING, Desired.SPOT])

@@ -19,6 +19,10 @@ HAS_OWNERS = text(
 )
 VERSION = text("SELECT version_num FROM alembic_version")
 WAITS = text("SELECT count(*) FROM pg_locks WHERE relation = CAST(:table AS regclass) AND NOT granted")
+LOCKED_LONG = text(
+    "SELECT count(*) FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE datname = current_database()"
+    " AND locktype = 'advisory' AND clock_timestamp() - state_change > interval '300ms'"
+)
 HELD_S = 0.35
 """Longer than half of what a migration waits for its locks, and shorter than the whole."""
 
@@ -114,3 +118,19 @@ def test_a_transaction_that_does_not_end_is_named_and_the_migrations_before_stay
     migrations.upgrade(database_url)
     with engine.connect() as connection:
         assert connection.execute(HAS_OWNERS).scalar_one() == 1
+
+
+def test_a_server_that_ends_idle_transactions_leaves_the_lock_of_a_migration_alone(
+    engine: Engine, config: Config, database_url: str
+) -> None:
+    """It is held by a transaction that is idle for as long as a migration takes."""
+    command.downgrade(config, BEFORE_OWNERS)
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with ThreadPoolExecutor(1) as threads, engine.begin() as request, autocommit.connect() as other:
+        request.execute(text("SELECT count(*) FROM models"))
+        database = other.execute(text("SELECT quote_ident(current_database())")).scalar_one()
+        other.execute(text(f"ALTER DATABASE {database} SET idle_in_transaction_session_timeout = '200ms'"))
+        migrated = threads.submit(migrations.upgrade, database_url)
+        until(lambda: other.execute(LOCKED_LONG).scalar_one())
+        request.commit()
+        migrated.result()

@@ -104,6 +104,25 @@ def test_adapters_come_and_go_without_a_restart() -> None:
     asyncio.run(scenario())
 
 
+def test_an_adapter_registered_anew_is_loaded_when_the_former_one_has_drained() -> None:
+    """The worker knows both by one name, and would answer with the numbers that it has."""
+    anew = msgspec.structs.replace(adapter("one"), instance_id="i1+one@2")
+
+    async def scenario() -> None:
+        async with running_node() as node:
+            await node.hold(1, HOST, adapter("one"))
+            stream = asyncio.create_task(read(node, asked("one", sampling=LONG)))
+            await node.until(lambda: node.in_flight() == 1)
+            node.agent.apply(desired(2, HOST, anew))
+            waits_for = "the former adapter of its name drains"
+            await node.until(lambda: [one.waits_for for one in node.agent.reports()] == [None, waits_for, None])
+            assert node.states() == {"i1": "ready", "i1+one@2": "loading", "i1+one": "draining"}
+            await node.until(lambda: node.states() == {"i1": "ready", "i1+one@2": "ready"})
+            assert isinstance(stream.result()[-1], Finished)
+
+    asyncio.run(scenario())
+
+
 def test_a_host_that_drains_waits_for_its_adapters_answers() -> None:
     async def scenario() -> None:
         async with running_node() as node:

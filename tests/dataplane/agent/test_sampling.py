@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 from dataplane.agent.answers import engine_request
 from dataplane.agent.sampling import check_sampling
 from dataplane.protocol.errors import BadRequestError
-from dataplane.protocol.messages import Sampling, Token
+from dataplane.protocol.messages import Finished, Sampling, Token
 from tests.dataplane.replay_node import generate, instance, model, running_node
 from tests.dataplane.streams import read, token_ids
 from tests.event_loop import asynchronous
@@ -19,7 +19,8 @@ from tests.event_loop import asynchronous
     [
         ("temperature", (0.0, 2.0), (-0.1, 2.1, float("nan")), "0 to 2"),
         ("top_p", (0.1, 1.0), (0.0, 1.1), "over 0 and at most 1"),
-        ("top_k", (0, 1, 10**6), (-1,), "at least 0"),
+        ("top_k", (0, 1, 10**6), (-1, 2**64), "0, which is no limit, to 2147483647"),
+        ("seed", (None, -1, 2**63 - 1), (-(2**64), 2**63 + 2**40), "-9.22337e.18 to 9.22337e.18"),
         ("min_p", (0.0, 1.0), (-0.1, 1.1), "0 to 1"),
         ("frequency_penalty", (-2.0, 2.0), (-2.1, 2.1), "-2 to 2"),
         ("presence_penalty", (-2.0, 2.0), (-2.1, 2.1), "-2 to 2"),
@@ -61,6 +62,16 @@ def test_the_engine_gets_every_parameter() -> None:
     )
     request = engine_request(generate(sampling=asked), (1, 2), model(), tokens_max=100)
     assert {**asdict(asked), "stop": ()} == {name: getattr(request, name, ()) for name in asdict(asked)}
+
+
+@asynchronous
+async def test_an_answer_that_may_not_end_before_any_number_of_tokens_ends_with_its_context() -> None:
+    """No frame to a worker could hold such a number."""
+    async with running_node() as node:
+        await node.hold(1, instance())
+        events = await read(node, generate(sampling=Sampling(min_tokens=2**64)))
+        assert isinstance(events[-1], Finished)
+        assert (events[-1].finish_reason, node.in_flight()) == ("length", 0)
 
 
 @asynchronous

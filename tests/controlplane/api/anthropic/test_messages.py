@@ -98,6 +98,7 @@ def test_keys_in_either_header(gateway: Gateway) -> None:
     [
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"surprise": 1}, 400, "invalid_request_error", "surprise"),
+        ({"top_k": 2**64}, 400, "invalid_request_error", "top_k"),
         ({"model": "nobody"}, 404, "not_found_error", "nobody"),
         ({"max_tokens": 100_000}, 400, "invalid_request_error", "max_tokens"),
         ({"messages": "x" * 70_000}, 413, "request_too_large", "65536"),

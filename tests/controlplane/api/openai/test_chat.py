@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
+from controlplane.serving.openai_fields import FAULTS_MAX
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import PATIENCE_S, FakeAgent, World, until
@@ -121,6 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.tool_call_id"),
     ({"n": True}, "n"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 2**64}, "min_tokens"),
 ]
 PLAIN_WORDS: list[tuple[dict[str, Any], str, str]] = [
     (
@@ -192,6 +194,13 @@ def test_refusals_are_said_in_plain_words(gateway: Gateway) -> None:
     for changes, code, message in PLAIN_WORDS:
         error = gateway.chat(400, **changes).json()["error"]
         assert (error["code"], error["message"]) == (code, message)
+
+
+def test_very_many_faults_are_not_described(gateway: Gateway) -> None:
+    many = {str(number): 0 for number in range(FAULTS_MAX)}
+    assert gateway.chat(400, **many).json()["error"]["code"] == "unknown_parameter"
+    error = gateway.chat(400, **many, surprise=1).json()["error"]
+    assert (error["message"], error["param"]) == (f"the body has {FAULTS_MAX + 1} faults", None)
 
 
 def test_unknown_stream_options_are_ignored_with_a_warning(gateway: Gateway) -> None:

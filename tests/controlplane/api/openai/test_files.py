@@ -17,7 +17,7 @@ LINE = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": 
 
 @pytest.fixture
 def gateway(world: World) -> Iterator[Gateway]:
-    with running_gateway(world, file_bytes_max=100_000) as gateway:
+    with running_gateway(world, file_bytes_max=100_000, batch_lines_max=1000) as gateway:
         yield gateway
 
 
@@ -63,6 +63,16 @@ def test_pages_and_order(gateway: Gateway) -> None:
     assert assert_error(gateway.http.get("/v1/files?order=up"))["param"] == "order"
 
 
+def test_a_form_has_a_file_and_a_few_short_fields(gateway: Gateway) -> None:
+    """The others would be kept in memory."""
+    forms: list[tuple[dict[str, str], int]] = [({"a": "x" * 2000}, 1), ({f"a{n}": "x" for n in range(20)}, 1), ({}, 2)]
+    for fields, files in forms:
+        sent = [("file", ("in.jsonl", LINE))] * files
+        answer = gateway.http.post("/v1/files", data={"purpose": "batch"} | fields, files=sent)
+        assert answer.status_code == 400, (fields, files)
+        assert_error(answer)
+
+
 def test_what_is_no_batch_file_is_refused_and_nothing_is_kept(gateway: Gateway) -> None:
     rows = [
         (b"", "no line"),
@@ -72,6 +82,7 @@ def test_what_is_no_batch_file_is_refused_and_nothing_is_kept(gateway: Gateway) 
         (LINE + b'{"a": "\xff"}\n', "line 2 is not valid JSON"),
         (LINE + b'{"a":' + b"[" * 20_000 + b"\n", "line 2 is not valid JSON"),
         (LINE + b'{"a": "' + b"x" * 70_000 + b'"}\n', "line 2 is over the limit"),
+        (LINE + b"\n" * 2000, "over the limit of 2000 lines"),
     ]
     for content, words in rows:
         with pytest.raises(openai.BadRequestError) as caught:

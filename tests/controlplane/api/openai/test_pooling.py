@@ -174,6 +174,12 @@ def test_scores_of_a_head_are_its_own(scoring: Gateway, agents: list[FakeAgent])
     made = post(scoring, "/v1/score", text_1="weather", text_2=["rain", "sun"])
     assert [each["score"] for each in made["data"]] == [0.25, 0.75]
     assert {message.messages[0].content for message in asked(agents) if message.messages} == {"weather"}
+    long, many = "a" * 34_000, ["b"] * 1000
+    for path, field, body in (
+        ("/v1/score", "text_1", {"text_1": long, "text_2": many}),
+        ("/v1/rerank", "query", {"query": long, "documents": many}),
+    ):
+        assert post(scoring, path, 400, **body)["param"] == field, "it would be sent with each of the others"
     refused = post(scoring, "/v1/score", 400, text_1=["a", "b"], text_2=["c"])
     assert refused["param"] == "text_1"
     assert "one text or as many as text_2 has" in refused["message"]

@@ -1,6 +1,7 @@
 """The Responses API before nodes that answer as told, as the official client sees it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -316,3 +317,11 @@ def test_only_so_many_run_in_the_background(world: World) -> None:
             gateway.client.responses.create(**ASK, background=True)
         agent.freed.set()
         assert ended(gateway, first.id).status == "completed"
+        with ThreadPoolExecutor(1) as threads, world.database.transaction() as session:
+            session.execute(text("LOCK TABLE responses IN SHARE ROW EXCLUSIVE MODE"))
+            storing = threads.submit(lambda: gateway.client.responses.create(**ASK, background=True))
+            until(world.is_waiting_for_a_lock)
+            with pytest.raises(openai.RateLimitError, match="background"):
+                gateway.client.with_options(timeout=5).responses.create(**ASK, background=True)
+            session.rollback()
+            assert ended(gateway, storing.result().id).status == "completed"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
-from controlplane.policies.placement.decision import Placement, PlacementStatus
+from controlplane.policies.placement.decision import Constraint, Placement, PlacementStatus
 from controlplane.policies.placement.exact.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
 from controlplane.policies.placement.facts import (
     PlacementFacts,
@@ -90,6 +90,29 @@ def test_minimums_beyond_capacity_are_listed_not_infeasible() -> None:
     assert after(placement) == {("a", "us-west", "H800"): 8}
     assert [(each.minimum, each.placed) for each in placement.below_minimum] == [(10, 8)]
     assert placement.below_minimum[0].reason == "GPUs full in us-west: H800 8 of 8"
+
+
+def test_below_the_minimum_each_change_says_that_gpus_are_missing() -> None:
+    """Demand comes before minimums: `a` has an instance for its demand, `b` none for its minimum."""
+    b = Endpoint(model="b", region="us-west")
+    facts = fleet(
+        regions=("us-west",),
+        models=(PlacementModel(name="a"), PlacementModel(name="b")),
+        profiles={ModelGpu(model=name, gpu_type="H800"): Profile(tokens_per_s=1900, gpus=1) for name in "ab"},
+        capacity={RegionGpu(region="us-west", gpu_type="H800"): 1},
+        weights_present=frozenset(),
+        demand={WEST: (100.0,)},
+        limits={WEST: (3, 9), b: (2, 9)},
+        present={cell("b", "us-west"): 1},
+    )
+    full = "GPUs full in us-west: H800 1 of 1"
+    given, taken = place(facts).entries
+    assert (given.after, given.reason) == (
+        1,
+        f"peak 100 tokens/s x 0.8 at home needs 1 instance of 1,900; fewer than the 3 wanted: {full}",
+    )
+    assert (taken.before, taken.after, taken.constraint) == (1, 0, Constraint.CAPACITY)
+    assert taken.reason == f"none placed; fewer than the 2 wanted: {full}"
 
 
 def test_the_stricter_tier_gets_the_last_gpus() -> None:
