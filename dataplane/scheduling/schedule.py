@@ -10,7 +10,8 @@ as a rule. If both do:
 4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, as far as the objectives
    leave time for it (`mixed_batches.py`). Such prompts do not go before decode by rules 1 and 2, nor do
    those of a model whose decode turn comes within `near_s`; unless they are nearly due and would get less than
-   prefill's share or no memory, or another model's prompts are nearly due. Meanwhile no time counts for the shares.
+   prefill's share or no memory, another model's prompts are nearly due, or the batch has no memory for itself, which
+   only a prefill may free. Meanwhile no time counts for the shares.
 
 With `time_slices = "deadlines"`, the model is chosen first, by the deadlines of its prompts and its batch together
 (`deadlines.py`); rules 2 to 4 then hold between its own prompts and its own batch.
@@ -53,7 +54,8 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
     switch to the model, 0 if resident (absent: 0); `load_s`: to load all of its weights, for slices by deadlines;
     `unready`: models whose weights are not in host memory yet; `blocked`: models whose prompts found no memory beside
-    their batch; `load`: of the slot, measured.
+    their batch; `stuck`: models whose batch found none for itself, and gave back what it had; `load`: of the slot,
+    measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -64,6 +66,7 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
     running_model: str | None = None
     unready: frozenset[str] = frozenset()
     blocked: frozenset[str] = frozenset()
+    stuck: frozenset[str] = frozenset()
     load: float = 0.0
 
 
@@ -357,7 +360,7 @@ def _is_mixed(
 ) -> bool:
     """Rule 4: whether the prompts that would be prefilled first are prefilled beside their model's batch instead."""
     model = choice.group.model
-    if model not in budgets_s:
+    if model not in budgets_s or model in facts.stuck:
         return False
     wait_s = idle_s(round_, model, now_s)
     if wait_s > settings.near_s:

@@ -334,6 +334,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             running_model=self._last_model,
             unready=frozenset(unready) if unready else frozenset(),
             blocked=frozenset(self._step_batches.blocked),
+            stuck=frozenset(self._step_batches.stuck),
             load=self.load_alpha if prefills.groups else 0.0,
         )
 

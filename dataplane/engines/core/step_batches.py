@@ -33,6 +33,8 @@ class StepBatches(Generic[KvT]):
         self._prefill_tokens_max = prefill_tokens_max
         self.blocked: set[str] = set()
         """Models whose prompts found no memory beside their batch in the last mixed step."""
+        self.stuck: set[str] = set()
+        """Models whose last decode step found no memory for any of its batch, and gave KV of it back."""
 
     def form(self, turn: Turn, model: ServedModel[KvT], group: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
         """What the turn's next step runs; empty if there is no memory for anything of it. `group`: the turn's."""
@@ -105,15 +107,21 @@ class StepBatches(Generic[KvT]):
         decoding sequences of other models, of no higher tier, and where that pays off in this slice.
         """
         ready: list[TokenSequence[KvT]] = []
-        before, blocked = 0, False
+        before, blocked, gave_back = 0, False, False
         for sequence in model.decoding[: self._batch_max]:
             if sequence.kv.location is HOST and not blocked:
                 fits = before == 0 or self._kv.fits(sequence.kv, spare=before)
                 keep = ready if fits else self._kept_for(sequence)
                 blocked = keep is None or not self._allocator.swap_in(sequence, keep)
-            if sequence.kv.location is DEVICE and self._allocator.grow(sequence, len(sequence.tokens), ready):
-                ready.append(sequence)
+            if sequence.kv.location is DEVICE:
+                if self._allocator.grow(sequence, len(sequence.tokens), ready):
+                    ready.append(sequence)
+                gave_back |= sequence.kv.location is not DEVICE
             before += sequence.kv.location in (DEVICE, SWAPPING_IN)
+        if ready:
+            self.stuck.discard(model.name)
+        elif gave_back:
+            self.stuck.add(model.name)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
 
     def _kept_for(self, sequence: TokenSequence[KvT]) -> list[TokenSequence[KvT]] | None:

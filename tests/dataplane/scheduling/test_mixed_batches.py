@@ -219,6 +219,13 @@ def test_nearly_due_prompts_that_find_no_memory_get_their_turn() -> None:
     assert turn_of(blocked, 0.9).kind == "prefill"
 
 
+def test_prompts_are_not_kept_waiting_beside_a_batch_that_has_no_memory_for_itself() -> None:
+    """Perhaps only a prefill frees what the batch needs."""
+    facts = facts_of(prefills(("a", 0.0, "IW-N")), [batch("a")])
+    assert turn_of(facts).is_mixed
+    assert turn_of(replace(facts, stuck=frozenset({"a"}))).kind == "prefill"
+
+
 def test_nearly_due_prompts_of_another_model_are_not_kept_waiting_by_those_beside() -> None:
     waiting = prefills(("a", 0.0, "IW-N"), ("c", 0.0, "IW-F"))
     assert turn_of(facts_of(waiting, [batch("a")]), 0.9).kind == "prefill"

@@ -86,3 +86,25 @@ def test_the_first_of_a_batch_takes_what_it_needs_whatever_is_left_of_the_slice(
     settled(slot)
     step.decode(slot.models["a"])
     assert first.kv.location is SWAPPING_IN
+
+
+def test_a_model_whose_batch_gives_its_memory_back_is_stuck_until_it_decodes() -> None:
+    """An earlier request, half prefilled, holds what the only decoding one needs for its next tokens."""
+    slot = Slot()
+    half, decoding = slot.half_prefilled("half", "b", "IW-F"), slot.decoding("decoding", "a", "IW-N")
+    assert slot.allocator.grow(half, 50)
+    step = batches(slot, math.inf)
+    while step.decode(slot.models["a"]):
+        assert step.stuck == set()
+        decoding.cached += 1
+        slot.requests.take(decoding, 7)
+    assert (decoding.kv.location, half.kv.location, step.stuck) == (SWAPPING_OUT, DEVICE, {"a"})
+    settled(slot)
+    settled(slot)
+    step.decode(slot.models["a"])
+    assert (decoding.kv.location, step.stuck) == (SWAPPING_IN, {"a"})
+    slot.requests.end_all([half], "cancelled")
+    settled(slot)
+    settled(slot)
+    assert step.decode(slot.models["a"])
+    assert step.stuck == set()
