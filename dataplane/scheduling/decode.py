@@ -220,8 +220,7 @@ def let_in(
     batches: Iterable[BatchFacts], state: RoundState, model: str, now_s: float, settings: DecodeSettings
 ) -> RoundState:
     """The round after `model` was prefilled during a turn: it decodes first, because it is the running model, and the
-    rest of that turn follows if it is longer than the least turn. Unchanged if `model` cannot run, or had its turn in
-    this round.
+    rest of that turn follows. Unchanged if it cannot run, or had its turn in this round.
     """
     runnable = {batch.model: batch for batch in batches if batch.can_run}
     before, present = state.quotas[: state.position], state.quotas[state.position : state.position + 1]
@@ -232,7 +231,7 @@ def let_in(
     if own is None:
         (own,), alpha = _join(runnable, [model], state, settings)
     left = replace(present[0], quota_s=state.ends_s - now_s)
-    if round(left.quota_s, 9) > settings.quota_min_s:  # the least turn has just that before it runs
+    if left.quota_s >= settings.quota_min_s:
         later = {left.model: left, **later}
     else:
         before = (*before, *present)

@@ -251,17 +251,6 @@ def test_a_prefilled_model_is_let_in_and_the_rest_of_the_turn_follows() -> None:
     assert state.model == "d"
 
 
-@pytest.mark.parametrize("now_s", [0.0, 0.3, 0.7])
-def test_whether_a_turn_follows_is_not_decided_by_the_rounding_of_a_time(now_s: float) -> None:
-    """The least turn does not, whether what is left of it comes out above or below its length."""
-    settings_ = DecodeSettings()
-    quotas = (Quota(model="a", quota_s=settings_.quota_min_s),)
-    state = RoundState(quotas=quotas, ends_s=now_s + settings_.quota_min_s)
-    let = let_in(batches("ab"), state, "b", now_s, settings_)
-    assert [quota.model for quota in let.quotas] == ["a", "b"]
-    assert let.model == "b"
-
-
 def test_let_in_brings_a_planned_turn_forward_and_gives_none_twice() -> None:
     _, state = choose_decode_turn(batches("abc"), RoundState(), 0.0, SETTINGS)
     ahead = let_in(batches("abc"), state, "c", 1.0, SETTINGS)

@@ -86,7 +86,7 @@ def test_a_slot_makes_the_tokens_of_the_live_engine_when_it_does(
 
 @pytest.mark.parametrize("time_slices", get_args(TimeSlices))
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("seed", [*range(11), 15, 22, 25, 43, 56, 71, 97])
+@pytest.mark.parametrize("seed", [*range(11), 15, 22, 25, 43, 56, 71])
 def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(
     seed: int, *, mixed: bool, time_slices: TimeSlices
 ) -> None:
