@@ -45,8 +45,10 @@ class IncrementalDetokenizer:
             self._token_ids.append(token_id)
             self._start, self._read = self._read, len(self._token_ids)
             return self._release(piece) if self._stop else piece
-        self._settled = False
         marker = self._shown.get(token_id)
+        if marker is None and self._is_left_out(token_id):
+            return ""
+        self._settled = False
         if marker is not None:
             return self._mark(token_id, marker)
         self._token_ids.append(token_id)
@@ -70,6 +72,11 @@ class IncrementalDetokenizer:
         self._start = self._read = len(self._token_ids)
         self._settled = False
         return self._release(after[len(before) :], last=True)
+
+    def _is_left_out(self, token_id: int) -> bool:
+        """Whether `decode` writes the same without this token: it is special, or the vocabulary does not have it."""
+        text = self._tokenizer.token_text(token_id)
+        return not text or self._tokenizer.special_id(text) == token_id
 
     def _mark(self, token_id: int, marker: str) -> str:
         """Add a special token that is shown: no character goes on behind it."""

@@ -43,7 +43,7 @@ class HostedInstance:
 
     `folder`: its checkpoint on this node, of an adapter its base's. `rules`: of a model that does not generate.
     `load_serial`: of the Load that the present process has not answered yet. `losses`: processes in a row that died
-    while they loaded it. `reloading`: it was ready until its process was lost.
+    while they loaded it. `reloading`: it was ready or draining until its process was lost.
     `retry`: when a failed load is tried again. `orphaned`: it failed because processes died. `wanted_s`: since when it
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
     it is no longer desired. `fetch`: the progress of its checkpoint's download.
@@ -170,7 +170,7 @@ class HostedInstances:
         suspect = min(loading, key=lambda hosted: hosted.load_serial or 0, default=None)
         for hosted in self._hosted.values():
             hosted.load_serial = None
-            if hosted.state == "ready":
+            if hosted.state in ("ready", "draining"):
                 hosted.state, hosted.reloading = "loading", True
         if suspect is not None:
             suspect.losses += 1
@@ -312,7 +312,7 @@ class HostedInstances:
             hosted.fetch = None
 
     def _send_load(self, hosted: HostedInstance) -> None:
-        waits = hosted.state in ("loading", "draining") and hosted.tokenizer is not None and hosted.load_serial is None
+        waits = hosted.state == "loading" and hosted.tokenizer is not None and hosted.load_serial is None
         if self._send is None or not waits or self._hosted.get(hosted.instance_id) is not hosted or hosted.drained:
             return
         if not self._has_host(hosted) or self._has_former(hosted):

@@ -136,7 +136,7 @@ class AgentApi:
                 raise BodyTooLargeError(f"the body is over {limit} bytes")
         try:
             return decoder.decode(body)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRequestError(f"the body is no {decoder.type.__name__} message: {error}") from error
 
 

@@ -58,6 +58,7 @@ from dataplane.protocol.messages import (
     Generate,
     Heartbeat,
     InstanceReport,
+    ModelSpec,
     Tokenize,
     Tokenized,
 )
@@ -237,7 +238,7 @@ class Agent:
         constraint = await answer_constraint(generate, families, tokenizer, prompt.tail, check)
         text = answer_text(generate, tokenizer, families, prompt.tail)
         resumed = await asyncio.to_thread(text.resume, generate.generated) if generate.generated else Parsed()
-        group.check_queue()
+        self._check_again(generate, group, model)
         request = engine_request(generate, prompt.tokens, model, tokens_max=tokens_max, constraint=constraint)
         inflight = self._fenced(generate, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt.tokens), time.monotonic)
@@ -284,7 +285,7 @@ class Agent:
             prompt = await self._prompts.tokenize_pair(query, document, tokenizer, tokens_max=tokens_max)
         else:
             prompt = (await self._prompts.tokenize(asked, tokenizer, tokens_max=tokens_max)).tokens
-        group.check_queue()
+        self._check_again(generate, group, model)
         request = pooled_request(asked, prompt, model, tokens_max=tokens_max)
         inflight = self._fenced(asked, group, group.submit(request))
         measure = RequestMeasure(self._measures, model.name, len(prompt), time.monotonic)
@@ -302,6 +303,16 @@ class Agent:
             cancel(inflight)
             raise
         return inflight
+
+    def _check_again(self, generate: Generate, group: WorkerGroup, model: ModelSpec) -> None:
+        """What may have changed while a request was tokenized: its lease, its instance's group and model, the queue."""
+        self._check_lease(generate)
+        ready_group, hosted, _ = self._ready(generate.instance_id, generate.model)
+        if ready_group is not group or not hosted.desired.model.is_same(model):
+            raise UnknownInstanceError(
+                f"instance {generate.instance_id} was replaced while the request was tokenized", param="instance_id"
+            )
+        group.check_queue()
 
     def _check_lease(self, generate: Generate) -> None:
         """Only its lessee may use a spot instance, and only as long as the lease lasts."""

@@ -89,7 +89,7 @@ class Dispatcher:
         return any(inflight.request.instance_id == instance_id for inflight in self._in_flight.values())
 
     def submit(self, request: EngineRequest, model: str) -> InflightRequest:
-        """Take a request in.
+        """Take a request in. Nothing is left of one that cannot be sent to its worker, for whatever reason.
 
         Raises:
             BadRequestError: its id is in flight already.
@@ -98,8 +98,12 @@ class Dispatcher:
             raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
         inflight = InflightRequest(request=request, model=model, arrived_s=self._clock())
         self._in_flight[request.request_id] = inflight
+        try:
+            self._assign(inflight)
+        except Exception:
+            del self._in_flight[request.request_id]
+            raise
         self._promises[request.instance_id, request.tier] = request.promise
-        self._assign(inflight)
         return inflight
 
     def cancel(self, request_id: str) -> None:
@@ -130,7 +134,7 @@ class Dispatcher:
         elif output.kv is not None:
             inflight.kv, inflight.kv_at = output.kv, worker.index
             self.handovers_total += 1
-            self._assign(inflight)
+            self._assign_again(inflight)
 
     def end(self, request_id: str, error: DataplaneError) -> None:
         """End a request with an error. Unknown ids are ignored."""
@@ -153,7 +157,7 @@ class Dispatcher:
         """Send the requests that wait for a worker with this instance."""
         for inflight in self._of_instance(instance_id):
             if inflight.worker is None:
-                self._assign(inflight)
+                self._assign_again(inflight)
 
     def worker_lost(self, worker: Worker, *, died: bool) -> None:
         """Continue the requests of a worker elsewhere: its process is gone, with what it ran and the KV that it kept.
@@ -172,7 +176,7 @@ class Dispatcher:
                 self.end(inflight.request_id, error)
         for inflight in list(self._in_flight.values()):
             if inflight.worker is None:
-                self._assign(inflight)
+                self._assign_again(inflight)
 
     def end_waiting(self, since_s: float, error: DataplaneError) -> None:
         """End the requests that wait for a worker since `since_s`, by the clock, or longer."""
@@ -194,7 +198,20 @@ class Dispatcher:
         inflight.waits_since_s = None
         chosen = self._choose_prefill(inflight, able) if inflight.kv is None else self._choose_decode(inflight, able)
         self._move(inflight, chosen)
-        self._workers[chosen].add(inflight.continued())
+        try:
+            self._workers[chosen].add(inflight.continued())
+        except Exception:
+            self._leave_queue(inflight)
+            self._move(inflight, None)
+            raise
+
+    def _assign_again(self, inflight: InflightRequest) -> None:
+        """`_assign` for a request that was taken in before. If it cannot be sent, that ends this request alone."""
+        try:
+            self._assign(inflight)
+        except Exception as error:
+            unsendable = DataplaneError(f"the request cannot be sent to a worker: {type(error).__name__}: {error}")
+            self.end(inflight.request_id, unsendable)
 
     def _move(self, inflight: InflightRequest, worker: int | None) -> None:
         """Note which worker runs a request, None for none."""

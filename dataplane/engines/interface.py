@@ -229,6 +229,11 @@ class Engine(Protocol):
                 a later try may succeed.
         """
 
+    def forget(self, model: ModelSpec) -> None:
+        """Keep nothing of an adapter that was prepared and is not loaded: its memory is no cache, and its files may be
+        replaced. All else is ignored.
+        """
+
     def load(self, instance_id: str, model: ModelSpec, *, gpus: int = 1) -> None:
         """Load an instance. Quick after `prepare`; without it, that is done first, and if host memory is full now, the
         weights are read before the model's first turn. All instances of a slot share its KV memory, and those of one

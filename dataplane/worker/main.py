@@ -190,6 +190,7 @@ class Worker:
         load = prepared.load
         loading = self._loading.get(load.instance_id)
         if loading is None or loading.load is not load:
+            self._engine.forget(load.model)
             return
         try:
             if isinstance(prepared.error, HostMemoryError):
@@ -202,6 +203,7 @@ class Worker:
             raise
         except Exception as error:  # whatever a checkpoint does, the worker's other models are served
             del self._loading[load.instance_id]
+            self._engine.forget(load.model)
             text = error.message if isinstance(error, ModelLoadError) else f"{type(error).__name__}: {error}"
             self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
             return

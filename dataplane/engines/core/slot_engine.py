@@ -111,6 +111,9 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def prepare(self, model: ModelSpec) -> None:
         """See `Engine.prepare`."""
 
+    def forget(self, model: ModelSpec) -> None:
+        """See `Engine.forget`. Engines whose `prepare` keeps adapters have their own."""
+
     @abstractmethod
     def _new_model(self, spec: ModelSpec, gpus: int) -> ModelT:
         """The model of a prepared spec."""

@@ -202,6 +202,10 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         if model.base is not None:
             self.adapters.prepare(model, base)
 
+    def forget(self, model: ModelSpec) -> None:
+        if model.base is not None:
+            self.adapters.forget(model.name)
+
     def _prepared(self, spec: ModelSpec) -> HostModel:
         return self.host_models.prepare(spec.name, Path(spec.path), slabs_max=self.arena.weights_slabs, task=spec.task)
 

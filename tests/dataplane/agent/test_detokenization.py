@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from dataplane.agent.detokenization import IncrementalDetokenizer
-from dataplane.agent.tokenization import WordTokenizer
+from dataplane.agent.tokenization import CheckpointTokenizer, WordTokenizer
 from dataplane.engines.replay.vocabulary import WORDS
 
 
@@ -114,3 +116,49 @@ def test_special_tokens_that_are_shown_stand_where_they_were() -> None:
     tokens = [*"né".encode()[:2], 300, *"é!".encode(), 302, 301, 65]
     assert [text.feed(token_id) for token_id in tokens] == ["n", "", "\ufffd[CALL]", "", "é", "!", "", "", ""]
     assert text.stopped
+
+
+class CountingTokenizer(CheckpointTokenizer):
+    """Counts the most tokens that it decoded at once."""
+
+    longest = 0
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return super().decode(token_ids)
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> CountingTokenizer:
+    """A byte-level tokenizer of single bytes, with two special tokens."""
+    folder = tmp_path_factory.mktemp("bytewise")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|pad|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return CountingTokenizer(folder)
+
+
+@given(st.text(max_size=12), st.lists(st.tuples(st.integers(0, 50), st.sampled_from([256, 257, 999])), max_size=40))
+def test_tokens_that_are_left_out_change_no_text(
+    bytewise: CountingTokenizer, text: str, left_out: list[tuple[int, int]]
+) -> None:
+    token_ids = list(bytewise.encode_text(text, tokens_max=100))
+    for at, token_id in left_out:
+        token_ids.insert(min(at, len(token_ids)), token_id)
+    detokenizer = IncrementalDetokenizer(bytewise)
+    pieces = [detokenizer.feed(token_id) for token_id in token_ids]
+    assert "".join([*pieces, detokenizer.finish()]) == bytewise.decode(token_ids) == text
+
+
+def test_tokens_that_are_left_out_do_not_make_the_decoded_window_longer(bytewise: CountingTokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(bytewise)
+    bytewise.longest = 0
+    shown = [detokenizer.feed(token_id) for token_id in bytewise.encode_text("né", tokens_max=9)]
+    assert [detokenizer.feed(token_id) for token_id in [256, 257, 999] * 100] == [""] * 300
+    assert [*shown, *(detokenizer.feed(token_id) for token_id in bytewise.encode_text("€!", tokens_max=9))] == [
+        *("n", "", "é"),
+        *("", "", "€", "!"),
+    ]
+    assert bytewise.longest <= 6

@@ -17,7 +17,7 @@ from dataplane.protocol.messages import (
     Token,
 )
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
-from tests.dataplane.streams import read, stream, token_ids
+from tests.dataplane.streams import kill, read, stream, token_ids
 from tests.event_loop import asynchronous
 
 
@@ -88,8 +88,9 @@ async def test_refusals_are_failed_messages_with_their_status() -> None:
             failed = msgspec.json.decode(response.content, type=Failed)
             assert (response.status_code, failed.status, failed.code, failed.param) == (status, status, code, param)
             assert failed.retryable == (status == 409)
-        for content, status in ((b"{}", 400), (b"no json", 400), (b'"' + b"x" * 30_000, 413)):
-            assert (await node.client.post("/generate", content=content)).status_code == status
+        for content in (b"{}", b"no json", b'{"tools":' + b"[" * 15_000, b'{"prompt":"\xe9"}'):
+            assert (await node.client.post("/generate", content=content)).status_code == 400
+        assert (await node.client.post("/generate", content=b'"' + b"x" * 30_000)).status_code == 413
         for key in ("", "Bearer wrong", "Bearer é"):
             headers = {b"authorization": key.encode()}
             for response in (
@@ -160,6 +161,38 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new() -> None:
         assert isinstance((await read(node, generate("back again")))[-1], Finished)
         node.agent.apply(desired(4, instance("i3", draining=True)))
         assert node.states() == {}, "what shall only drain is not loaded for it"
+
+
+@asynchronous
+async def test_a_stream_of_a_draining_instance_goes_on_after_its_worker_was_lost() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance(), instance("i2", name="ebb"), instance("i3", name="flood"))
+        worker, events = node.agent.workers[0], []
+        killed = worker.pid
+        async for event in stream(node, generate("last", max_tokens=300)):
+            events.append(event)
+            if len(events) == 20:
+                ebb = instance("i2", name="ebb", draining=True)
+                node.agent.apply(desired(2, instance(draining=True), ebb, instance("i3", name="flood")))
+                await node.until(lambda: node.states() == {"i1": "draining", "i3": "ready"})
+                kill(node, "both")
+                await node.until(lambda: node.states() == {"i1": "loading", "i3": "loading"})
+        assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=300)
+        assert len(token_ids(events)) == 300
+        assert worker.pid not in (None, killed)
+        await node.until(lambda: node.states() == {"i3": "ready"})
+
+
+@asynchronous
+async def test_a_draining_instance_is_not_loaded_again_where_another_has_drained() -> None:
+    async with running_node() as node:
+        await node.hold(1, instance(), instance("i2", name="ebb"))
+        async for event in stream(node, generate("last", max_tokens=1000)):
+            last = event
+            if isinstance(event, Started):
+                node.agent.apply(desired(2, instance(draining=True), instance("i2", name="ebb", draining=True)))
+                await node.until(lambda: node.states() == {"i1": "draining"})
+        assert last == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=1000)
 
 
 @asynchronous

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from dataplane.dispatch.dispatcher import Dispatcher
 from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats, KvHandle
-from dataplane.protocol.errors import BadRequestError, WorkerLostError
+from dataplane.protocol.errors import BadRequestError, DataplaneError, WorkerLostError
 from dataplane.scheduling.pace import PrefillPace
 from dataplane.scheduling.prefill import PrefillSettings
 
@@ -225,3 +225,49 @@ def test_the_outlook_is_that_of_the_worker_with_the_least_to_prefill() -> None:
     assert node.dispatcher.prefill_outlook("i1", "IW-N") == (pytest.approx(waits_s), PrefillPace().token_s)
     node.workers[0].ready = False
     assert node.dispatcher.prefill_outlook("i1", "IW-N") is None, "a decode worker prefills nothing"
+
+
+class RefusingWorker(RecordingWorker):
+    """A worker to which some requests cannot be sent, as where their numbers have no encoding."""
+
+    def add(self, request: EngineRequest) -> None:
+        if request.request_id.startswith("bad"):
+            raise OverflowError("can't serialize ints >= 2**64")
+        super().add(request)
+
+
+@pytest.mark.parametrize("kind", ["both", "prefill"])
+def test_nothing_is_left_of_a_request_that_cannot_be_sent(kind: WorkerKind) -> None:
+    worker = RefusingWorker(0, kind)
+    dispatcher = Dispatcher([worker], PrefillSettings(), losses_max=3, clock=lambda: 0.0)
+    for _ in range(2):
+        with pytest.raises(OverflowError):
+            dispatcher.submit(request("bad"), "tide")
+    assert (len(dispatcher), dispatcher.count(0), dispatcher.queue(0).groups) == (0, 0, ())
+    assert worker.take() == []
+    dispatcher.submit(request(), "tide")
+    dispatcher.worker_lost(worker, died=True)
+    assert worker.take() == [continued(), continued()]
+
+
+@pytest.mark.parametrize("again", ["assign_waiting", "worker_lost", "receive"])
+def test_a_request_that_cannot_be_sent_later_costs_no_other(again: str) -> None:
+    kinds: tuple[WorkerKind, WorkerKind] = ("prefill", "decode") if again == "receive" else ("both", "both")
+    first, second = RecordingWorker(0, kinds[0]), RefusingWorker(1, kinds[1])
+    dispatcher = Dispatcher([first, second], PrefillSettings(), losses_max=3, clock=lambda: 0.0)
+    first.ready, second.ready = again != "assign_waiting", again == "receive"
+    requests = {name: dispatcher.submit(request(name), "tide") for name in ("bad", "good")}
+    second.ready = True
+    if again == "assign_waiting":
+        dispatcher.assign_waiting("i1")
+    elif again == "worker_lost":
+        first.ready = False
+        dispatcher.worker_lost(first, died=True)
+    else:
+        for name in requests:
+            dispatcher.receive(first, EngineOutput(request_id=name, token_ids=(7,), kv=HANDLE))
+        assert ("release", "bad") in first.take()
+    error = requests["bad"].outputs.take()[-1]
+    assert isinstance(error, DataplaneError)
+    assert "OverflowError" in error.message
+    assert (len(dispatcher), dispatcher.count(1), len(second.take())) == (1, 1, 1)

@@ -53,6 +53,9 @@ class GatedEngine:
             self.short.put(spec.name)
             raise HostMemoryError("large: 7 bytes do not fit: 3 bytes lack; models in use: ebb", lack_bytes=3)
 
+    def forget(self, spec: ModelSpec) -> None:
+        self.calls.append(f"forget {spec.name}")
+
     def load(self, instance_id: str, spec: ModelSpec, *, gpus: int = 1) -> None:
         self.calls.append(f"load {instance_id} {spec.name}")
         if spec.name == "cursed":
@@ -155,6 +158,7 @@ def test_loads_queue_and_each_is_answered() -> None:
         assert bench.answer() == Loaded(instance_id="i1", serial=1)
         bench.engine.gate("broken").set()
         assert bench.answer() == LoadFailed(instance_id="i2", serial=2, error="no such checkpoint")
+        assert "forget broken" in bench.engine.calls
         assert bench.answer() == Loaded(instance_id="i3", serial=3)
         prepared = [call for call in bench.engine.calls if call.startswith("prepare")]
         assert prepared == ["prepare tide", "prepare broken", "prepare ebb"]
@@ -180,7 +184,8 @@ def test_unloading_cancels_a_load_whether_it_has_begun_or_not() -> None:
         bench.engine.gate("tide").set()
         bench.engine.gate("flood").set()
         assert bench.answer() == Loaded(instance_id="i1", serial=3)
-        assert bench.engine.calls == ["prepare tide", "prepare flood", "load i1 flood"]
+        expected = {"prepare tide", "forget tide", "prepare flood", "load i1 flood"}
+        assert sorted(bench.engine.calls) == sorted(expected), "what was prepared for no instance is forgotten"
 
 
 def test_a_load_that_does_not_fit_is_retried_after_the_others() -> None:

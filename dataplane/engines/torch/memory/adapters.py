@@ -83,6 +83,11 @@ class AdapterStore:
         with self._lock:
             self._prepared[spec.name] = source, parts
 
+    def forget(self, name: str) -> None:
+        """Free the factors of an adapter that was prepared and is not on the device."""
+        with self._lock:
+            self._prepared.pop(name, None)
+
     def load(self, spec: ModelSpec, base: HostModel) -> None:
         """Bring a prepared adapter to the device, and its other parts to the other ranks. Idempotent.
 

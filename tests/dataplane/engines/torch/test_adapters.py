@@ -292,6 +292,25 @@ def test_an_adapter_that_was_prepared_for_a_base_is_compared_with_its_next_one(
         engine.load("a", adapter_spec("one", adapter, wider, base_name="wider"))
 
 
+def test_an_adapter_that_was_prepared_for_nothing_is_read_again_once_it_is_forgotten(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """As where it is unloaded while it is being loaded, its files are replaced, and it is declared anew."""
+    base, (other, whole) = checkpoint("llama"), made("llama", "all")
+    adapter = build_tiny_adapter(tmp_path / "one", base, rank=2)
+    spec = adapter_spec("one", adapter, base)
+    engine = engine_of()
+    engine.prepare(spec)
+    for file in other.iterdir():
+        (adapter / file.name).write_bytes(file.read_bytes())
+    engine.forget(spec)
+    engine.load("a", spec)
+    engine.forget(spec)
+    prompt = prompt_of(4, 9)
+    engine.add(request("r", prompt, instance_id="a", max_tokens=MAX_TOKENS))
+    assert drain(engine).tokens["r"] == greedy_tokens(whole, prompt, MAX_TOKENS)
+
+
 def test_files_that_were_replaced_have_another_key_though_their_size_and_time_are_the_same(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
