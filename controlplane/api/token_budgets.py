@@ -83,6 +83,8 @@ class TokenBudgets:
                     yield arrived
             finally:
                 held.left += tokens - in_flight.used_tokens
+                if self._held.get(caller.tenant) is not held:  # the block was given back meanwhile
+                    self._unused.append((caller.tenant, held))
 
     async def take(self, tenant: str, tokens: int) -> _Held:
         """Take tokens from the block of a tenant, or from one that is reserved now.

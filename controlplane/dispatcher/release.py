@@ -270,11 +270,18 @@ class Releaser:
                 await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
                 return None
             if lost:
-                message = f"{ATTEMPTS_EXHAUSTED['message']} The last of {held.attempts}: {error.message}"
-                return Outcome(claim=held, error={**ATTEMPTS_EXHAUSTED, "message": message})
+                return _exhausted(held, error.message)
             return Outcome(
                 claim=held, status_code=error.status, body=openai_error(error), upstream_id=_upstream_id(held)
             )
+        except SQLAlchemyError:
+            raise
+        except Exception:
+            log.exception("a defect in the dispatcher", request=held.fence)
+            if held.attempts >= self._settings.niw_attempts_max:
+                return _exhausted(held, "internal error")
+            await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
+            return None
 
     async def _answer(self, line: Line) -> Outcome:
         held = line.claim
@@ -355,6 +362,12 @@ def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[
         group = waiting.get((release.batch, release.endpoint.model), deque())
         placed += [(release, group.popleft()) for _ in range(min(release.count, len(group)))]
     return placed
+
+
+def _exhausted(held: Claim, why: str) -> Outcome:
+    """The end of a request whose last attempt failed, too."""
+    message = f"{ATTEMPTS_EXHAUSTED['message']} The last of {held.attempts}: {why}"
+    return Outcome(claim=held, error={**ATTEMPTS_EXHAUSTED, "message": message})
 
 
 def _upstream_id(held: Claim) -> str:

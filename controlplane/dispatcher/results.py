@@ -12,6 +12,10 @@ from controlplane.store.session import Database
 
 log = structlog.get_logger()
 _TOGETHER_MAX = 512
+_TOGETHER_MORE = 16
+"""By how many results a group may be larger after one that was written; after one that was not it is half as large, for
+perhaps it takes longer than a statement may.
+"""
 _RETRY_S = 1.0
 
 
@@ -22,6 +26,7 @@ class ResultWriter:
         self._database = database
         self._waiting: list[tuple[Outcome, asyncio.Future[bool]]] = []
         self._work: asyncio.Task[None] | None = None
+        self._together = _TOGETHER_MAX
 
     async def write(self, outcome: Outcome) -> bool:
         """Whether the result was written; False: the claim is no longer the newest. While Postgres is unavailable, the
@@ -37,39 +42,40 @@ class ResultWriter:
         return await done
 
     async def _write_waiting(self) -> None:
-        together = _TOGETHER_MAX
         try:
             while self._waiting:
                 self._waiting = [each for each in self._waiting if not each[1].done()]
-                group, self._waiting = self._waiting[:together], self._waiting[together:]
-                together = await self._write_group(group)
+                group, self._waiting = self._waiting[: self._together], self._waiting[self._together :]
+                await self._write_group(group)
         finally:
             self._work = None
 
-    async def _write_group(self, group: list[tuple[Outcome, "asyncio.Future[bool]"]]) -> int:
-        """Write a group; returns the size of the next one."""
+    async def _write_group(self, group: list[tuple[Outcome, "asyncio.Future[bool]"]]) -> None:
+        """Write a group, or put it back."""
         if not group:
-            return _TOGETHER_MAX
+            return
         try:
             written = await anyio.to_thread.run_sync(self._commit, [outcome for outcome, _ in group])
         except DataError as error:
             if len(group) == 1:
                 _settle(group[0][1], error)
-                return 1
-            self._waiting = group + self._waiting  # one of them is at fault: retry them one by one
-            return 1
+                return
+            self._waiting = group + self._waiting  # one of them is at fault: retry it alone
+            self._together = 1
+            return
         except SQLAlchemyError as error:
             log.warning("results wait for Postgres", results=len(group), error=str(error).splitlines()[0])
             self._waiting = group + self._waiting
+            self._together = max(1, len(group) // 2)
             await asyncio.sleep(_RETRY_S)
-            return len(group)
+            return
         except BaseException as error:
             for _, done in group:
                 _settle(done, error)
             raise
         for outcome, done in group:
             _settle(done, outcome.claim.key in written)
-        return _TOGETHER_MAX
+        self._together = min(_TOGETHER_MAX, self._together + _TOGETHER_MORE)
 
     def _commit(self, outcomes: list[Outcome]) -> set[tuple[int, int]]:
         with self._database.statement() as session:

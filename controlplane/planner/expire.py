@@ -41,7 +41,7 @@ _WHAT_IF_LOST_S = 120.0
 _NODE_LOST_S = 60.0
 _NODE_GRACE_S = 20.0
 _PIECE_ROWS = 5000
-"""Rows deleted in one transaction, which takes a fraction of a second."""
+"""Rows that one transaction deletes or changes, which takes a fraction of a second."""
 _PIECES_EXPIRED_MAX, _PIECES_SWEPT_MAX = 50, 200
 """Transactions of one job in one run; the next run continues. `expire` has few, since other jobs wait for its next run.
 """
@@ -52,7 +52,12 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
     return run_jobs(
         {
             "requests": partial(_once, database, expire_requests),
-            "leases": partial(_once, database, partial(expire_leases, attempts_max=settings.niw_attempts_max)),
+            "leases": partial(
+                _in_pieces,
+                database,
+                partial(expire_leases, attempts_max=settings.niw_attempts_max),
+                _PIECES_EXPIRED_MAX,
+            ),
             "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
             "files": partial(_expire_files, database, blobs),
             "what_if_runs": partial(_once, database, partial(fail_lost_runs, silent_s=_WHAT_IF_LOST_S)),
@@ -106,16 +111,16 @@ def _once(database: Database, job: Callable[[Session], int]) -> int:
         return job(session)
 
 
-def _in_pieces(database: Database, forget: Callable[..., int], pieces_max: int) -> int:
-    """Delete old rows in short transactions, a bounded number of them."""
-    deleted = 0
+def _in_pieces(database: Database, job: Callable[..., int], pieces_max: int) -> int:
+    """A job on many rows, in short transactions, a bounded number of them."""
+    done = 0
     for _ in range(pieces_max):
         with database.transaction() as session:
-            count = forget(session, count_max=_PIECE_ROWS)
-        deleted += count
+            count = job(session, count_max=_PIECE_ROWS)
+        done += count
         if count < _PIECE_ROWS:
             break
-    return deleted
+    return done
 
 
 def _lose_nodes(session: Session, *, heard_s: float) -> int:

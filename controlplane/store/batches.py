@@ -273,8 +273,8 @@ def add_requests(session: Session, batch: Batch, requests: Iterable[NewRequest])
 
 
 def result_lines(session: Session, batch: Batch) -> Iterator[tuple[str, BatchResult]]:
-    """Every ended request of a batch, by its `custom_id`, with its result, in the order of the input lines, read a
-    thousand at a time.
+    """Every ended request of a batch, by its `custom_id`, with its result, in the order of the input lines, read
+    some at a time, for a result may have megabytes.
     """
     rows = session.execute(
         select(BatchRequest.custom_id, BatchResult)
@@ -284,7 +284,7 @@ def result_lines(session: Session, batch: Batch) -> Iterator[tuple[str, BatchRes
         )
         .where(BatchRequest.batch_number == batch.number)
         .order_by(BatchRequest.line)
-        .execution_options(yield_per=1000)
+        .execution_options(yield_per=20)
     )
     for custom_id, result in rows:
         yield custom_id, result
@@ -300,6 +300,7 @@ def forget_requests(session: Session, batch: Batch) -> None:
     """Delete the requests and results of a batch whose output files are written; its models' speeds keep its counts,
     and it keeps the names of its models.
     """
+    lift_time_limit(session)
     completed = (
         select(BatchCount.model, func.sum(BatchCount.completed))
         .where(BatchCount.batch_number == batch.number)

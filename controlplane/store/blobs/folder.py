@@ -29,9 +29,18 @@ class FolderBlobs(BlobStore):
                 stream.flush()
                 os.fsync(stream.fileno())
             draft.rename(target)
+            self._keep_names()
         except BaseException:
             draft.unlink(missing_ok=True)
             raise
+
+    def _keep_names(self) -> None:
+        """Flush the folder: a name outlives a power cut only then."""
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def open(self, file_id: str) -> IO[bytes]:
         try:

@@ -96,13 +96,15 @@ class Charge:
 
 
 def connect(settings: Settings) -> redis.asyncio.Redis:
-    """A client that gives up soon: requests wait."""
+    """A client that gives up soon: requests wait. A call is repeated where the connection was gone, but not where no
+    answer came: a script that has run would charge, or refund, twice.
+    """
     return redis.asyncio.Redis.from_url(
         settings.redis_url.get_secret_value(),
         decode_responses=True,
         socket_timeout=settings.limit_timeout_s,
         socket_connect_timeout=settings.limit_timeout_s,
-        retry=Retry(NoBackoff(), 1),
+        retry=Retry(NoBackoff(), 1, supported_errors=(redis.exceptions.ConnectionError,)),
     )
 
 

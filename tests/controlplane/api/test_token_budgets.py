@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from pydantic import SecretStr
@@ -122,6 +124,28 @@ def test_a_block_of_a_period_that_ended_is_returned_to_its_own(database: Databas
 
     asyncio.run(run())
     assert reserved(database) == {Budget.DAY: 110, Budget.TOTAL: 110}
+
+
+def test_what_a_long_request_leaves_is_returned_though_its_block_was_before(
+    database: Database, settings: Settings
+) -> None:
+    limit(database, tokens_total=100_000)
+
+    async def run() -> None:
+        keeper = TokenBudgets(database, Metrics(), settings)
+        caller, query = SimpleNamespace(tenant="acme"), SimpleNamespace(tokens_max=5000, used_tokens=300)
+
+        async def answer() -> AsyncIterator[Any]:
+            await keeper.give_back(idle_s=-1.0)  # nothing else of this tenant's came meanwhile
+            yield "token"
+
+        spent = keeper.spent(cast("Any", caller), cast("Any", query), cast("Any", answer()))
+        assert [each async for each in spent] == ["token"]
+        assert reserved(database) == {Budget.TOTAL: 5000}
+        await keeper.give_back(idle_s=-1.0)
+
+    asyncio.run(run())
+    assert reserved(database) == {Budget.TOTAL: 300}
 
 
 def test_periods_begin_and_end_in_utc(database: Database, settings: Settings) -> None:

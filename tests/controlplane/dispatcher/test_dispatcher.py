@@ -292,6 +292,26 @@ def test_failures_of_nodes_are_tried_again_but_not_for_ever(world: World, blobs:
     assert len(agent.asked) == 5 + 5
 
 
+def test_a_defect_of_ours_is_tried_again_but_not_for_ever(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def defective(*_: Any) -> Any:
+        raise RuntimeError("a body of a later release")
+
+    monkeypatch.setattr("controlplane.dispatcher.release.queued_query", defective)
+
+    async def run() -> Any:
+        async with dispatchers(world, niw_attempts_max=1):
+            return await ended(world, batch_id)
+
+    with served(FakeAgent().app) as url:
+        world.serve("n1", url)
+        batch_id = world.add_batch(lines=1)
+        [line] = lines_of(blobs, asyncio.run(run()).error_file_id)
+    assert (line["response"], line["error"]["code"]) == (None, "attempts_exhausted")
+    assert "The last of 1: internal error" in line["error"]["message"]
+
+
 def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
     agent = FakeAgent(*["overloaded", "not ready"] * 4)
     batch_id = world.add_batch(lines=1)

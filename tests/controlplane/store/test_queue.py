@@ -377,3 +377,13 @@ def test_backlogs(world: World) -> None:
     claim(world, count=2)
     with world.database.transaction() as session:
         assert backlogs(session) == {}
+
+
+def test_leases_expire_some_at_a_time(world: World) -> None:
+    world.add_batch(lines=3)
+    assert len(claim(world, 3)) == 3
+    run(world, "UPDATE queued_requests SET lease_until = now() - interval '1 s'")
+    with world.database.transaction() as session:
+        assert queue.expire_leases(session, attempts_max=5, count_max=2) == 2
+    assert expire_leases(world) == 1
+    assert expire_leases(world) == 0

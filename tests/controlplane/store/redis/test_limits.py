@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from redis.exceptions import ConnectionError as RedisGone
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from controlplane.errors import UnavailableError
 from controlplane.policies.limits import Limit, TenantLimits, Usage, choose_admission
 from controlplane.settings import Settings
-from controlplane.store.redis.limits import Charge, LimitStore
+from controlplane.store.redis.limits import Charge, LimitStore, connect
 from tests.controlplane.redis_clock import RedisClock
 from tests.controlplane.world import PATIENCE_S
 
@@ -140,3 +142,23 @@ async def test_redis_away_is_said(settings: Settings) -> None:
         async with store_of(settings.model_copy(update={"redis_url": SecretStr(url)})) as store:
             with pytest.raises(UnavailableError):
                 await store.admit(charge(TenantLimits(concurrent_max=1)))
+
+
+async def test_a_call_without_an_answer_is_not_repeated(settings: Settings) -> None:
+    """A script that has run would charge, or refund, twice. Where the connection is gone, it has not run."""
+    client = connect(settings)
+    for error, calls in ((RedisTimeout("no answer"), 1), (RedisGone("closed"), 2)):
+        made = 0
+
+        async def call(error: Exception = error) -> None:
+            nonlocal made
+            made += 1
+            raise error
+
+        async def failed(_: Exception) -> None:
+            pass
+
+        with pytest.raises(type(error)):
+            await client.get_connection_kwargs()["retry"].call_with_retry(call, failed)
+        assert made == calls
+    await client.aclose()
