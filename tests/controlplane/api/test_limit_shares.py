@@ -163,7 +163,8 @@ def test_a_region_without_any_share_refuses_and_says_so(world: World) -> None:
         put_tenant(session, Tenant(name="acme", concurrent_max=2))
         reports = {"acme": {Limit.RUNNING: ShareReport(version=None, applied=0, demand=0.0)}}
         grant_shares(session, "south", reports, world.settings)
-    with running_gateway(world, FakeAgent(), region="north", limit_shares=True, limit_share_every_s=30) as gateway:
+    patient = {"limit_share_every_s": 30, "key_wait_s": PATIENCE_S}
+    with running_gateway(world, FakeAgent(), region="north", limit_shares=True, **patient) as gateway:
         refused = gateway.chat(429)
         assert "0 requests at once (the share of region 'north' now)" in assert_error(refused)["message"]
         assert refused.headers["retry-after"] == "1"
