@@ -248,8 +248,7 @@ class Releaser:
         except SQLAlchemyError as error:
             log.warning("a request waits until its lease expires", request=held.fence, error=str(error).splitlines()[0])
         except Exception:
-            log.exception("a defect in the dispatcher", request=held.fence)
-            await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
+            log.exception("a request whose result was not written waits until its lease expires", request=held.fence)
 
     async def _outcome(self, line: Line) -> Outcome | None:
         """The result of the request; None: it waits again."""

@@ -292,7 +292,7 @@ def give_back(session: Session, held: Claim, *, delay_s: float, error: str, trie
     return ours is not None
 
 
-def expire_leases(session: Session, *, attempts_max: int, count_max: int = 5000) -> int:
+def expire_leases(session: Session, *, attempts_max: int, count_max: int) -> int:
     """Let up to so many requests with an expired lease wait again; those without attempts left end as failed. Each
     waits for a random time that grows: a request that crashes dispatchers is then not claimed together with the same
     others again.

@@ -89,10 +89,11 @@ class Dispatcher:
         return any(inflight.request.instance_id == instance_id for inflight in self._in_flight.values())
 
     def submit(self, request: EngineRequest, model: str) -> InflightRequest:
-        """Take a request in. Nothing is left of one that cannot be sent to its worker, for whatever reason.
+        """Take a request in. Nothing is left of one that cannot be sent to its worker.
 
         Raises:
             BadRequestError: its id is in flight already.
+            DataplaneError: see `_assign`.
         """
         if request.request_id in self._in_flight:
             raise BadRequestError(f"request {request.request_id} is in flight already", param="request_id")
@@ -100,7 +101,7 @@ class Dispatcher:
         self._in_flight[request.request_id] = inflight
         try:
             self._assign(inflight)
-        except Exception:
+        except DataplaneError:
             del self._in_flight[request.request_id]
             raise
         self._promises[request.instance_id, request.tier] = request.promise
@@ -185,7 +186,11 @@ class Dispatcher:
             self.end(inflight.request_id, error)
 
     def _assign(self, inflight: InflightRequest) -> None:
-        """Send a request to the worker that shall run it. It waits when none is ready, see `end_waiting`."""
+        """Send a request to the worker that shall run it. It waits when none is ready, see `end_waiting`.
+
+        Raises:
+            DataplaneError: it cannot be sent, as where a number of it has no encoding.
+        """
         if inflight.worker is not None:
             self._move(inflight, None)
         instance_id = inflight.request.instance_id
@@ -200,18 +205,18 @@ class Dispatcher:
         self._move(inflight, chosen)
         try:
             self._workers[chosen].add(inflight.continued())
-        except Exception:
+        except Exception as error:
             self._leave_queue(inflight)
             self._move(inflight, None)
-            raise
+            why = f"{type(error).__name__}: {error}"
+            raise DataplaneError(f"the request cannot be sent to a worker: {why}") from error
 
     def _assign_again(self, inflight: InflightRequest) -> None:
         """`_assign` for a request that was taken in before. If it cannot be sent, that ends this request alone."""
         try:
             self._assign(inflight)
-        except Exception as error:
-            unsendable = DataplaneError(f"the request cannot be sent to a worker: {type(error).__name__}: {error}")
-            self.end(inflight.request_id, unsendable)
+        except DataplaneError as error:
+            self.end(inflight.request_id, error)
 
     def _move(self, inflight: InflightRequest, worker: int | None) -> None:
         """Note which worker runs a request, None for none."""

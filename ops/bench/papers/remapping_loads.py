@@ -1,8 +1,8 @@
 """Remapping against vLLM's way by load, kind of step and seed, as tables of a page of the documentation."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -11,7 +11,19 @@ import typer
 
 from ops.bench.marked_table import MarkedTable, PageError
 from ops.bench.papers.remapping_load import Recordings
-from ops.bench.papers.remapping_sim import ARRIVALS, GROUPS, ONEIROS, TIDEPOOL, VLLM, WORKLOADS, Asked, run_case
+from ops.bench.papers.remapping_sim import (
+    AGAINST_VLLM,
+    ARRIVALS,
+    GROUPS,
+    ONEIROS,
+    TIDEPOOL,
+    VLLM,
+    WORKLOADS,
+    Asked,
+    by_load,
+    row_of,
+    run_case,
+)
 from ops.client.screen import AsJson, Columns, print_json, print_table, progress_bar
 from ops.reference.markdown import table
 
@@ -37,9 +49,8 @@ STEPS = (
     Steps(name="mixed, 256", chunk_tokens=256, mixed=True),
 )
 COSTS_AT = "mixed, 512"
-FIGURES = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s", "ttft_p99_s", "batch_mean")
-CHANGES = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s")
-"""Of which a rival's are told as percents of vLLM's."""
+NAMED = ("group", "load", "wire", "rival")
+FIGURES = (*AGAINST_VLLM, "ttft_p99_s", "batch_mean")
 
 Row = Mapping[str, Any]
 
@@ -58,46 +69,49 @@ def runs(recordings: Recordings, requests: int, seeds: Sequence[int]) -> list[di
     with progress_bar("runs") as report:
         for done, (steps, seed, case) in enumerate(wanted):
             report(f"{case.title}, {steps.name}", done, len(wanted))
-            figures = asdict(run_case(case, recordings, steps.chunk_tokens, mixed=steps.mixed))
-            named = {"load": f"{case.group}, {case.title}", "steps": steps.name, "rival": case.rival, "seed": seed}
-            found.append(named | {key: figures[key] for key in FIGURES})
+            row = row_of(case, run_case(case, recordings, steps.chunk_tokens, mixed=steps.mixed))
+            found.append({"steps": steps.name, "seed": seed} | {key: row[key] for key in (*NAMED, *FIGURES)})
         report("made", len(wanted), len(wanted))
     return found
 
 
 def compared(found: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row for each load and kind of step: vLLM's means over seeds, and for each other rival the changes in percent,
-    as mean, least and most over seeds, and the means of its first tokens and batches.
+    """A row for each load and kind of step: vLLM's means over seeds, and for each other rival its means and the changes
+    in percent, as mean, least and most over seeds.
     """
-    return [
-        {"load": load, "steps": steps.name, VLLM: _means(mine, VLLM)}
-        | {name: _means(mine, name) | {"change": dict(_changes(mine, name))} for name in (TIDEPOOL, ONEIROS)}
-        for load in dict.fromkeys(row["load"] for row in found)
-        for steps in STEPS
-        for mine in [[row for row in found if (row["load"], row["steps"]) == (load, steps.name)]]
-    ]
+    rows = []
+    for group, load in dict.fromkeys((row["group"], row["load"]) for row in found):
+        for steps in STEPS:
+            mine = [row for row in found if (row["group"], row["load"], row["steps"]) == (group, load, steps.name)]
+            seeds = dict.fromkeys(row["seed"] for row in mine)
+            against = [row for seed in seeds for row in by_load([row for row in mine if row["seed"] == seed])]
+            rivals = {
+                name: _means(mine, name) | {"change": {key: _spread(against, name, key) for key in AGAINST_VLLM}}
+                for name in (TIDEPOOL, ONEIROS)
+            }
+            rows.append({"load": f"{group}, {load}", "steps": steps.name, VLLM: _means(mine, VLLM)} | rivals)
+    return rows
 
 
 def _means(rows: Sequence[Row], rival: str) -> dict[str, float]:
     return {key: fmean(row[key] for row in rows if row["rival"] == rival) for key in FIGURES}
 
 
-def _changes(rows: Sequence[Row], rival: str) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    by_seed = {(row["rival"], row["seed"]): row for row in rows}
-    seeds = dict.fromkeys(row["seed"] for row in rows)
-    for key in CHANGES:
-        percents = [100 * (by_seed[rival, seed][key] / by_seed[VLLM, seed][key] - 1) for seed in seeds]
-        yield key, (fmean(percents), min(percents), max(percents))
+def _spread(against: Sequence[Row], rival: str, figure: str) -> tuple[float, float, float]:
+    percents = [row[figure] for row in against if row["rival"] == rival]
+    return fmean(percents), min(percents), max(percents)
 
 
 def change(row: Row, rival: str, figure: str) -> str:
-    """A change in percent with its range; bold where it is for the worse."""
-    mean, low, high = row[rival]["change"][figure]
-    worse = mean <= -0.5 if figure == "tokens_per_s" else mean >= 0.5
-    text = f"{mean:+.0f} %"
-    return (f"**{text}**" if worse else text) + (
-        f" ({low:+.0f} to {high:+.0f})" if f"{low:.0f}" != f"{high:.0f}" else ""
-    )
+    """A change in whole percents, with its range if it has one."""
+    mean, low, high = (f"{round(percent):+d}" for percent in row[rival]["change"][figure])
+    return f"{mean} %" if low == high else f"{mean} % ({low} to {high})"
+
+
+def _bold_if_worse(row: Row, rival: str, figure: str) -> str:
+    text, percent = change(row, rival, figure), round(row[rival]["change"][figure][0])
+    worse = percent < 0 if figure == "tokens_per_s" else percent > 0
+    return f"**{text}**" if worse else text
 
 
 def gaps_of(rows: Sequence[Row]) -> str:
@@ -108,7 +122,7 @@ def gaps_of(rows: Sequence[Row]) -> str:
         cells = [load]
         for row in (row for row in rows if row["load"] == load):
             cells.append(f"{1000 * row[VLLM]['tbt_p99_s']:.0f}")
-            cells += [change(row, name, "tbt_p99_s") for name in (TIDEPOOL, ONEIROS)]
+            cells += [_bold_if_worse(row, name, "tbt_p99_s") for name in (TIDEPOOL, ONEIROS)]
         lines.append(cells)
     return table(("load, requests/s", *head), lines)
 
@@ -126,7 +140,10 @@ def costs_of(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 load,
-                *(change(row, TIDEPOOL, figure) for figure in ("tpot_p99_s", "normalized_p99_s", "tokens_per_s")),
+                *(
+                    _bold_if_worse(row, TIDEPOOL, figure)
+                    for figure in ("tpot_p99_s", "normalized_p99_s", "tokens_per_s")
+                ),
                 "; ".join(f"{each['ttft_p99_s']:.1f}" for each in first_tokens),
                 "; ".join(f"{row[name]['batch_mean']:.1f}" for name in (VLLM, TIDEPOOL)),
             ]
@@ -138,9 +155,9 @@ COLUMNS: Columns = {
     "load": "load",
     "steps": "steps",
     "vLLM P99, ms": lambda row: f"{1000 * row[VLLM]['tbt_p99_s']:.0f}",
-    "Tidepool": lambda row: change(row, TIDEPOOL, "tbt_p99_s").replace("*", ""),
-    "remapping alone": lambda row: change(row, ONEIROS, "tbt_p99_s").replace("*", ""),
-    "tokens/s, Tidepool": lambda row: change(row, TIDEPOOL, "tokens_per_s").replace("*", ""),
+    "Tidepool": lambda row: change(row, TIDEPOOL, "tbt_p99_s"),
+    "remapping alone": lambda row: change(row, ONEIROS, "tbt_p99_s"),
+    "tokens/s, Tidepool": lambda row: change(row, TIDEPOOL, "tokens_per_s"),
 }
 
 

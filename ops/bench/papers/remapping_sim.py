@@ -303,7 +303,7 @@ def main(
     for name in names:
         notes().print(name)
         cases = [case for case in GROUPS[name](asked) if not rival or case.rival in rival]
-        rows += [_row(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in cases]
+        rows += [row_of(case, run_case(case, recordings, chunk_tokens, mixed=mixed)) for case in cases]
     published = [row for name in names for row in against_published(name, rows)]
     if as_json:
         print_json({"runs": rows, "by_load": by_load(rows), "published": published})
@@ -362,7 +362,8 @@ def by_load(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _row(case: Case, figures: SharedFigures) -> dict[str, Any]:
+def row_of(case: Case, figures: SharedFigures) -> dict[str, Any]:
+    """The figures of a run, with whose they are."""
     named = {"group": case.group, "load": case.title, "wire": case.settings.wire.name, "rival": case.rival}
     return named | asdict(figures)
 

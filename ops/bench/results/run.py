@@ -86,9 +86,8 @@ def measured(data: Path) -> Measure:
 
 
 def make_rows(rows: Mapping[str, ResultRow], file: Path, measure: Measure, *, again: bool = False) -> Kept:
-    """Run the rows whose commands have not run as they are now, whose text has figures that are not kept, or all if
-    `again`. Each is kept as soon as it is made,
-    beside those that another run has made meanwhile.
+    """Run the rows whose commands have not run as they are now, or whose text has figures that are not kept; all if
+    `again`. Each is kept as soon as it is made, beside those that another run has made meanwhile.
 
     Raises:
         ResultsError: a command failed; the rows before it are kept.

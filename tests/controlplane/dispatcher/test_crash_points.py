@@ -217,7 +217,7 @@ class CrashPoints(RuleBasedStateMachine):
             session.execute(
                 text("UPDATE queued_requests SET lease_until = now() - interval '1 s' WHERE lease_until > now()")
             )
-        self._do(who, lambda session: queue.expire_leases(session, attempts_max=ATTEMPTS_MAX), death)
+        self._do(who, lambda session: queue.expire_leases(session, attempts_max=ATTEMPTS_MAX, count_max=1000), death)
         self._no_delay()
 
     @rule(who=who, death=death)

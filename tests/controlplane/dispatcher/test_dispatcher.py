@@ -361,7 +361,7 @@ def test_a_result_after_a_lost_lease_is_dropped(world: World, blobs: BlobStore) 
             await holds(lambda: len(agent.asked) == 1)
             with world.database.transaction() as session:
                 session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
-                assert expire_leases(session, attempts_max=5) == 1
+                assert expire_leases(session, attempts_max=5, count_max=1000) == 1
                 session.execute(text("UPDATE queued_requests SET not_before = NULL"))
             await holds(lambda: len(agent.asked) == 2)
             agent.freed.set()

@@ -11,7 +11,7 @@ from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.policies.lifecycle import BatchRequestState
 from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import cancel_batch, end_batch_requests, result_lines
+from controlplane.store.batches import cancel_batch, end_batch_requests, forget_requests, result_lines
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import get_file
 from controlplane.store.queue import Outcome, claim, finish, give_back
@@ -126,6 +126,13 @@ def test_whatever_a_node_says_its_batch_ends(world: World, blobs: BlobStore, hos
     with blobs.open(str(batch.error_file_id)) as stream:
         first_error = msgspec.json.decode(stream.readline())["error"]
     assert first_error["message"] == hostile.replace("\0", "\ufffd")
+
+
+def test_deleting_many_results_may_take_long(world: World) -> None:
+    batch_id = world.add_batch(lines=2)
+    with world.database.transaction() as session:
+        forget_requests(session, session.get_one(Batch, batch_id))
+        assert session.scalar(text("SHOW statement_timeout")) == "0"
 
 
 def test_counts_begin_at_nought(world: World, blobs: BlobStore) -> None:

@@ -177,7 +177,7 @@ def test_a_request_that_loses_every_dispatcher_ends_in_the_error_file(world: Wor
         session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
         session.execute(text("UPDATE queued_requests SET attempts = 5 WHERE line = 2"))
     with world.database.transaction() as session:
-        assert expire_leases(session, attempts_max=5) == 2
+        assert expire_leases(session, attempts_max=5, count_max=1000) == 2
     with world.database.transaction() as session:
         waiting = session.execute(text("SELECT line FROM queued_requests WHERE lease_until IS NULL")).scalars().all()
         ended = session.execute(text("SELECT line, error ->> 'code' FROM batch_results")).all()

@@ -1,5 +1,7 @@
 """A blob is there whole or not at all, in a folder as in a bucket."""
 
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,20 @@ def test_a_half_written_blob_is_never_seen(blobs: BlobStore) -> None:
         stream.write(b" and half")
     with blobs.open("file-1") as stored:
         assert stored.read() == b"half and half"
+
+
+def test_a_blobs_name_is_flushed_behind_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut may take the name of a file that was acknowledged."""
+    blobs, name, flushed = open_blobs(Settings(home=tmp_path)), new_file_id(), []
+
+    def fsync(descriptor: int) -> None:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        flushed.append((is_folder, any(path.name.endswith(name) for path in tmp_path.rglob("*"))))
+
+    monkeypatch.setattr("controlplane.store.blobs.folder.os.fsync", fsync)
+    with blobs.writing(name) as target:
+        target.write(b"{}")
+    assert flushed == [(False, False), (True, True)]
 
 
 def test_a_failed_write_leaves_nothing(blobs: BlobStore, tmp_path: Path) -> None:

@@ -134,3 +134,4 @@ def test_a_server_that_ends_idle_transactions_leaves_the_lock_of_a_migration_alo
         until(lambda: other.execute(LOCKED_LONG).scalar_one())
         request.commit()
         migrated.result()
+        assert other.execute(HAS_OWNERS).scalar_one() == 1

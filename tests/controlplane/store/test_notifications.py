@@ -96,7 +96,7 @@ def lose_leases(world: World) -> None:
         claim_waiting(session, 2)
         session.execute(update(QueuedRequest).values(lease_until=text("now() - interval '1 s'")))
     with world.database.transaction() as session:
-        assert queue.expire_leases(session, attempts_max=5) == 2
+        assert queue.expire_leases(session, attempts_max=5, count_max=1000) == 2
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_nothing_is_heard_of_what_was_rolled_back_or_changes_nothing(world: Worl
             end_batch_requests(session, world.batch(batch_id).number, state=BatchRequestState.CANCELLED)
             raise ZeroDivisionError
         with world.database.transaction() as session:
-            assert queue.expire_leases(session, attempts_max=5) == queue.expire_requests(session) == 0
+            assert queue.expire_leases(session, attempts_max=5, count_max=1000) == queue.expire_requests(session) == 0
 
     assert heard_of(world, nothing) == set()
 

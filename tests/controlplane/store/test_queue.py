@@ -39,7 +39,7 @@ def give_back(world: World, held: Claim, *, delay_s: float = 0, tried: bool = Tr
 
 def expire_leases(world: World, attempts_max: int = 5) -> int:
     with world.database.transaction() as session:
-        return queue.expire_leases(session, attempts_max=attempts_max)
+        return queue.expire_leases(session, attempts_max=attempts_max, count_max=1000)
 
 
 def run(world: World, statement: str) -> None:

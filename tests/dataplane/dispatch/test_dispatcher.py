@@ -241,7 +241,7 @@ def test_nothing_is_left_of_a_request_that_cannot_be_sent(kind: WorkerKind) -> N
     worker = RefusingWorker(0, kind)
     dispatcher = Dispatcher([worker], PrefillSettings(), losses_max=3, clock=lambda: 0.0)
     for _ in range(2):
-        with pytest.raises(OverflowError):
+        with pytest.raises(DataplaneError, match="cannot be sent to a worker: OverflowError"):
             dispatcher.submit(request("bad"), "tide")
     assert (len(dispatcher), dispatcher.count(0), dispatcher.queue(0).groups) == (0, 0, ())
     assert worker.take() == []

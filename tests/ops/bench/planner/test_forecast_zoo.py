@@ -69,9 +69,9 @@ def test_the_rival_is_the_single_method_with_the_least_error_until_then() -> Non
     rows = [(0.0, "champion"), (0.0, "combination"), (0.0, "b"), (0.0, "a"), (1.0, "champion"), (1.0, "a"), (1.0, "b")]
     given = [Prediction(at_s, name, "combination", float(n), float(n), 1.0) for n, (at_s, name) in enumerate(rows)]
     assert [one.peak_q50 for one in least_past_error(given)] == [2, 5]
-    assert GOOD.rival_met
-    assert not replace(GOOD, picked=0.106).rival_met
-    assert not replace(GOOD, alone={LAST_HOUR_MAX: 0.09}).rival_met
+    assert GOOD.meets_errors(0.105)
+    assert not GOOD.meets_errors(0.106)
+    assert not replace(GOOD, alone={LAST_HOUR_MAX: 0.09}).meets_errors(0.1)
 
 
 def test_every_client_is_a_series_of_its_own(tmp_path: Path) -> None:
