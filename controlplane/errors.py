@@ -259,3 +259,11 @@ class NodeError(TidepoolError):
         self.code = code
         self.retryable = retryable
         self.untouched = untouched
+
+
+class ReroutedError(NodeError):
+    """The request leaves the node, where it would wait, for another instance."""
+
+    def __init__(self, instance_id: str) -> None:
+        super().__init__(f"the request goes to instance {instance_id}", untouched=True)
+        self.instance_id = instance_id

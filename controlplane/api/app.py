@@ -50,6 +50,7 @@ from controlplane.serving.openai_requests import CHAT, COMPLETIONS
 from controlplane.serving.pooling_requests import EMBEDDINGS, RERANK, SCORE
 from controlplane.serving.regional_reads import RegionalReads
 from controlplane.serving.request_log import RequestLog
+from controlplane.serving.rerouting import Rerouter
 from controlplane.serving.send import Sender
 from controlplane.serving.stored_responses import StoredResponses
 from controlplane.serving.usage import UsageCounter
@@ -92,12 +93,14 @@ def make_app(settings: Settings, *, agents: AgentClient | None = None, member: G
         state = _state_of_process(settings, client, member)
         app.state.tidepool = state
         app.state.overviews = overviews_of(state)
+        rerouter = Rerouter(state.fleet, state.sender, settings, on_move=state.metrics.note_reroute)
         telling = contextlib.nullcontext() if member is None else member.telling(lambda: health.own_metrics(state))
         try:
             async with (
                 state.requests.running(),
                 state.reads.following(),
                 state.fleet.following(),
+                rerouter.running(),
                 state.demand.flushing(),
                 state.usage.flushing(),
                 state.objectives.flushing(),

@@ -49,6 +49,7 @@ class Metrics:
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
         self.continuations = self._counter("continuations", "Streams that continued on another instance.", *own)
+        self.reroutes = self._counter("reroutes", "Requests that left a queue for an idle instance.", *own)
         self.input_tokens = self._counter("input_tokens", "Prompt tokens served.", *own)
         self.cached_input_tokens = self._counter(
             "cached_input_tokens", "Prompt tokens served from prefix caches.", *own
@@ -119,6 +120,9 @@ class Metrics:
 
     def note_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)
+
+    def note_reroute(self, model: str, tier: str) -> None:
+        self.series(self.reroutes, model, tier).inc()
 
     def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
         self._limit_refusals.labels(limit.value).inc()

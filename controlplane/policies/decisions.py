@@ -26,6 +26,13 @@ class NoRoute:
     reason: str
 
 
+class Reroute(Struct, frozen=True, kw_only=True):
+    """A waiting request, and the route that it takes instead of its first one."""
+
+    request_id: str
+    route: Route
+
+
 @dataclass(frozen=True, kw_only=True)
 class Admit:
     """Admit a request."""

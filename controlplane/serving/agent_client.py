@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import TypeVar
 
 import httptools
@@ -43,9 +43,11 @@ class AgentClient:
         request: Generate,
         headers: Mapping[str, str] | None = None,
         pass_on: PassOn | None = None,
+        opened: Callable[[NodeStream], None] | None = None,
     ) -> AsyncGenerator[list[RecordedEvent], None]:
         """The events of one request; those that arrived together are one list. Leaving the iteration early cancels the
         request on the node. `headers`: further headers, such as a trace's. `pass_on`: takes text past this iteration.
+        `opened`: is given the stream once the request is sent.
 
         Raises:
             NodeError: the node refused, broke off, or cannot be reached; `retryable`: another node may do. Its code is
@@ -58,6 +60,8 @@ class AgentClient:
             try:
                 sent = {**self._headers, **accept, **(headers or {})}
                 connection = await self._connections.post(f"{url}/generate", sent, msgspec.json.encode(request), stream)
+                if opened is not None:
+                    opened(stream)
                 try:
                     while events := await stream.next():
                         connection.resume(stream)

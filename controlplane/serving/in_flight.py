@@ -33,7 +33,8 @@ class InFlightRequest:
     order; the last one streams. `excluded`: instances that failed the request, and `failure`: how the last one did.
     `wait_until_s`: until when the request waits for an instance, by `time.monotonic`. `beside`: the instance that has
     computed its prompt just now for another choice of the same query. `released_to`: the instance that has room for it;
-    it is taken if no other is known to have cached the prompt. `prefix`: its prompt, as instances may have cached it.
+    it is taken if no other is known to have cached the prompt. `rerouted_to`: the idle instance that it moved to, once,
+    from the queue of another one. `prefix`: its prompt, as instances may have cached it.
     `text_frame`: as in `Generate`. `pass_on`: takes its text past the stream, as soon as whoever reads the stream has
     set it.
     """
@@ -47,6 +48,7 @@ class InFlightRequest:
     only_region: str | None = None
     beside: str | None = None
     released_to: str | None = None
+    rerouted_to: str | None = None
     text_frame: tuple[str, str] | None = None
     pass_on: PassOn | None = None
     routes: list[Route] = field(default_factory=list)

@@ -62,6 +62,13 @@ class NodeStream:
         events, self._waiting, self._waiting_bytes = self._waiting, [], 0
         return events
 
+    def stop(self, error: NodeError) -> bool:
+        """Let `next` raise an error. False: there are events that it gives first, or the stream has ended."""
+        if self._waiting or self.has_finished or self._failure is not None:
+            return False
+        self._fail(error)
+        return True
+
     def begun(self, status: int, media_type: str) -> None:
         self._status = status
         if media_type == MEDIA_TYPE:

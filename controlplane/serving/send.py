@@ -1,33 +1,33 @@
 """One request to the fleet: choose an instance, stream its events, and continue elsewhere when the instance is lost.
 
-Before the first token another instance is tried. After it another one continues from prompt + tokens so far: a token
-depends on the seed and its position alone, so the client sees one answer, each token of it once.
+Before the first token another instance is tried, also one that is idle while the request waits. After it another one
+continues from prompt + tokens so far: a token depends on the seed and its position alone, so the client sees one
+answer, each token of it once.
 """
 
 import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Sequence
 
 import msgspec
 import uuid_utils
 
-from controlplane.errors import CapacityError, NodeError
+from controlplane.errors import CapacityError, NodeError, ReroutedError
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.health import CircuitSettings
 from controlplane.policies.routing import RoutingSettings, choose_route
 from controlplane.serving.agent_client import AgentClient
+from controlplane.serving.attempts import Attempt
 from controlplane.serving.circuits import Circuits
 from controlplane.serving.expected_lengths import ExpectedLengths
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.in_flight import EventStream, InFlightRequest
-from controlplane.serving.prompt_prefixes import CachedPrefixes, SentPrompt
+from controlplane.serving.prompt_prefixes import CachedPrefixes
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
 from dataplane.protocol.messages import STALE_EPOCH, Generate, Sampling
-from dataplane.protocol.records import RecordedEvent, TextRecord
 from dataplane.protocol.tiers import Tier
 
 _RETRY_ROUTE_S = 0.25
@@ -47,6 +47,8 @@ class Sender:
         self._circuits = Circuits(CircuitSettings(open_max_s=settings.circuit_open_max_s))
         self._prefixes = CachedPrefixes(settings.prefix_index_keys_max)
         self._lengths = ExpectedLengths()
+        self.waiting: dict[Attempt, None] = {}
+        """Requests that may move to another instance, since they have no part of their answer yet."""
 
     async def send(self, request: InFlightRequest, facts: RoutingFacts | None = None) -> EventStream:
         """The events of the stream: `Started` from each instance that takes the request, then what it answers.
@@ -68,15 +70,21 @@ class Sender:
             prompt = self._prefixes.begin(request.prefix, route)
             self._circuits.note_sent(route)
             request.routes.append(route)
-            attempt = _Attempt(request, prompt)
+            attempt = Attempt(request, prompt, route, self.waiting)
             try:
                 with attempting(request.message.request_id, route) as headers:
                     message = _message(request, route)
-                    generating = self._agents.generate(self._url(route), message, headers, attempt.pass_on)
+                    generating = self._agents.generate(
+                        self._url(route), message, headers, attempt.pass_on, attempt.opened
+                    )
                     async with contextlib.aclosing(generating) as stream:
                         async for events in stream:
                             attempt.note(events)
                             yield events
+            except ReroutedError as moved:
+                prompt.note_failed()
+                self._fleet.note_refused(route.instance_id, sending)
+                request.rerouted_to = moved.instance_id
             except NodeError as error:
                 prompt.note_failed()
                 self._fleet.note_refused(route.instance_id, sending)
@@ -94,6 +102,8 @@ class Sender:
                     prompt.note_end(request.end)
                     self._lengths.note(request.message.model, request.end)
                 return
+            finally:
+                attempt.end()
 
     def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
         """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault; a
@@ -127,8 +137,8 @@ class Sender:
             facts = None
 
     def _choose_route(self, request: InFlightRequest, facts: RoutingFacts) -> Route | NoRoute:
-        """The instance that has the prompt of another choice, or room for it, if it takes requests, else any."""
-        wanted = request.beside or (None if facts.cached_tokens else request.released_to)
+        """The instance that is idle, has the prompt of another choice, or has room, if it takes requests, else any."""
+        wanted = request.rerouted_to or request.beside or (None if facts.cached_tokens else request.released_to)
         if wanted is not None:
             there = tuple(i for i in facts.instances if i.instance_id == wanted)
             route = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
@@ -145,6 +155,10 @@ class Sender:
         model, tier = request.message.model, request.message.tier
         return tier != Tier.NIW and untouched and self._fleet.is_starting(model, within_s)
 
+    def avoided(self) -> frozenset[str]:
+        """Instances and nodes that keep failing."""
+        return self._circuits.avoided()
+
     def routing_facts(self, request: InFlightRequest) -> RoutingFacts:
         """The request, and its model's instances as they are known now."""
         message = request.message
@@ -158,7 +172,7 @@ class Sender:
             preference=request.preference,
             instances=instances,
             excluded=frozenset(request.excluded),
-            avoided=self._circuits.avoided(),
+            avoided=self.avoided(),
             ttft_s=None if message.objective is None else message.objective.ttft_s,
             input_tokens=request.input_tokens,
             cached_tokens=self._prefixes.cached_tokens(request.prefix, request.input_tokens),
@@ -170,36 +184,6 @@ class Sender:
         if url is None:
             raise NodeError(f"node '{route.node_id}' has no address")
         return url
-
-
-class _Attempt:
-    """What one instance sends of an answer, as it is recorded."""
-
-    def __init__(self, request: InFlightRequest, prompt: SentPrompt) -> None:
-        self._request = request
-        self._prompt = prompt
-        self._begun_at = request.position
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has sent a part of the answer."""
-        return self._request.position != self._begun_at
-
-    def note(self, events: Sequence[RecordedEvent]) -> None:
-        self._request.note(events)
-        self._note_computed()
-
-    def _note_computed(self) -> None:
-        if not self._prompt.computed and self.has_begun:
-            self._prompt.note_computed()
-
-    def pass_on(self, text: TextRecord) -> bool:
-        """Pass text on past the stream, if whoever reads it takes text so."""
-        if self._request.pass_on is None or not self._request.pass_on(text):
-            return False
-        self._request.note_text(text)
-        self._note_computed()
-        return True
 
 
 def _message(request: InFlightRequest, route: Route) -> Generate:

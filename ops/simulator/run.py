@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from controlplane.policies.admission import AdmissionSettings
 from controlplane.policies.demand import serving_model
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.rerouting import ReroutingSettings
 from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.tiers import Objective
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
@@ -144,6 +145,7 @@ def _world_settings(scenario: Scenario) -> WorldSettings:
         view_s=scenario.policy.view_s,
         learn_s=scenario.planning.learn_s,
         routing=routing,
+        rerouting=ReroutingSettings() if scenario.policy.rerouting else None,
         admission=AdmissionSettings(routing=routing) if scenario.policy.admission else None,
         tries_max=scenario.policy.tries_max,
         gateways=scenario.policy.gateways,

@@ -167,7 +167,8 @@ class FleetPart(Part):
 class PolicyPart(Part):
     """Settings of the policies. `switching`: of request-level serving. `prefetch`: whether slots of pools, and GPUs of
     request-level serving, load the next model while they serve another, where both fit.
-    `admission`: whether requests that no instance would begin in time are refused. `tries_max`: how often a client
+    `rerouting`: whether waiting requests move to idle instances. `admission`: whether requests that no instance would
+    begin in time are refused. `tries_max`: how often a client
     sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
     instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
     `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
@@ -190,6 +191,7 @@ class PolicyPart(Part):
     region_utilization_max: Positive = 0.7
     prefetch: bool = True
     kv_pressure: KvPressure = "swap"
+    rerouting: bool = False
     admission: bool = False
     tries_max: Annotated[int, Field(ge=1, le=1000)] = 1
     view_s: Positive = 1.0

@@ -108,6 +108,13 @@ class Instance:
         return self._prompt_tokens + answers.rests(self._batch) + sum(others)
 
     @property
+    def waiting(self) -> list[Served]:
+        """Requests whose prefill has not begun, ordered by arrival."""
+        begun = [sequence for sequence, _ in self._chunks]
+        prompts = [*self._prompts.waiting.values(), *self._prompts.new]
+        return [one.served for one in prompts if not one.cached and one not in begun]
+
+    @property
     def inside(self) -> list[Served]:
         """All requests in flight, ordered by arrival."""
         return [one.served for one in sorted([*self._unbatched, *self._batch], key=lambda one: one.order)]
@@ -134,6 +141,14 @@ class Instance:
         self._prompts.new.append(Sequence(served, self._order, expected=expected))
         self._prompt_tokens += request.prompt_tokens - expected
         self._cut_or_begin(now_s)
+
+    def withdraw(self, served: Served) -> bool:
+        """Take back a request. False: its prefill has begun."""
+        if served not in self.waiting:
+            return False
+        sequence = self._prompts.take_back(served)
+        self._prompt_tokens -= served.request.prompt_tokens - sequence.expected
+        return True
 
     def adopt(self, served: Served, now_s: float) -> None:
         """Queue a request that another instance has prefilled, as if its KV had been swapped out here."""

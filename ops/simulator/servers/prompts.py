@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from dataplane.scheduling.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
 from ops.simulator.kernel.costs import ModelCosts
-from ops.simulator.kernel.requests import Sequence
+from ops.simulator.kernel.requests import Sequence, Served
 
 
 class Prompts:
@@ -68,6 +68,16 @@ class Prompts:
             self._alone = None
         else:
             self._queue = self._queue.remove(str(sequence.order))
+
+    def take_back(self, served: Served) -> Sequence:
+        """Remove a prompt that has not begun."""
+        for sequence in self.new:
+            if sequence.served is served:
+                self.new.remove(sequence)
+                return sequence
+        sequence = next(one for one in self.waiting.values() if one.served is served)
+        self.remove(sequence)
+        return sequence
 
     def first_group(self, now_s: float) -> Iterable[Sequence]:
         """The first group, in order."""

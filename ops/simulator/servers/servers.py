@@ -76,6 +76,16 @@ class DedicatedServer:
         if self._alarm is not None:
             self._alarm.set()
 
+    def waiting(self) -> list[Served]:
+        """Requests whose prefill has not begun, ordered by arrival."""
+        self.advance(self._events.now_s)
+        return [] if self._lost else self._instance.waiting
+
+    def withdraw(self, served: Served) -> bool:
+        """Take back a request. False: its prefill has begun, or the instance is lost."""
+        self.advance(self._events.now_s)
+        return not self._lost and self._instance.withdraw(served)
+
     def advance(self, now_s: float) -> None:
         """Simulate up to a moment, unless it is lost."""
         if self._instance.next_s <= now_s and not self._lost:

@@ -69,6 +69,11 @@ class KnownPrompts:
         self._sent[request.number] = _Sent(instance_id=name, cached_tokens=route.cached_tokens, before=before)
         index.note(keys, name, now_s, computed=False)
 
+    def cached_where_sent(self, request: Request) -> int:
+        """Tokens of a prompt that its instance likely had cached when it was sent there; 0 if not known."""
+        sent = self._sent.get(request.number)
+        return 0 if sent is None else sent.cached_tokens
+
     def ended(self, served: Served, now_s: float) -> str:
         """A request has ended; returns its instance."""
         request = served.request

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from controlplane.policies.admission import AdmissionSettings, choose_admission
-from controlplane.policies.decisions import NoRoute, Refuse
+from controlplane.policies.decisions import NoRoute, Refuse, Route
 from controlplane.policies.facts import Endpoint, RoutingFacts
 from controlplane.policies.release import ReleaseSettings
+from controlplane.policies.rerouting import ReroutingSettings
 from controlplane.policies.routing import RoutingSettings
 from dataplane.protocol.tiers import NIW, Objective, Tier
 from dataplane.scheduling.tiers import TIER_OBJECTIVES
@@ -30,6 +31,7 @@ from ops.simulator.traffic.demand import Demand
 from ops.simulator.traffic.presence import Presence
 from ops.simulator.world.measures import Tally, by_model_and_tier
 from ops.simulator.world.recorder import STEP_S, Recorder
+from ops.simulator.world.rerouting import Rerouter
 from ops.simulator.world.routing import KnownPrompts, PolicyRouter, Router
 from ops.simulator.world.usage import Usage
 
@@ -57,6 +59,7 @@ class WorldSettings:
     learn_s: float = 0.0
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     release: ReleaseSettings = field(default_factory=ReleaseSettings)
+    rerouting: ReroutingSettings | None = None
     admission: AdmissionSettings | None = None
     tries_max: int = 1
     gateways: int = 1
@@ -98,6 +101,7 @@ class World:
         self._router = router or PolicyRouter()
         self._prompts = KnownPrompts(settings.gateways)
         self._network = Network(settings.regions, settings.latencies_ms)
+        self._rerouter = Rerouter(self.present, events, self._network, self._prompts, self._send_to, settings.rerouting)
 
     # Time passes.
 
@@ -156,6 +160,7 @@ class World:
                 if first:
                     self.demand.count_deferred(request, region, now_s)
                 self._send(request, region)
+        self._rerouter.look()
         self.events.at(now_s + self.settings.view_s, TICK, self._tick)
 
     def _close_step(self) -> None:
@@ -196,11 +201,17 @@ class World:
 
     def _send(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> None:
         """Send a request where the policy decides, `within` a region if given, not to the instances `tried`."""
-        now_s = self.events.now_s
-        route = self._router.choose(self._facts(request, within, tried), now_s, self.settings.routing)
+        facts = self._facts(request, within, tried)
+        route = self._router.choose(facts, self.events.now_s, self.settings.routing)
         if isinstance(route, NoRoute):
             self._fail(request, route.reason)
-            return
+        else:
+            self._send_to(request, route, within, tried)
+
+    def _send_to(
+        self, request: Request, route: Route, within: str | None = None, tried: frozenset[str] = frozenset()
+    ) -> None:
+        now_s = self.events.now_s
         name, region, origin = route.instance_id, route.region, request.origin
         self.log.note(now_s, ROUTED, request.number, self.present.sent(request, name, route.cached_tokens))
         if request.blocks:

@@ -77,13 +77,14 @@ def test_the_same_seed_gives_the_same_log_and_another_seed_another(serving: str)
     kv_tokens=st.sampled_from([2500, 10_000]),
     batching=st.sampled_from(["turns", "prefill-first"]),
     mixed=st.booleans(),
+    rerouting=st.booleans(),
 )
 def test_instances_that_lag_behind_give_the_log_of_those_that_keep_up(
-    seed: int, rate_per_s: float, kv_tokens: int, batching: str, *, mixed: bool
+    seed: int, rate_per_s: float, kv_tokens: int, batching: str, *, mixed: bool, rerouting: bool
 ) -> None:
     """Whether an instance is advanced when it is read, or by an event wherever something ends there."""
     scenario = scenario_of("dedicated", rate_per_s=rate_per_s, kv_bytes=200_000 * kv_tokens)
-    policy = scenario.policy.model_copy(update={"batching": batching, "mixed_batches": mixed})
+    policy = scenario.policy.model_copy(update={"batching": batching, "mixed_batches": mixed, "rerouting": rerouting})
     lagging, prompt = (build_world(scenario.model_copy(update={"policy": policy}), seed)[0] for _ in range(2))
     prompt.events.keep_up()
     for world in (lagging, prompt):
@@ -138,6 +139,7 @@ def test_no_policy_is_written_twice() -> None:
                 assert any(value is policy for policy in policies[name]), f"{module.__name__}.{name}"
                 used.add(name)
     routing = {"choose_route", "choose_preference", "choose_releases", "choose_windows", "choose_admission"}
+    routing |= {"choose_reroutes"}
     assert used >= routing | {"choose_turn", "choose_group"} | {
         "choose_scale",
         "choose_slots",
@@ -150,6 +152,7 @@ def test_no_policy_is_written_twice() -> None:
     [
         ("dedicated", "ops.simulator.world.routing.choose_route"),
         ("dedicated", "ops.simulator.traffic.deferred.choose_releases"),
+        ("dedicated", "ops.simulator.world.rerouting.may_reroute"),
         ("dedicated", "ops.simulator.servers.dedicated.settle_shares"),
         ("dedicated", "ops.simulator.servers.prompts.choose_group"),
         ("dedicated", "ops.simulator.servers.dedicated.choose_prefill_tokens"),
@@ -187,6 +190,8 @@ def test_the_policies_decide(serving: str, where: str, monkeypatch: pytest.Monke
         scenario = scenario_of(serving, **busy)
     if where.endswith("choose_prefill_tokens"):
         scenario = scenario.model_copy(update={"policy": PolicyPart(mixed_batches=True)})
+    if where.endswith("may_reroute"):
+        scenario = scenario.model_copy(update={"policy": PolicyPart(rerouting=True)})
     if where.endswith(("choose_slice", "prompts_aside")):
         scenario = scenario.model_copy(update={"policy": PolicyPart(time_slices="deadlines")})
     with pytest.raises(AskedError):

@@ -1,0 +1,143 @@
+"""Which waiting requests move to an idle instance."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.policies.facts import Endpoint, InstanceFacts
+from controlplane.policies.rerouting import (
+    ReroutingFacts,
+    ReroutingSettings,
+    WaitingRequest,
+    choose_reroutes,
+    may_reroute,
+)
+from dataplane.protocol.tiers import InstanceKind, Tier
+
+SETTINGS = ReroutingSettings()
+
+
+def instance(name: str, wait_s: float | None = 0.0, **changes: Any) -> InstanceFacts:
+    facts: dict[str, Any] = {
+        "instance_id": name,
+        "node_id": f"node-{name}",
+        "endpoint": Endpoint(model="m", region="east"),
+        "gpu_type": "H800",
+        "accepting": True,
+        "age_s": 0.0,
+        "kv_used_bytes": 0,
+        "kv_capacity_bytes": 1000,
+        "remaining_tokens": 0,
+        "prefill_wait_s": wait_s,
+        "prefill_token_s": 0.001,
+    }
+    return InstanceFacts(**facts | changes)
+
+
+def waiting(name: str, at: str = "a", *, sent_s: float = 0.0, **changes: Any) -> WaitingRequest:
+    facts: dict[str, Any] = {"tier": Tier.IW_F, "input_tokens": 100} | changes
+    return WaitingRequest(request_id=name, instance_id=at, sent_s=sent_s, **facts)
+
+
+def queue(count: int, at: str = "a") -> tuple[WaitingRequest, ...]:
+    return tuple(waiting(f"{at}{number}", at, sent_s=float(number)) for number in range(count))
+
+
+def moves(*instances: InstanceFacts, queued: tuple[WaitingRequest, ...], **changes: Any) -> list[tuple[str, str]]:
+    facts = ReroutingFacts(instances=instances, waiting=queued, **changes)
+    return [(one.request_id, one.route.instance_id) for one in choose_reroutes(facts, 0.0, SETTINGS)]
+
+
+def test_the_first_that_would_not_begin_soon_moves() -> None:
+    """Of four requests in 4 s the third has 2 s before it; the second, with 1 s, may begin before it could leave."""
+    assert moves(instance("a", 4.0), instance("b"), queued=queue(4)) == [("a2", "b")]
+
+
+def test_the_order_in_which_requests_are_known_does_not_matter() -> None:
+    assert moves(instance("b"), instance("a", 4.0), queued=tuple(reversed(queue(4)))) == [("a2", "b")]
+
+
+def test_what_is_less_urgent_waits_behind_the_rest() -> None:
+    late = waiting("n", tier=Tier.IW_N, sent_s=-1.0)
+    assert moves(instance("a", 3.0), instance("b"), queued=(late, *queue(2))) == [("n", "b")]
+
+
+def test_an_idle_instance_takes_what_keeps_it_at_work() -> None:
+    short = tuple(waiting(str(number), sent_s=float(number), input_tokens=30) for number in range(8))
+    assert [name for name, _ in moves(instance("a", 4.0), instance("b"), queued=short)] == ["3", "4", "5", "6"]
+
+
+def test_several_idle_instances_share_the_longest_queues() -> None:
+    queues = (*queue(4, "a"), *queue(4, "b"))
+    moved = moves(instance("a", 6.0), instance("b", 6.05), instance("c"), instance("d"), queued=queues)
+    assert moved == [("b1", "c"), ("a1", "d")]
+
+
+def test_a_queue_gives_no_more_than_it_has_too_much() -> None:
+    idle = [instance(name) for name in "bcdefg"]
+    assert len(moves(instance("a", 1.25), *idle, queued=queue(40))) == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefill_wait_s": 0.2},
+        {"prefill_wait_s": None},
+        {"sent_input_tokens": 200},
+        {"accepting": False},
+        {"age_s": 6.0},
+        {"pooled": True},
+        {"kind": InstanceKind.NIW},
+        {"kv_used_bytes": 500},
+        {"batch_max": 8, "requests": 6, "sent_requests": 2},
+    ],
+)
+def test_an_instance_without_room_takes_nothing(changes: dict[str, Any]) -> None:
+    assert moves(instance("a", 4.0), instance("b", **changes), queued=queue(4)) == []
+
+
+@pytest.mark.parametrize("changes", [{"age_s": 6.0}, {"pooled": True}, {"prefill_wait_s": 1.0}])
+def test_an_instance_without_a_known_queue_of_its_own_gives_nothing(changes: dict[str, Any]) -> None:
+    source = instance("a", **{"wait_s": 4.0} | {k.replace("prefill_wait_s", "wait_s"): v for k, v in changes.items()})
+    assert moves(source, instance("b"), queued=queue(4)) == []
+
+
+def test_a_draining_instance_gives() -> None:
+    assert moves(instance("a", 4.0, accepting=False), instance("b"), queued=queue(4)) == [("a2", "b")]
+
+
+@pytest.mark.parametrize("avoided", ["b", "node-b"])
+def test_what_keeps_failing_takes_nothing(avoided: str) -> None:
+    assert moves(instance("a", 4.0), instance("b"), queued=queue(4), avoided=frozenset({avoided})) == []
+
+
+def test_a_prompt_that_is_cached_stays_where_computing_it_again_takes_longer() -> None:
+    cached = tuple(waiting(str(number), sent_s=float(number), cached_tokens=2500) for number in range(4))
+    assert moves(instance("a", 4.0), instance("b"), queued=cached) == [("3", "b")]
+
+
+@given(
+    waits=st.lists(st.sampled_from([None, 0.0, 0.05, 0.5, 1.0, 1.5, 9.0]), min_size=1, max_size=6),
+    at=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3000)), max_size=40),
+)
+def test_each_moves_once_away_from_a_long_queue(waits: list[float | None], at: list[tuple[int, int]]) -> None:
+    instances = tuple(instance(str(number), wait_s) for number, wait_s in enumerate(waits))
+    queued = tuple(
+        waiting(str(number), str(place), sent_s=float(number), input_tokens=tokens)
+        for number, (place, tokens) in enumerate(at)
+    )
+    facts = ReroutingFacts(instances=instances, waiting=queued)
+    reroutes = choose_reroutes(facts, 0.0, SETTINGS)
+    assert len({one.request_id for one in reroutes}) == len(reroutes)
+    if reroutes:
+        assert may_reroute(instances, SETTINGS)
+    taken_s: dict[str, list[float]] = {}
+    for one in reroutes:
+        source, tokens = at[int(one.request_id)]
+        assert (waits[source] or 0.0) > SETTINGS.wait_min_s
+        taken_s.setdefault(one.route.instance_id, []).append(tokens * 0.001)
+    for name, pieces in taken_s.items():
+        assert waits[int(name)] is not None
+        assert (waits[int(name)] or 0.0) + sum(pieces[:-1]) < SETTINGS.fill_s, "it had enough before the last one"
