@@ -101,7 +101,7 @@ class World:
         self._router = router or PolicyRouter()
         self._prompts = KnownPrompts(settings.gateways)
         self._network = Network(settings.regions, settings.latencies_ms)
-        self._rerouter = Rerouter(self.present, events, self._network, self._prompts, self._send_to, settings.rerouting)
+        self.rerouter = Rerouter(self.present, events, self._network, self._prompts, self._send_to, settings.rerouting)
 
     # Time passes.
 
@@ -160,7 +160,7 @@ class World:
                 if first:
                     self.demand.count_deferred(request, region, now_s)
                 self._send(request, region)
-        self._rerouter.look()
+        self.rerouter.look()
         self.events.at(now_s + self.settings.view_s, TICK, self._tick)
 
     def _close_step(self) -> None:
