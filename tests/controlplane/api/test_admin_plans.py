@@ -93,6 +93,12 @@ def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
     assert refused["code"] == "stale_index"
 
 
+@pytest.mark.usefixtures("an_hour_ahead", "fleet")
+def test_a_plan_is_of_the_hour_of_the_database(ask: Ask) -> None:
+    dry = ask("POST", "/admin/plans", json={"dry_run": True})
+    assert abs(dry["plan"]["window_start_s"] - datetime.now(UTC).timestamp()) < 2000
+
+
 def test_a_plan_that_waits_is_approved_once(ask: Ask, fleet: None, database: Database, enqueued: list[str]) -> None:
     plan_id = waiting(database, 2)
     status = ask("GET", "/admin/status", role="viewer")
