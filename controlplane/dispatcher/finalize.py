@@ -2,9 +2,10 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy.orm import Session
@@ -24,57 +25,71 @@ _UNKNOWN_MODEL = "unknown"
 """The model of failed requests of a batch that asks for several models."""
 
 
-def finalize(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
+class _Written(NamedTuple):
+    """What was written of a batch: its files, what its requests used, in all and by model, and whether one expired."""
+
+    output_id: str | None
+    error_id: str | None
+    total: Usage
+    usage: Mapping[str, Usage]
+    expired: bool
+
+
+def finalize(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> Callable[[], None]:
     """Advance a batch whose requests have all ended. The first step only sets the state `finalizing`, the second writes
-    the files, so a crash between them loses nothing.
+    the files and deletes the batch's rows, so a crash between them loses nothing. Returns how the step ends.
     """
     if batch.state == BatchState.IN_PROGRESS:
-        move_batch(session, batch, BatchState.FINALIZING)
-        return
-    expired = _write_files(session, batch, blobs, settings)
-    if batch.state == BatchState.CANCELLING:
-        move_batch(session, batch, BatchState.CANCELLED)
-    else:
-        move_batch(session, batch, BatchState.EXPIRED if expired else BatchState.COMPLETED)
+        return partial(move_batch, session, batch, BatchState.FINALIZING)
+    written = _write_files(session, batch, blobs, settings)
+    forget_requests(session, batch)
+    hour = datetime.fromtimestamp(time.time(), UTC).replace(minute=0, second=0, microsecond=0)
+    tier = Tier.NIW.value
+    add_batch_usage(session, {UsageKey(hour, batch.tenant, name, tier): count for name, count in written.usage.items()})
+    return partial(_end, session, batch, written)
 
 
 FINALIZE = Step(Due.END, finalize)
 
 
-def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> bool:
-    """Write both files and the batch's final counts, and delete its rows; whether a request expired."""
+def _end(session: Session, batch: Batch, written: _Written) -> None:
+    """Give the batch its files, its final counts and its last state."""
+    total = written.total
+    batch.output_file_id, batch.error_file_id = written.output_id, written.error_id
+    batch.completed, batch.failed = total.requests - total.failed, total.failed
+    batch.input_tokens, batch.output_tokens = total.input_tokens, total.output_tokens
+    if batch.state == BatchState.CANCELLING:
+        move_batch(session, batch, BatchState.CANCELLED)
+    else:
+        move_batch(session, batch, BatchState.EXPIRED if written.expired else BatchState.COMPLETED)
+
+
+def _write_files(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> _Written:
     output_id, error_id = new_file_id(), new_file_id()
     output_bytes = error_bytes = 0
-    batch.completed = batch.failed = batch.input_tokens = batch.output_tokens = 0
     expired = False
-    usage: defaultdict[str, Usage] = defaultdict(Usage)
+    total, usage = Usage(), defaultdict[str, Usage](Usage)
     models = models_of(session, batch)
     with blobs.writing(output_id) as output, blobs.writing(error_id) as errors:
         for custom_id, result in result_lines(session, batch):
             expired |= result.state == BatchRequestState.EXPIRED
-            batch.input_tokens += result.input_tokens
-            batch.output_tokens += result.output_tokens
-            usage[_model_of(result, models)].add(
-                failed=result.state != BatchRequestState.COMPLETED,
-                input_tokens=result.input_tokens,
-                output_tokens=result.output_tokens,
-            )
+            failed = result.state != BatchRequestState.COMPLETED
+            for count in (total, usage[_model_of(result, models)]):
+                count.add(failed=failed, input_tokens=result.input_tokens, output_tokens=result.output_tokens)
             line = msgspec.json.encode(_line(batch, custom_id, result)) + b"\n"
-            if result.state == BatchRequestState.COMPLETED:
-                batch.completed += 1
-                output_bytes += output.write(line)
-            else:
-                batch.failed += 1
+            if failed:
                 error_bytes += errors.write(line)
-        if batch.completed + batch.failed != batch.total:
-            raise RuntimeError(f"batch {batch.id} has {batch.completed + batch.failed} results for {batch.total} lines")
-    batch.output_file_id = _keep(session, batch, blobs, settings, output_id, output_bytes, "output")
-    batch.error_file_id = _keep(session, batch, blobs, settings, error_id, error_bytes, "error")
-    forget_requests(session, batch)
-    hour = datetime.fromtimestamp(time.time(), UTC).replace(minute=0, second=0, microsecond=0)
-    tier = Tier.NIW.value
-    add_batch_usage(session, {UsageKey(hour, batch.tenant, name, tier): count for name, count in usage.items()})
-    return expired
+            else:
+                output_bytes += output.write(line)
+        if total.requests != batch.total:
+            raise RuntimeError(f"batch {batch.id} has {total.requests} results for {batch.total} lines")
+    return _Written(
+        output_id=_keep(session, batch, blobs, settings, output_id, output_bytes, "output"),
+        error_id=_keep(session, batch, blobs, settings, error_id, error_bytes, "error"),
+        total=total,
+        usage=usage,
+        expired=expired,
+    )
 
 
 def _model_of(result: BatchResult, models: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Validating a batch's input: all lines become requests in one transaction, or the batch fails with its errors."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -152,17 +153,16 @@ class LineReader:
         return request, query
 
 
-def validate(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> None:
-    """Put all lines of a batch in the queue, or fail the batch with its errors.
+def validate(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> Callable[[], None]:
+    """Put all lines of a batch in the queue; returns how the batch then begins, or fails with its errors.
 
     Raises:
         SQLAlchemyError, OSError, UnavailableError: Postgres or the files are unavailable; nothing was changed.
     """
     errors = _errors_of(session, batch, blobs, settings)
     if errors:
-        fail_batch(session, batch, errors)
-    else:
-        move_batch(session, batch, BatchState.IN_PROGRESS)
+        return partial(fail_batch, session, batch, errors)
+    return partial(move_batch, session, batch, BatchState.IN_PROGRESS)
 
 
 VALIDATE = Step(Due.VALIDATION, validate)
@@ -188,11 +188,13 @@ def _errors_of(session: Session, batch: Batch, blobs: BlobStore, settings: Setti
 def _ingest(session: Session, batch: Batch, blobs: BlobStore, settings: Settings) -> list[BatchError]:
     """Put all lines of a batch in the queue; if there are errors, the caller rolls back."""
     reader = LineReader(batch, load_catalog(session), settings.batch_lines_max)
-    left = batch_tokens_left(session, batch.tenant, settings)
     with blobs.open(batch.input_file_id) as stream:
         add_requests(session, batch, reader.requests(stream))
-    if left is None or reader.tokens <= left or reader.errors:
+    if reader.errors:
         return reader.errors
+    left = batch_tokens_left(session, batch.tenant, settings, besides={batch.number})
+    if left is None or reader.tokens <= left:
+        return []
     message = (
         f"the batch may take {reader.tokens} tokens, and tenant '{batch.tenant}' may queue {max(0, left)} more now"
         " (queued_batch_tokens_max); try again when queued requests have ended"

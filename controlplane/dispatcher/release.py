@@ -4,7 +4,6 @@ import asyncio
 import functools
 import math
 import secrets
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -162,11 +161,10 @@ class Releaser:
         models = {group.model for group in facts.groups}
         endpoints = {each.endpoint for each in facts.instances if each.endpoint.model in models}
         own = self._lines.by_endpoint()
-        before = self._live.read_windows(endpoints)
+        now_s, before = self._live.read_windows(endpoints)
         in_flight = self._live.count_in_flight(
             self._name, {endpoint: own.get(endpoint, 0) for endpoint in endpoints}, fresh_s=_COUNTS_FRESH_S
         )
-        now_s = time.time()
         facts = replace(facts, windows=before, in_flight=in_flight, interactive=self._interactive(now_s))
         refused, self._refused = frozenset(self._refused), set()
         after = choose_windows(facts, refused, now_s, self._policy)

@@ -11,9 +11,10 @@ from sqlalchemy.orm import Session
 from controlplane.errors import TidepoolError, UnavailableError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.settings import Settings
-from controlplane.store.batch_attempts import Due, begin_attempt, give_up, lock_due, note_failure
+from controlplane.store.batch_attempts import Due, begin_attempt, give_up, hold_batch, lock_batch, note_failure
 from controlplane.store.batch_tables import Batch
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.notifications import Wake, notify
 from controlplane.store.session import Database
 
 log = structlog.get_logger()
@@ -24,10 +25,12 @@ _QUERY_CANCELED = "57014"
 
 @dataclass(frozen=True)
 class Step:
-    """A step that batches are `due` for. `take` runs in the caller's transaction, with the batch locked."""
+    """A step that batches are `due` for. `take` reads and writes files in the caller's transaction, with the batch
+    held; what it returns ends the step, with the batch's row locked.
+    """
 
     due: Due
-    take: Callable[[Session, Batch, BlobStore, Settings], None]
+    take: Callable[[Session, Batch, BlobStore, Settings], Callable[[], None]]
 
 
 class Stepper:
@@ -39,6 +42,8 @@ class Stepper:
         self._blobs = blobs
         self._settings = settings
         self._tenant = ""
+        self._failed: tuple[Batch, Exception] | None = None
+        """The attempt whose failure is not written down yet."""
 
     def one(self) -> str | None:
         """Take the step with the next batch; returns its id, also if the step failed. None: none is due.
@@ -46,6 +51,7 @@ class Stepper:
         Raises:
             SQLAlchemyError, OSError, UnavailableError: Postgres or the files are unavailable; the batch is retried.
         """
+        self._note_failure()
         due, attempts_max = self._step.due, self._settings.batch_attempts_max
         with self._database.transaction() as session:
             batch = begin_attempt(session, due, after=self._tenant)
@@ -56,42 +62,49 @@ class Stepper:
                 give_up(session, batch, due, reason="the dispatcher ended on it")
                 return batch.id
         try:
-            self._take(batch.id)
+            self._take(batch)
         except Exception as error:  # whatever it is, it does not block the other batches
-            self._note(batch, error)
+            defect = not isinstance(error, SQLAlchemyError | OSError | TidepoolError)
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning(
+                "batch not moved on", batch=batch.id, step=due, attempt=batch.attempts, error=text, exc_info=defect
+            )
+            self._failed = batch, error
+            self._note_failure()
             if _is_outage(error):
                 raise
         return batch.id
 
-    def _note(self, batch: Batch, error: Exception) -> None:
-        defect = not isinstance(error, SQLAlchemyError | OSError | TidepoolError)
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.warning(
-            "batch not moved on",
-            batch=batch.id,
-            step=self._step.due,
-            attempt=batch.attempts,
-            error=text,
-            exc_info=defect,
-        )
-        with self._database.transaction() as session:
-            note_failure(
-                session,
-                batch.id,
-                self._step.due,
-                reason=_reason(error),
-                counts=not _is_outage(error),
-                attempts_max=self._settings.batch_attempts_max,
-            )
+    def _note_failure(self) -> None:
+        """Write down the attempt that failed last; while Postgres is away it is remembered until the next call."""
+        if self._failed is None:
+            return
+        (begun, error), self._failed = self._failed, None
+        most, counts = self._settings.batch_attempts_max, not _is_outage(error)
+        try:
+            with self._database.transaction() as session:
+                note_failure(session, begun, self._step.due, reason=_reason(error), counts=counts, attempts_max=most)
+        except Exception as trouble:
+            if _is_outage(trouble):
+                self._failed = begun, error
+            raise
 
-    def _take(self, batch_id: str) -> None:
+    def _take(self, begun: Batch) -> None:
         with self._database.transaction() as session:
-            batch = lock_due(session, self._step.due, batch_id)
+            batch = hold_batch(session, begun)
             if batch is None:
                 return
-            self._step.take(session, batch, self._blobs, self._settings)
-            state = BatchState(batch.state)
-        log.info("batch moved on", batch=batch_id, state=state)
+            end = self._step.take(session, batch, self._blobs, self._settings)
+            moved = lock_batch(session, begun) is None
+            if moved:
+                session.rollback()
+            else:
+                end()
+        if not moved:
+            log.info("batch moved on", batch=batch.id, state=BatchState(batch.state))
+            return
+        with self._database.transaction() as session:  # it was cancelled, and could not be finalized while it was held
+            notify(session, Wake.FINALIZE)
 
 
 def _is_outage(error: Exception) -> bool:

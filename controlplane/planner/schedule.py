@@ -31,7 +31,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.plans import newest_scheduled
 from controlplane.store.redis.live import LiveStore
-from controlplane.store.session import Database, make_engine
+from controlplane.store.session import Database, make_engine, server_time_s
 from controlplane.store.what_if import is_waiting
 
 log = structlog.get_logger()
@@ -144,6 +144,12 @@ def parts() -> Parts:
     )
 
 
+def _now_s() -> float:
+    """The time for loops that compare it with rows: workers' clocks differ from the one that those were written by."""
+    with parts().database.statement() as session:
+        return server_time_s(session)
+
+
 @celery.task(name="pulse")
 def run_pulse(process: str) -> None:
     """Every 15 seconds, on each queue."""
@@ -207,7 +213,7 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
 def run_correct() -> None:
     """Every hour, three minutes before its plan is made."""
     with noted(parts().database, Loop.CORRECT):
-        changed = correct(parts().database, parts().live, parts().settings, now_s=time.time())
+        changed = correct(parts().database, parts().live, parts().settings, now_s=_now_s())
     for pair, reason in changed.items():
         log.info("profile corrected", model=pair.model, gpu_type=pair.gpu_type, reason=reason)
 
@@ -216,7 +222,7 @@ def run_correct() -> None:
 def run_plan() -> None:
     """Every hour, two minutes before it begins."""
     with noted(parts().database, Loop.PLAN) as run:
-        plan_id = plan_hour(parts().database, parts().settings, now_s=time.time())
+        plan_id = plan_hour(parts().database, parts().settings, now_s=_now_s())
         with parts().database.transaction() as session:
             newest = newest_scheduled(session)
         if newest is not None and newest.id == plan_id and newest.state == PlanState.FAILED:
@@ -230,7 +236,7 @@ def run_plan() -> None:
 def run_scale() -> None:
     """Every 15 seconds, and after each plan."""
     with noted(parts().database, Loop.SCALE):
-        scaled = scale(parts().database, parts().live, parts().settings, now_s=time.time())
+        scaled = scale(parts().database, parts().live, parts().settings, now_s=_now_s())
     if changes := scaled.changes():
         log.info("scaled", **changes)
     for unplaced in scaled.unplaced:

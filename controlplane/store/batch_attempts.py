@@ -2,12 +2,15 @@
 
 An attempt is counted in its own transaction before it begins, so that a batch that crashes dispatchers is counted too,
 and the backoff doubles. Tenants rotate, so that no number of batches of one delays another's.
+
+While files are read and written, which may take long, an attempt *holds* its batch: no other attempt begins, but
+clients can cancel it. The row is locked for the writes that end the attempt, if its state is still the same.
 """
 
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import func, or_, select
+from sqlalchemy import Select, func, or_, select
 from sqlalchemy.orm import Session
 
 from controlplane.policies.lifecycle import BatchState
@@ -49,20 +52,28 @@ def begin_attempt(session: Session, due: Due, *, after: str = "") -> Batch | Non
     return batch
 
 
-def lock_due(session: Session, due: Due, batch_id: str) -> Batch | None:
-    """The batch, locked until the transaction ends. None: another transaction has it, or it is no longer due."""
-    query = select(Batch).where(Batch.id == batch_id, *_is(due))
-    return session.scalar(query.with_for_update(skip_locked=True, of=Batch))
+def hold_batch(session: Session, begun: Batch) -> Batch | None:
+    """The batch of an attempt, held until the transaction ends: `begin_attempt` skips it, as its lock alone excludes
+    this one (KEY SHARE). None: it has been moved on, or a later attempt has begun.
+    """
+    query = _as_begun(begun).where(Batch.attempts <= begun.attempts)
+    return session.scalar(query.with_for_update(read=True, key_share=True))
 
 
-def note_failure(session: Session, batch_id: str, due: Due, *, reason: str, counts: bool, attempts_max: int) -> None:
+def lock_batch(session: Session, begun: Batch) -> Batch | None:
+    """The batch of an attempt, as it is now, locked until the transaction ends. None: it has been moved on."""
+    query = _as_begun(begun).with_for_update(key_share=True)
+    return session.scalar(query.execution_options(populate_existing=True))
+
+
+def note_failure(session: Session, begun: Batch, due: Due, *, reason: str, counts: bool, attempts_max: int) -> None:
     """After a failed attempt: the batch ends with `reason` if this was the last of `attempts_max`, or if its deadline
     passed before it was validated. `counts` False: an outage failed the attempt, which is not counted.
     """
-    batch = lock_due(session, due, batch_id)
+    batch = lock_batch(session, begun)
     if batch is None:
         return
-    late = due == Due.VALIDATION and session.scalar(select(Batch.deadline_at < func.now()).where(Batch.id == batch_id))
+    late = due == Due.VALIDATION and session.scalar(select(Batch.deadline_at < func.now()).where(Batch.id == batch.id))
     if late or (counts and batch.attempts >= attempts_max):
         give_up(session, batch, due, reason=reason)
     elif not counts:
@@ -74,6 +85,10 @@ def give_up(session: Session, batch: Batch, due: Due, *, reason: str) -> None:
     what = "validated, and nothing of it ran" if due == Due.VALIDATION else "finalized"
     message = f"the batch could not be {what}: {reason}"
     fail_batch(session, batch, [BatchError(code="attempts_exhausted", message=message)])
+
+
+def _as_begun(begun: Batch) -> Select[Batch]:
+    return select(Batch).where(Batch.id == begun.id, Batch.state == begun.state)
 
 
 def _is(due: Due) -> tuple[Any, ...]:

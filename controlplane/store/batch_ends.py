@@ -13,6 +13,7 @@ from controlplane.policies.lifecycle import BatchState, InstanceState
 from controlplane.store.adapters import served_bases
 from controlplane.store.batch_tables import Batch, BatchModel, BatchSpeed
 from controlplane.store.fleet import heard_of
+from controlplane.store.session import server_time_s
 from controlplane.store.tables import Desired, Instance, Node, Profile
 from dataplane.protocol.tiers import InstanceKind
 
@@ -34,8 +35,7 @@ class BatchProgress:
 
 def read_progress(session: Session) -> BatchProgress:
     """What is left of the batches in progress, and what has ever completed."""
-    now_s = session.scalar(select(func.extract("epoch", func.now())))
-    assert now_s is not None
+    now_s = server_time_s(session)
     rows = session.execute(
         text(
             """
@@ -66,7 +66,7 @@ def read_progress(session: Session) -> BatchProgress:
         )
     )
     return BatchProgress(
-        now_s=float(now_s),
+        now_s=now_s,
         groups=tuple(
             GroupProgress(batch=row.number, tenant=row.tenant, model=row.model, left=int(row.left), due_s=row.due_s)
             for row in rows

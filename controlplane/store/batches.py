@@ -170,7 +170,8 @@ def cancel_batch(session: Session, batch_id: str, *, tenant: str) -> Batch:
         NotFoundError: no such batch of this tenant.
         ConflictError: it has ended.
     """
-    batch = session.scalar(select(Batch).where(Batch.id == batch_id, Batch.tenant == tenant).with_for_update())
+    query = select(Batch).where(Batch.id == batch_id, Batch.tenant == tenant)
+    batch = session.scalar(query.with_for_update(key_share=True))  # a step that holds the batch is not waited for
     if batch is None:
         raise NotFoundError(f"No batch found with id '{batch_id}'.", param="batch_id")
     state = BatchState(batch.state)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Connection as SqlConnection
-from sqlalchemy import Engine, ExceptionContext, Executable, create_engine, event, make_url, text
+from sqlalchemy import Engine, ExceptionContext, Executable, create_engine, event, func, make_url, select, text
 from sqlalchemy.engine.interfaces import ExecutionContext
 from sqlalchemy.exc import DisconnectionError, ResourceClosedError
 from sqlalchemy.orm import Session, sessionmaker
@@ -129,6 +129,11 @@ def defer(session: Session, statement: Executable) -> None:
     that it takes no trip to the server, and its error is raised there. It returns no rows.
     """
     session.connection().execute(statement, execution_options={_DEFERRED: True})
+
+
+def server_time_s(session: Session) -> float:
+    """Unix time by Postgres's clock, at which the transaction began: what the times in rows are compared with."""
+    return float(session.scalar(select(func.extract("epoch", func.now()))) or 0)
 
 
 class Database:

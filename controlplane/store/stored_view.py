@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.adapters import adapter_instance_id, served_with
 from controlplane.store.redis.live import FleetView, NodeView
+from controlplane.store.session import server_time_s
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from dataplane.protocol.tiers import InstanceKind
@@ -41,7 +42,7 @@ def stored_view(session: Session, *, heard_s: float) -> FleetView:
             for adapter in adapters.get(instance.model, ())
         )
         found.setdefault(node.name, (node, []))[1].extend((report, *beside))
-    now_s = float(session.scalar(select(func.extract("epoch", func.now()))) or 0)
+    now_s = server_time_s(session)
     views = {
         name: NodeView(
             region=node.region,

@@ -15,6 +15,7 @@ from controlplane.store.demand import read_scores
 from controlplane.store.endpoint_summary import count_instances, read_unplaced
 from controlplane.store.fleet import heard_of, lost_nodes
 from controlplane.store.plans import SCHEDULE, Plan, plan_in_force
+from controlplane.store.session import server_time_s
 from controlplane.store.tables import Desired, Instance, Node, Slot
 
 _DAY_S = 86_400
@@ -149,11 +150,9 @@ def _queue(session: Session) -> QueueFacts:
 
 def _planning(session: Session, quantile: float) -> PlanningFacts:
     waiting = select(func.count()).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT)
-    now_s = session.scalar(select(func.extract("epoch", func.now())))
-    assert now_s is not None
     return PlanningFacts(
         plan=plan_in_force(session),
         waiting=session.scalar(waiting) or 0,
-        record=read_scores(session, since_s=float(now_s) - _DAY_S),
+        record=read_scores(session, since_s=server_time_s(session) - _DAY_S),
         quantile=quantile,
     )

@@ -75,14 +75,18 @@ def _queued_tokens(session: Session, tenant: str, *, besides: Collection[int] = 
     return {number: int(tokens) for number, tokens in rows}
 
 
-def batch_tokens_left(session: Session, tenant: str, settings: Settings) -> int | None:
-    """Tokens that a tenant's batches may still queue; None: without limit. Where there is one, no other batch of the
-    tenant is accepted until this transaction ends, so two at once cannot both take the last of it.
+def batch_tokens_left(
+    session: Session, tenant: str, settings: Settings, *, besides: Collection[int] = ()
+) -> int | None:
+    """Tokens that a tenant's batches, `besides` those of these numbers, leave to be queued; None: without limit. Where
+    there is one, no other batch of the tenant is accepted until this transaction ends, so two at once cannot both take
+    the last of it.
     """
     most = limits_of(session.get(Tenant, tenant), settings).queued_batch_tokens_max
     if most is None:
         return None
-    before = _queued_tokens(session, tenant)  # they only get fewer: under the lock only what came since is counted
+    # they only get fewer: under the lock only what came since is counted
+    before = _queued_tokens(session, tenant, besides=besides)
     session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"tidepool:tenant:{tenant}", 0))))
-    since = _queued_tokens(session, tenant, besides=before)
+    since = _queued_tokens(session, tenant, besides={*besides, *before})
     return most - sum(before.values()) - sum(since.values())

@@ -1,6 +1,7 @@
 """A migrated database, a flushed Redis and settings for every test of the control plane."""
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,13 @@ def redis_clock(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator
 def blobs(settings: Settings) -> BlobStore:
     """The folder of files that the API and the dispatcher share."""
     return open_blobs(settings)
+
+
+@pytest.fixture
+def an_hour_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of day of this process, other than that of its servers."""
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from controlplane.store import plans
 from controlplane.store.demand import latest_demand_s
 from controlplane.store.keys import record
 from controlplane.store.plans import Plan, PlanEntry
+from controlplane.store.session import server_time_s
 
 router = APIRouter(tags=["admin: plans"], route_class=IdempotentRoute)
 
@@ -169,7 +170,7 @@ def run_forecasts(
 @router.post("/plans", summary="Solve the placement")
 def create_plan(body: NewPlan, state: StateDep, session: SessionDep, caller: Operator) -> PlanWhole:
     """A dry run writes nothing; otherwise the plan waits as a draft to be applied."""
-    now_s = time.time()
+    now_s = server_time_s(session)
     _require_past(body.origin_s, now_s)
     of = DraftOf(window_start_s=hour_nearest(now_s), origin="operator", created_by=caller.name)
     keep = not body.dry_run

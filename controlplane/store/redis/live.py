@@ -165,15 +165,19 @@ class LiveStore:
         with _translated():
             return frozenset(str(hashed) for hashed in self._redis.zrange(_REVOKED, 0, -1))
 
-    def read_windows(self, endpoints: Collection[Endpoint]) -> dict[Endpoint, Window]:
-        """The windows of endpoints that have one. They are lost with Redis, and begin anew."""
+    def read_windows(self, endpoints: Collection[Endpoint]) -> tuple[float, dict[Endpoint, Window]]:
+        """The time by Redis's clock, which is that of windows, for dispatchers' differ; and the windows of endpoints
+        that have one. They are lost with Redis, and begin anew.
+        """
         with _translated():
             pipe = self._redis.pipeline(transaction=False)
             for endpoint in endpoints:
                 pipe.hget(_release(endpoint), _WINDOW)
-            found = zip(endpoints, pipe.execute(), strict=True)
+            pipe.time()
+            *raws, (seconds, micros) = pipe.execute()
+        found = zip(endpoints, raws, strict=True)
         windows = ((endpoint, _decoded(str(raw), Window)) for endpoint, raw in found if raw is not None)
-        return {endpoint: window for endpoint, window in windows if window is not None}
+        return float(seconds + micros / 1e6), {endpoint: window for endpoint, window in windows if window is not None}
 
     def count_in_flight(self, dispatcher: str, own: Mapping[Endpoint, int], *, fresh_s: float) -> dict[Endpoint, int]:
         """Write how many deferred requests of this dispatcher are in flight at endpoints; returns those of all

@@ -7,6 +7,7 @@ import pytest
 
 from controlplane.api.admin import pins, plans
 from controlplane.errors import UnavailableError
+from controlplane.planner.plan import hour_nearest
 from controlplane.store.fleet import fleet_index
 from controlplane.store.keys import list_audit
 from controlplane.store.plans import add_plan
@@ -91,6 +92,13 @@ def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
     ask("PUT", "/admin/regions/eu")
     refused = ask("POST", f"/admin/plans/{draft['plan']['id']}/apply", json={"index": draft["index"]}, status=409)
     assert refused["code"] == "stale_index"
+
+
+@pytest.mark.usefixtures("an_hour_ahead", "fleet")
+def test_a_plan_is_of_the_hour_of_the_database(ask: Ask) -> None:
+    began_s = datetime.now(UTC).timestamp()
+    dry = ask("POST", "/admin/plans", json={"dry_run": True})
+    assert dry["plan"]["window_start_s"] in {hour_nearest(began_s), hour_nearest(datetime.now(UTC).timestamp())}
 
 
 def test_a_plan_that_waits_is_approved_once(ask: Ask, fleet: None, database: Database, enqueued: list[str]) -> None:

@@ -19,6 +19,7 @@ from structlog.testing import capture_logs
 from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.process import Dispatcher, Intervals, run_forever
 from controlplane.dispatcher.release import Releaser
+from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.pooling_requests import EMBEDDINGS
@@ -432,6 +433,22 @@ def test_no_room_no_release(world: World) -> None:
         world.add_batch(lines=1)
         asyncio.run(run())
     assert (agent.asked, open_rows(world)) == ([], [(False, 0, None)])
+
+
+@pytest.mark.usefixtures("an_hour_ahead")
+def test_windows_go_by_the_clock_of_redis(world: World) -> None:
+    at = Endpoint(model="tide", region="us-east")
+
+    async def run() -> None:
+        async with releaser_of(world) as (_, releaser):
+            await releaser.release()
+
+    with served(FakeAgent().app) as url:
+        world.serve("n1", url)
+        world.add_batch(lines=1)
+        asyncio.run(run())
+    now_s, windows = world.live.read_windows([at])
+    assert now_s - PATIENCE_S < windows[at].stepped_s <= now_s
 
 
 @contextlib.asynccontextmanager

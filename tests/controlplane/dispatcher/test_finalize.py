@@ -1,18 +1,21 @@
 """Ending a batch survives a crash at every step."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import pytest
 from sqlalchemy import select, text
 
 from controlplane.dispatcher.finalize import FINALIZE
+from controlplane.errors import ConflictError
 from controlplane.policies.lifecycle import BatchRequestState
-from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import cancel_batch, end_batch_requests, forget_requests, result_lines
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.folder import FolderBlobs
 from controlplane.store.files import get_file
 from controlplane.store.queue import Outcome, claim, finish, give_back
 from controlplane.store.usage import UsageHour
@@ -26,10 +29,11 @@ class CrashError(BaseException):
 def step(world: World, blobs: BlobStore, *, crash: bool = False) -> str | None:
     """One try. `crash`: the process ends before the step is committed."""
 
-    def take(*args: Any) -> None:
-        FINALIZE.take(*args)
+    def take(*args: Any) -> Callable[[], None]:
+        end = FINALIZE.take(*args)
         if crash:
             raise CrashError
+        return end
 
     return world.step(replace(FINALIZE, take=take), blobs)
 
@@ -150,12 +154,49 @@ def test_two_dispatchers_finalize_it_once(world: World, blobs: BlobStore) -> Non
     batch_id = world.add_batch(lines=1)
     answer_all(world)
 
-    def take(*args: Any) -> None:
-        FINALIZE.take(*args)
-        with world.database.transaction() as session:
-            assert lock_due(session, Due.END, batch_id) is None, "another one leaves it alone"
+    def take(*args: Any) -> Callable[[], None]:
+        end = FINALIZE.take(*args)
+        world.no_delay()
+        assert step(world, blobs) is None, "another one leaves it alone"
+        return end
 
     assert world.step(replace(FINALIZE, take=take), blobs) == batch_id
+
+
+@pytest.mark.parametrize("state", ["cancelling", "finalizing"])
+def test_a_client_that_cancels_waits_for_no_file(world: World, blobs: BlobStore, state: str) -> None:
+    """Also where the batch is at its end."""
+    batch_id = world.add_batch(lines=1)
+    answers = []
+
+    def cancel() -> None:
+        with world.database.transaction() as session:
+            try:
+                answers.append(cancel_batch(session, batch_id, tenant="acme").state)
+            except ConflictError as error:
+                answers.append(error.message)
+
+    if state == "finalizing":
+        answer_all(world)
+        assert step(world, blobs) == batch_id
+    else:
+        cancel()
+
+    class Slow(FolderBlobs):
+        @contextlib.contextmanager
+        def writing(self, file_id: str) -> Iterator[IO[bytes]]:
+            with super().writing(file_id) as stream:
+                yield stream
+                cancel()
+
+    assert world.settings.home is not None
+    assert step(world, Slow(world.settings.home / "files")) == batch_id
+    ended, answer = (
+        ("completed", "Cannot cancel a batch with status 'finalizing'.")
+        if state == "finalizing"
+        else ("cancelled", "cancelling")
+    )
+    assert (world.batch(batch_id).state, set(answers)) == (ended, {answer})
 
 
 def errors_of(batch: Batch) -> list[Any]:

@@ -5,20 +5,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import psycopg
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
 
+from controlplane.database_address import libpq_url
+from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.errors import UnavailableError
 from controlplane.store import queue
 from controlplane.store.aliases import put_alias
-from controlplane.store.batch_attempts import Due, lock_due
 from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
+from controlplane.store.batches import cancel_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.folder import FolderBlobs
 from dataplane.protocol.messages import Generate
-from tests.controlplane.world import World
+from tests.controlplane.world import PATIENCE_S, World
 
 
 def line(custom_id: Any = "a", **changes: Any) -> bytes:
@@ -149,11 +152,31 @@ def test_a_batch_being_validated_is_left_alone(world: World) -> None:
     batch_id = world.add_batch()
 
     def meanwhile() -> None:
-        with world.database.transaction() as session:
-            assert lock_due(session, Due.VALIDATION, batch_id) is None
+        world.no_delay()
+        assert world.step(VALIDATE, Interrupted(meanwhile)) is None
 
     assert world.step(VALIDATE, Interrupted(meanwhile)) == batch_id
     assert (world.batch(batch_id).state, len(requests_of(world))) == ("in_progress", 2)
+
+
+def test_a_batch_is_cancelled_while_its_file_is_read(world: World, blobs: BlobStore) -> None:
+    """At once; nothing of it is queued, and dispatchers are told when it can end."""
+    batch_id = world.add_batch()
+    address = libpq_url(world.settings.database_url.get_secret_value())
+    with psycopg.connect(address, autocommit=True) as listener:
+
+        def meanwhile() -> None:
+            with world.database.transaction() as session:
+                assert cancel_batch(session, batch_id, tenant="acme").state == "cancelling"
+            assert world.step(FINALIZE, blobs) is None, "it is held"
+            listener.execute("LISTEN tidepool_batches")
+
+        assert world.step(VALIDATE, Interrupted(meanwhile)) == batch_id
+        [told] = listener.notifies(timeout=PATIENCE_S, stop_after=1)
+    assert told.payload.startswith("finalize")
+    assert (world.batch(batch_id).state, requests_of(world)) == ("cancelling", [])
+    assert world.step(FINALIZE, blobs) == batch_id
+    assert world.batch(batch_id).state == "cancelled"
 
 
 def test_a_defect_of_ours_fails_its_batch_and_blocks_no_other(

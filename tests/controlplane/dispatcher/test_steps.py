@@ -1,8 +1,10 @@
 """Steps of batches: tries are counted and end, and no tenant's batches delay another's."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
@@ -11,7 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.policies.lifecycle import BatchState
-from controlplane.store.batch_attempts import Due, lock_due
+from controlplane.store.batch_attempts import Due, begin_attempt, hold_batch
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import move_batch
 from controlplane.store.blobs.base import BlobStore
@@ -25,9 +27,9 @@ class DeathError(BaseException):
 def step_that(fails: Callable[[Session, Batch], Any]) -> Step:
     """Validation that asks `fails` first."""
 
-    def take(session: Session, batch: Batch, *_: Any) -> None:
+    def take(session: Session, batch: Batch, *_: Any) -> Callable[[], None]:
         fails(session, batch)
-        move_batch(session, batch, BatchState.IN_PROGRESS)
+        return partial(move_batch, session, batch, BatchState.IN_PROGRESS)
 
     return Step(Due.VALIDATION, take)
 
@@ -112,6 +114,45 @@ def test_postgres_that_ends_connections_counts_for_no_batch(world: World, blobs:
     assert (world.batch(batch_id).state, world.batch(batch_id).attempts) == ("validating", 0)
 
 
+def test_an_outage_that_lasts_counts_for_no_batch(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure cannot be written down where it happens."""
+
+    def away(*_: Any) -> Any:
+        raise OperationalError("SELECT 1", None, psycopg.OperationalError("away"))
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(world.database, "transaction", away)
+        away()
+
+    batch_id = world.add_batch()
+    settings = world.settings.model_copy(update={"batch_attempts_max": 1})
+    stepper = Stepper(step_that(fail), world.database, blobs, settings)
+    for _ in range(3):
+        world.no_delay()
+        for _ in range(2):
+            with pytest.raises(OperationalError):
+                stepper.one()
+        monkeypatch.undo()
+        assert stepper.one() is None, "the next try waits"
+        assert (world.batch(batch_id).state, world.batch(batch_id).attempts) == ("validating", 0)
+
+
+def test_a_dispatcher_that_was_paused_leaves_a_batch_to_the_later_attempt(world: World) -> None:
+    world.add_batch()
+    begun = []
+    for _ in range(2):
+        world.no_delay()
+        with world.database.transaction() as session:
+            begun += [begin_attempt(session, Due.VALIDATION)]
+    with world.database.transaction() as session:
+        assert [hold_batch(session, each) is None for each in begun if each is not None] == [True, False]
+        world.no_delay()
+        with world.database.transaction() as other:
+            assert begin_attempt(other, Due.VALIDATION) is None, "it is held"
+
+
 @pytest.mark.parametrize("poisoned", [0, 500])
 def test_poisoned_batches_of_a_tenant_delay_no_other(world: World, blobs: BlobStore, poisoned: int) -> None:
     """Whichever tenant is first, and whatever was tried before, the good one is among the next two."""
@@ -165,11 +206,11 @@ def test_a_batch_that_is_cancelled_between_its_turn_and_its_step_is_left_alone(
 ) -> None:
     batch_id = world.add_batch()
 
-    def lock(session: Session, due: Due, which: str) -> Batch | None:
+    def hold(session: Session, begun: Batch) -> Batch | None:
         with world.database.transaction() as other:
-            move_batch(other, other.get_one(Batch, which), BatchState.CANCELLING)
-        return lock_due(session, due, which)
+            move_batch(other, other.get_one(Batch, begun.id), BatchState.CANCELLING)
+        return hold_batch(session, begun)
 
-    monkeypatch.setattr("controlplane.dispatcher.steps.lock_due", lock)
+    monkeypatch.setattr("controlplane.dispatcher.steps.hold_batch", hold)
     assert world.step(VALIDATE, blobs) == batch_id
     assert world.batch(batch_id).state == "cancelling"

@@ -5,11 +5,14 @@ import time
 import pytest
 from sqlalchemy import select
 
+from controlplane.planner import schedule
 from controlplane.planner.engines import settle_engines
 from controlplane.planner.scale import scale
+from controlplane.planner.schedule import Parts
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
+from controlplane.store.blobs.base import BlobStore
 from controlplane.store.instances import add_instance, desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Desired, Instance, Model, Profile
@@ -66,6 +69,19 @@ def test_live_instances_move_one_after_the_other(world: World, settings: Setting
     choose(world, "vllm")
     assert [settle(world, settings, late_s=late_s) for late_s in (61, 30, 61, 61)] == [1, 0, 1, 0]
     assert desired(world) == (first + 2, [("vllm", "chosen for the model")] * 2)
+
+
+@pytest.mark.usefixtures("an_hour_ahead")
+def test_a_worker_whose_clock_is_ahead_moves_none_early(
+    world: World, settings: Settings, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Parts(settings=settings, database=world.database, live=world.live, blobs=blobs)
+    monkeypatch.setattr(schedule, "parts", lambda: parts)
+    join(world, "torch")
+    settle(world, settings)  # it is ready now
+    choose(world, "vllm")
+    schedule.run_scale()
+    assert [engine for engine, _ in desired(world)[1]] == ["torch"] * 2
 
 
 def test_slots_of_several_workers_stay_on_the_torch_engine(world: World, settings: Settings) -> None:

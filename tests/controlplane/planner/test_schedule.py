@@ -1,6 +1,6 @@
 """How forecasts are shared out over tasks: few series each while they are few, few messages when they are many."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,12 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.planner import schedule
-from controlplane.planner.schedule import Parts, run_forecast, run_forecast_some, share_out
+from controlplane.planner.scale import Scaled
+from controlplane.planner.schedule import (
+    Parts,
+    run_forecast,
+    run_forecast_some,
+    share_out,
+)
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.demand import IW, DemandRow, put_demand, read_forecasts
-from tests.controlplane.world import World
+from controlplane.store.session import server_time_s
+from tests.controlplane.world import PATIENCE_S, World
 
 NOW_S = 1_000_000_800
 
@@ -105,6 +112,30 @@ def test_a_share_delivered_twice_is_done_once(fleet: World) -> None:
     for _ in range(2):
         run_forecast_some([("tide", "us-east")], NOW_S)
     assert forecast_regions(fleet) == ["us-east"]
+
+
+@pytest.mark.usefixtures("an_hour_ahead")
+@pytest.mark.parametrize(
+    ("task", "work", "done"),
+    [
+        (schedule.run_scale, "scale", Scaled()),
+        (schedule.run_plan, "plan_hour", None),
+        (schedule.run_correct, "correct", {}),
+    ],
+)
+def test_loops_go_by_the_clock_of_the_rows(
+    fleet: World, monkeypatch: pytest.MonkeyPatch, task: Callable[[], None], work: str, done: Any
+) -> None:
+    given: list[float] = []
+
+    def note(*_: Any, now_s: float) -> Any:
+        given.append(now_s)
+        return done
+
+    monkeypatch.setattr(schedule, work, note)
+    task()
+    with fleet.database.transaction() as session:
+        assert server_time_s(session) - PATIENCE_S < given[0] <= server_time_s(session)
 
 
 def test_what_must_be_quick_never_waits_behind_forecasts() -> None:

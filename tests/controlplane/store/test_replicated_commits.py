@@ -24,7 +24,7 @@ PROMISES = {
     "api/nodes.py": {"join_node"},
     "api/token_budgets.py": {"reserve_block", "return_block"},
     "dispatcher/results.py": {"finish"},
-    "dispatcher/steps.py": {"begin_attempt", "give_up", "lock_due", "note_failure", "take"},
+    "dispatcher/steps.py": {"begin_attempt", "give_up", "hold_batch", "lock_batch", "note_failure", "take"},
     "planner/plan.py": {"add_plan", "apply_plan"},
     "planner/scale.py": {"_write_instances"},
     "serving/stored_responses.py": {"add_response", "end_response"},

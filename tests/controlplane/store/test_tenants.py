@@ -1,14 +1,17 @@
 """A tenant's queued batch tokens: charged when a batch is accepted, and back when its requests end."""
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import pytest
+from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.policies.lifecycle import BatchRequestState
 from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import add_requests, cancel_batch, end_requests
+from controlplane.store.batches import NewRequest, add_requests, cancel_batch, end_requests
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.tenants import (
     Tenant,
@@ -97,6 +100,25 @@ def test_two_batches_at_once_do_not_both_take_the_last(world: World, blobs: Blob
     for _ in ids:  # threads that met at one batch leave others for later
         world.step(VALIDATE, blobs)
     assert sorted(world.batch(batch_id).state for batch_id in ids) == ["failed"] * 3 + ["in_progress"]
+
+
+def test_a_slow_file_delays_no_other_batch_of_the_tenant(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued while it is read counts."""
+    limit(world, 2 * LINE_TOKENS)
+    slow, quick = (submitted(world, blobs, lines) for lines in (2, 1))
+
+    def slowly(session: Session, batch: Batch, requests: Iterable[NewRequest]) -> None:
+        add_requests(session, batch, requests)
+        if batch.id == slow:
+            assert world.step(VALIDATE, blobs) == quick
+
+    monkeypatch.setattr("controlplane.dispatcher.ingest.add_requests", slowly)
+    assert world.step(VALIDATE, blobs) == slow
+    assert [world.batch(each).state for each in (quick, slow)] == ["in_progress", "failed"]
+    assert world.batch(quick).attempts == 0
+    assert queued(world) == LINE_TOKENS
 
 
 def test_what_another_dispatcher_queues_meanwhile_counts(world: World, blobs: BlobStore) -> None:
