@@ -54,7 +54,7 @@ class ReroutingSettings:
     """
 
     wait_min_s: float = 1.0
-    fill_s: float = 0.1
+    fill_s: float = 0.3
     utilization_max: float = 0.5
     stale_s: float = 5.0
 
