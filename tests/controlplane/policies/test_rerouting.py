@@ -16,7 +16,7 @@ from controlplane.policies.rerouting import (
 )
 from dataplane.protocol.tiers import InstanceKind, Tier
 
-SETTINGS = ReroutingSettings()
+SETTINGS = ReroutingSettings(fill_s=0.1)
 
 
 def instance(name: str, wait_s: float | None = 0.0, **changes: Any) -> InstanceFacts:

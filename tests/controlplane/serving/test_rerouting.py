@@ -83,7 +83,7 @@ class Gateway:
         """Send so many requests, until each has been accepted."""
         for _ in range(count):
             message = Generate(
-                request_id="q", instance_id="", model="tide", tier=tier, sampling=Sampling(), prompt="x" * 400
+                request_id="q", instance_id="", model="tide", tier=tier, sampling=Sampling(), prompt="x" * 1600
             )
             request = InFlightRequest.of(self.fleet, MODEL, message, tenant="t", origin=None)
             for name, value in changes.items():
