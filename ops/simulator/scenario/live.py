@@ -137,6 +137,7 @@ def live_scenario(
             "instances": instances,
             **_adapters(kept),
         },
+        "policy": {"rerouting": True},
         "scaling": {
             "strategy": "lt-i",
             "instances_min": min(row["instances_min"] for row in limits),

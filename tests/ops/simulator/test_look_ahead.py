@@ -148,6 +148,13 @@ def test_routing_by_prefix_does_not_look_ahead() -> None:
     assert first_difference(scaled("reactive", traffic=BUSY, policy={"gateways": 2}), ALTERED_S, with_blocks) is None
 
 
+def test_rerouting_does_not_look_ahead() -> None:
+    queues = BUSY | {"rate_per_s": 40.0, "duration_s": 630.0, "prompt_tokens": {"median": 1000, "most": 3000}}
+    scenario = scaled("reactive", traffic=queues, policy={"rerouting": True})
+    assert run.simulate(scenario).world.rerouter.moved, "some requests move"
+    assert first_difference(scenario, ALTERED_S) is None
+
+
 @pytest.mark.parametrize("order", ["fcfs", "edf", "pf", "dpa"])
 @pytest.mark.parametrize("serving", ["dedicated", "pooled", "both", "request-level", "split", "static"])
 def test_scheduling_does_not_look_ahead(serving: str, order: str) -> None:
