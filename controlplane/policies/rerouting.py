@@ -48,7 +48,7 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """A request moves if it has over `wait_min_s` of prefills before it. An instance whose memory is used to less than
+    """A request moves if it has over `wait_min_s` of prefills before it, unless `stay_share` of its prompt is cached. An instance whose memory is used to less than
     `utilization_max` takes so many that it has `fill_s` of prefills; the rest of it is for those that arrive. Instances
     in pools neither give nor take: other models wait for their slots, too. Reports older than `stale_s` do not count.
     """
@@ -56,6 +56,7 @@ class ReroutingSettings:
     wait_min_s: float = 1.0
     fill_s: float = 0.3
     utilization_max: float = 0.5
+    stay_share: float = 0.5
     stale_s: float = 5.0
 
 
@@ -119,18 +120,15 @@ def _room(target: InstanceFacts, facts: ReroutingFacts, settings: ReroutingSetti
 def _queues(
     facts: ReroutingFacts, waits_s: Mapping[str, float], settings: ReroutingSettings
 ) -> dict[str, list[WaitingRequest]]:
-    """The requests that may leave each instance, in the order of service. One stays if to compute again what is cached
-    for it would take longer than it waits.
-    """
+    """The requests that may leave each instance, in the order of service."""
     mine: dict[str, list[WaitingRequest]] = {}
     for request in sorted(facts.waiting, key=lambda one: (one.tier is not IW_F, one.sent_s, one.request_id)):
         if waits_s.get(request.instance_id, 0.0) > settings.wait_min_s:
             mine.setdefault(request.instance_id, []).append(request)
-    token_s = {one.instance_id: one.prefill_token_s or 0.0 for one in facts.instances}
     leaving: dict[str, list[WaitingRequest]] = {}
     for name, queue in mine.items():
         for number, request in enumerate(queue):
             before_s = waits_s[name] * number / len(queue)
-            if before_s > max(settings.wait_min_s, request.cached_tokens * token_s[name]):
+            if before_s > settings.wait_min_s and request.cached_tokens < settings.stay_share * request.input_tokens:
                 leaving.setdefault(name, []).append(request)
     return leaving

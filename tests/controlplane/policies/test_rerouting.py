@@ -113,9 +113,10 @@ def test_what_keeps_failing_takes_nothing(avoided: str) -> None:
     assert moves(instance("a", 4.0), instance("b"), queued=queue(4), avoided=frozenset({avoided})) == []
 
 
-def test_a_prompt_that_is_cached_stays_where_computing_it_again_takes_longer() -> None:
-    cached = tuple(waiting(str(number), sent_s=float(number), cached_tokens=2500) for number in range(4))
-    assert moves(instance("a", 4.0), instance("b"), queued=cached) == [("3", "b")]
+@pytest.mark.parametrize(("cached_tokens", "stays"), [(49, False), (50, True)])
+def test_a_conversation_stays_where_half_of_its_prompt_is_cached(cached_tokens: int, *, stays: bool) -> None:
+    cached = tuple(waiting(str(number), sent_s=float(number), cached_tokens=cached_tokens) for number in range(4))
+    assert (moves(instance("a", 4.0), instance("b"), queued=cached) == []) == stays
 
 
 @given(
