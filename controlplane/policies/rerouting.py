@@ -48,9 +48,10 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """A request moves if it has over `wait_min_s` of prefills before it, unless `stay_share` of its prompt is cached. An instance whose memory is used to less than
-    `utilization_max` takes so many that it has `fill_s` of prefills; the rest of it is for those that arrive. Instances
-    in pools neither give nor take: other models wait for their slots, too. Reports older than `stale_s` do not count.
+    """A request moves if it has over `wait_min_s` of prefills before it and less than `stay_share` of its prompt is
+    cached where it waits. An instance whose memory is used to less than `utilization_max` takes so many that it has
+    `fill_s` of prefills; the rest of it is for those that arrive. Instances in pools neither give nor take: other
+    models wait for their slots, too. Reports older than `stale_s` do not count.
     """
 
     wait_min_s: float = 1.0

@@ -79,11 +79,16 @@ class Gateway:
         self.fleet.gone.clear()
         self.rerouter.look()
 
-    async def begin(self, count: int, *, tier: Tier = Tier.IW_N, **changes: Any) -> None:
+    async def begin(self, count: int, *, tier: Tier = Tier.IW_N, prompt: str = "", **changes: Any) -> None:
         """Send so many requests, until each has been accepted."""
         for _ in range(count):
             message = Generate(
-                request_id="q", instance_id="", model="tide", tier=tier, sampling=Sampling(), prompt="x" * 1600
+                request_id="q",
+                instance_id="",
+                model="tide",
+                tier=tier,
+                sampling=Sampling(),
+                prompt=prompt or f"{len(self.requests)} ".ljust(1600, "x"),
             )
             request = InFlightRequest.of(self.fleet, MODEL, message, tenant="t", origin=None)
             for name, value in changes.items():
@@ -203,6 +208,18 @@ def test_a_continued_stream_that_waits_moves_too() -> None:
         assert gateway.places() == [["n1"], ["n1", "n2"], ["n1"], ["n1"]]
         assert gateway.nodes.asked[-1][1].generated == (0, 1)
         assert await gateway.end() == ["2 3 4 "] * 4
+
+    asyncio.run(run())
+
+
+def test_who_has_its_prompt_cached_stays() -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(), TwoQueues())
+        await gateway.begin(4, prompt="x" * 1600)
+        gateway.look()
+        await settle()
+        assert gateway.places() == [["n1"]] * 4
+        assert await gateway.end() == [WHOLE] * 4
 
     asyncio.run(run())
 
