@@ -11,7 +11,7 @@ the time they could leave; of the others the first in order move:
        before them     p 0 s    q 1 s    r 2 s    s 3 s                    r moves to b
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from msgspec import Struct
@@ -23,8 +23,8 @@ from dataplane.protocol.tiers import IW_F, IW_N, Tier
 
 
 class WaitingRequest(Struct, frozen=True, kw_only=True):
-    """An interactive request that has no token yet from the instance that got it at `sent_s`. `cached_tokens`: of its
-    prompt, which that instance likely has cached.
+    """An interactive request that has no token yet from the instance that got it at `sent_s`. `cached_tokens`: how many
+    of its prompt each instance had likely cached then.
     """
 
     request_id: str
@@ -32,7 +32,7 @@ class WaitingRequest(Struct, frozen=True, kw_only=True):
     tier: Tier
     input_tokens: int
     sent_s: float
-    cached_tokens: int = 0
+    cached_tokens: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """A request moves if it has over `wait_min_s` of prefills before it and less than `stay_share` of its prompt is
-    cached where it waits. An instance whose memory is used to less than `utilization_max` takes so many that it has
-    `fill_s` of prefills; the rest of it is for those that arrive. Instances in pools neither give nor take: other
+    """A request moves if it has over `wait_min_s` of prefills before it and loses less than `stay_share` of its prompt
+    that is cached where it waits. An instance whose memory is used to less than `utilization_max` takes so many that it
+    has `fill_s` of prefills; the rest of it is for those that arrive. Instances in pools neither give nor take: other
     models wait for their slots, too. Reports older than `stale_s` do not count.
     """
 
@@ -74,26 +74,43 @@ def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSett
     reroutes: list[Reroute] = []
     for target in sorted(facts.instances, key=lambda one: one.instance_id):
         room_s, places = _room(target, facts, settings)
-        while room_s > 0 and places > 0 and queues:
-            source = max(queues, key=lambda name: (waits_s[name], name))
-            if waits_s[source] <= settings.wait_min_s:
-                return tuple(reroutes)
-            request = queues[source].pop(0)
-            if not queues[source]:
-                del queues[source]
+        while room_s > 0 and places > 0:
+            request = _next_of(queues, waits_s, target, settings)
+            if request is None:
+                break
+            queues[request.instance_id].remove(request)
             takes_s = request.input_tokens * (target.prefill_token_s or 0.0)
-            waits_s[source] -= takes_s
+            waits_s[request.instance_id] -= takes_s
             room_s, places = room_s - takes_s, places - 1
-            reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target)))
+            reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
     return tuple(reroutes)
 
 
-def _route_to(target: InstanceFacts) -> Route:
+def _next_of(
+    queues: Mapping[str, Sequence[WaitingRequest]],
+    waits_s: Mapping[str, float],
+    target: InstanceFacts,
+    settings: ReroutingSettings,
+) -> WaitingRequest | None:
+    """The first request of the longest queue that loses little by moving to an instance."""
+    for source in sorted(queues, key=lambda name: (-waits_s[name], name)):
+        if waits_s[source] <= settings.wait_min_s:
+            return None
+        for request in queues[source]:
+            cached = request.cached_tokens
+            lost_tokens = cached.get(source, 0) - cached.get(target.instance_id, 0)
+            if lost_tokens < settings.stay_share * request.input_tokens:
+                return request
+    return None
+
+
+def _route_to(target: InstanceFacts, request: WaitingRequest) -> Route:
     return Route(
         instance_id=target.instance_id,
         node_id=target.node_id,
         region=target.endpoint.region,
         utilization=utilization_of([target]),
+        cached_tokens=request.cached_tokens.get(target.instance_id, 0),
     )
 
 
@@ -130,6 +147,6 @@ def _queues(
     for name, queue in mine.items():
         for number, request in enumerate(queue):
             before_s = waits_s[name] * number / len(queue)
-            if before_s > settings.wait_min_s and request.cached_tokens < settings.stay_share * request.input_tokens:
+            if before_s > settings.wait_min_s:
                 leaving.setdefault(name, []).append(request)
     return leaving

@@ -25,7 +25,7 @@ class Attempt:
         self._prompt = prompt
         self._route = route
         self._begun_at = request.position
-        self._sent_s = time.monotonic()
+        self._sent_s, self._cached_tokens = time.monotonic(), request.cached_tokens
         self._stream: NodeStream | None = None
         self._waiting = waiting
         if request.message.tier is not Tier.NIW and request.beside is None and request.rerouted_to is None:
@@ -65,7 +65,7 @@ class Attempt:
             tier=self.request.message.tier,
             input_tokens=self.request.input_tokens,
             sent_s=self._sent_s,
-            cached_tokens=self._route.cached_tokens,
+            cached_tokens=self._cached_tokens,
         )
 
     def move(self, route: Route) -> bool:

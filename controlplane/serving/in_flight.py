@@ -1,6 +1,6 @@
 """A request in flight: what a node is asked for, where it may run, and how far its answer got."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -34,7 +34,8 @@ class InFlightRequest:
     `wait_until_s`: until when the request waits for an instance, by `time.monotonic`. `beside`: the instance that has
     computed its prompt just now for another choice of the same query. `released_to`: the instance that has room for it;
     it is taken if no other is known to have cached the prompt. `rerouted_to`: the idle instance that it moved to, once,
-    from the queue of another one. `prefix`: its prompt, as instances may have cached it.
+    from the queue of another one. `cached_tokens`: of its prompt, which each instance had likely cached when it was
+    routed last. `prefix`: its prompt, as instances may have cached it.
     `text_frame`: as in `Generate`. `pass_on`: takes its text past the stream, as soon as whoever reads the stream has
     set it.
     """
@@ -49,6 +50,7 @@ class InFlightRequest:
     beside: str | None = None
     released_to: str | None = None
     rerouted_to: str | None = None
+    cached_tokens: Mapping[str, int] = field(default_factory=dict)
     text_frame: tuple[str, str] | None = None
     pass_on: PassOn | None = None
     routes: list[Route] = field(default_factory=list)

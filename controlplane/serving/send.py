@@ -166,6 +166,7 @@ class Sender:
         if request.only_region is not None:
             instances = tuple(i for i in instances if i.endpoint.region == request.only_region)
         self._prefixes.follow(self._fleet.view)
+        request.cached_tokens = self._prefixes.cached_tokens(request.prefix, request.input_tokens)
         return RoutingFacts(
             model=message.model,
             tier=message.tier,
@@ -175,7 +176,7 @@ class Sender:
             avoided=self.avoided(),
             ttft_s=None if message.objective is None else message.objective.ttft_s,
             input_tokens=request.input_tokens,
-            cached_tokens=self._prefixes.cached_tokens(request.prefix, request.input_tokens),
+            cached_tokens=request.cached_tokens,
             home_key=request.prefix.home_key,
         )
 

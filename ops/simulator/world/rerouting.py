@@ -78,7 +78,7 @@ class Rerouter:
             tier=request.tier,
             input_tokens=request.prompt_tokens,
             sent_s=request.arrived_s,
-            cached_tokens=self._prompts.cached_where_sent(request),
+            cached_tokens=self._prompts.cached_when_sent(request),
         )
 
     def _ask_back(self, served: Served, source: InstanceFacts, reroute: Reroute) -> None:

@@ -3,6 +3,7 @@
 Each gateway has an index of the prompts that it sent, as live ones have; blocks are named by the trace.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from msgspec import Struct
@@ -39,10 +40,12 @@ class PolicyRouter:
 
 
 class _Sent(Struct, frozen=True, kw_only=True):
-    """A request on an instance. `before`: the last use of what it likely had cached there."""
+    """A request on an instance. `cached_tokens`: of its prompt, which each instance likely had cached before; `before`:
+    the last use of that on its own.
+    """
 
     instance_id: str
-    cached_tokens: int
+    cached_tokens: dict[str, int]
     before: Use | None
 
 
@@ -65,22 +68,24 @@ class KnownPrompts:
     def sent(self, request: Request, route: Route, now_s: float) -> None:
         """A request is sent to an instance."""
         index, keys, name = self._index_of(request), request.reusable, route.instance_id
-        before = index.last_use(keys, name, index.find(keys).get(name, 0))
-        self._sent[request.number] = _Sent(instance_id=name, cached_tokens=route.cached_tokens, before=before)
+        found = index.find(keys)
+        before = index.last_use(keys, name, found.get(name, 0))
+        cached = {each: blocks * BLOCK_TOKENS for each, blocks in found.items()}
+        self._sent[request.number] = _Sent(instance_id=name, cached_tokens=cached, before=before)
         index.note(keys, name, now_s, computed=False)
 
-    def cached_where_sent(self, request: Request) -> int:
-        """Tokens of a prompt that its instance likely had cached when it was sent there; 0 if not known."""
+    def cached_when_sent(self, request: Request) -> Mapping[str, int]:
+        """Tokens of a prompt that each instance had likely cached when it was sent; nothing if it is not known."""
         sent = self._sent.get(request.number)
-        return 0 if sent is None else sent.cached_tokens
+        return {} if sent is None else sent.cached_tokens
 
     def ended(self, served: Served, now_s: float) -> str:
         """A request has ended; returns its instance."""
         request = served.request
         index, sent = self._index_of(request), self._sent.pop(request.number)
         index.note(request.reusable, sent.instance_id, now_s, computed=True)
-        before = sent.before
-        if before is not None and before.computed and served.cached < _EVICTED_BELOW * sent.cached_tokens:
+        before, expected = sent.before, sent.cached_tokens.get(sent.instance_id, 0)
+        if before is not None and before.computed and served.cached < _EVICTED_BELOW * expected:
             index.note_evicted(sent.instance_id, before.used_s)
         return sent.instance_id
 

@@ -113,10 +113,21 @@ def test_what_keeps_failing_takes_nothing(avoided: str) -> None:
     assert moves(instance("a", 4.0), instance("b"), queued=queue(4), avoided=frozenset({avoided})) == []
 
 
-@pytest.mark.parametrize(("cached_tokens", "stays"), [(49, False), (50, True)])
-def test_a_conversation_stays_where_half_of_its_prompt_is_cached(cached_tokens: int, *, stays: bool) -> None:
-    cached = tuple(waiting(str(number), sent_s=float(number), cached_tokens=cached_tokens) for number in range(4))
-    assert (moves(instance("a", 4.0), instance("b"), queued=cached) == []) == stays
+@pytest.mark.parametrize(
+    ("cached", "stays"),
+    [({"a": 49}, False), ({"a": 50}, True), ({"a": 90, "b": 41}, False), ({"a": 90, "b": 40}, True)],
+)
+def test_a_conversation_stays_where_its_prompt_is_cached(cached: dict[str, int], *, stays: bool) -> None:
+    """It may lose less than half of it."""
+    queued = tuple(waiting(str(number), sent_s=float(number), cached_tokens=cached) for number in range(4))
+    assert (moves(instance("a", 4.0), instance("b"), queued=queued) == []) == stays
+
+
+def test_others_go_past_those_that_stay() -> None:
+    conversation = waiting("stays", sent_s=2.0, cached_tokens={"a": 100, "c": 100})
+    queued = (*queue(2), conversation, waiting("goes", sent_s=3.0))
+    assert moves(instance("a", 4.0), instance("b"), queued=queued) == [("goes", "b")]
+    assert moves(instance("a", 4.0), instance("c"), queued=queued) == [("stays", "c")]
 
 
 @given(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from controlplane.errors import NodeError
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fan_out import InFlightQuery, TokenUsage, send_query
-from controlplane.serving.node_streams import PassOn
+from controlplane.serving.node_streams import NodeStream, PassOn
 from controlplane.serving.query import Query, seed_of
 from controlplane.serving.send import Sender
 from dataplane.protocol.messages import Finished, Generate, Sampling, Started, Token
@@ -34,7 +34,12 @@ class Nodes(AgentClient):
         self.fails = fails
 
     async def generate(
-        self, url: str, request: Generate, headers: Mapping[str, str] | None = None, pass_on: PassOn | None = None
+        self,
+        url: str,
+        request: Generate,
+        headers: Mapping[str, str] | None = None,
+        pass_on: PassOn | None = None,
+        opened: Callable[[NodeStream], None] | None = None,
     ) -> AsyncGenerator[list[RecordedEvent], None]:
         number = _number(request)
         self.asked.append(request)
