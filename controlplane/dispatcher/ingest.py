@@ -192,7 +192,8 @@ def _ingest(session: Session, batch: Batch, blobs: BlobStore, settings: Settings
         add_requests(session, batch, reader.requests(stream))
     if reader.errors:
         return reader.errors
-    left = batch_tokens_left(session, batch.tenant, settings, besides={batch.number})
+    with session.no_autoflush:  # the batch's row is not locked while its tenant's lock is waited for
+        left = batch_tokens_left(session, batch.tenant, settings, besides={batch.number})
     if left is None or reader.tokens <= left:
         return []
     message = (

@@ -171,7 +171,8 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     """One instance in the live view. `age_s`: seconds since its node's last heartbeat.
 
     `sent_tokens`: what this process has sent to it since that heartbeat, `sent_input_tokens`: the prompts of these,
-    less what it likely had cached. `requests`: those that ran or waited at that heartbeat; `sent_requests`: sent since.
+    less what it likely had cached. `requests`: those that ran or waited at that heartbeat, `waiting` of them without KV;
+    `sent_requests`: sent since.
     `prefill_wait_s`: seconds until its slot would begin a request that arrives now, at `prefill_token_s` a token;
     `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them. `slot`: of its node; instances of
     several models in one slot are multiplexed. `load`: of the node's busiest slot; above 1 it cannot keep up with its
@@ -196,6 +197,7 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     sent_tokens: int = 0
     sent_input_tokens: int = 0
     requests: int = 0
+    waiting: int = 0
     sent_requests: int = 0
     kv_bytes_per_token: int = 0
     kind: InstanceKind = InstanceKind.MIXED

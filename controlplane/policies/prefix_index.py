@@ -67,12 +67,14 @@ class PrefixIndex:
         while len(self._uses) > self._keys_max:
             self._uses.popitem(last=False)
 
-    def drop(self, keys: Sequence[int], instance: str) -> None:
-        """An instance did not compute this prompt."""
+    def drop(self, keys: Sequence[int], instance: str, *, keep_computed: bool = False) -> None:
+        """An instance did not compute this prompt. `keep_computed`: what it has computed for others stays."""
         for key in keys:
-            uses = self._uses.get(key)
-            if uses is not None and uses.pop(instance, None) is not None and not uses:
-                del self._uses[key]
+            uses = self._uses.get(key, {})
+            if instance in uses and not (keep_computed and uses[instance].computed):
+                del uses[instance]
+                if not uses:
+                    del self._uses[key]
 
     def note_evicted(self, instance: str, used_s: float) -> None:
         """An instance no longer has what it used last at this time or before."""

@@ -7,10 +7,15 @@ A process knows the requests that it has sent and that have no token yet, but no
 its own as spread evenly over the queue. Those with at most `wait_min_s` before them stay, since they may have begun by
 the time they could leave; of the others the first in order move:
 
-    a: a queue of 4 s, of which this process has sent p, q, r and s        b: idle
-       before them     p 0 s    q 1 s    r 2 s    s 3 s                    r moves to b
+    a: a queue of 4 s, of which this process has sent p, q, r and s                b: idle
+       before them     p 0.8 s    q 1.6 s    r 2.4 s    s 3.2 s                    q moves to b
+
+Several processes see the same idle instance and not each other. So each fills as much of it as it has of the queue, in
+the mean, and begins with another one.
 """
 
+import random
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +29,7 @@ from dataplane.protocol.tiers import IW_F, IW_N, Tier
 
 class WaitingRequest(Struct, frozen=True, kw_only=True):
     """An interactive request that has no token yet from the instance that got it at `sent_s`. `cached_tokens`: how many
-    of its prompt each instance had likely cached then.
+    of its prompt each instance had likely cached then. `excluded`: instances that failed it.
     """
 
     request_id: str
@@ -33,31 +38,34 @@ class WaitingRequest(Struct, frozen=True, kw_only=True):
     input_tokens: int
     sent_s: float
     cached_tokens: Mapping[str, int] = {}
+    excluded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingFacts:
     """A model's instances, and the requests of this process that wait there. `avoided`: instances and nodes that keep
-    failing.
+    failing. `seed`: another one in each process and at each look.
     """
 
     instances: tuple[InstanceFacts, ...]
     waiting: tuple[WaitingRequest, ...]
     avoided: frozenset[str] = frozenset()
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """A request moves if it has over `wait_min_s` of prefills before it and loses less than `stay_share` of its prompt
-    that is cached where it waits. An instance whose memory is used to less than `utilization_max` takes so many that it
-    has `fill_s` of prefills; the rest of it is for those that arrive. Instances in pools neither give nor take: other
-    models wait for their slots, too. Reports older than `stale_s` do not count.
+    """A request moves if it has over `wait_min_s` of prefills before it, and over `hit_weight` times the time that it
+    takes to compute again what is cached where it waits: a cached token counts as many of a queue's, as in routing. An
+    instance whose memory is used to less than `utilization_max` takes so many that it has `fill_s` of prefills; the
+    rest of it is for those that arrive. Instances in pools neither give nor take: other models wait for their slots,
+    too. Reports older than `stale_s` do not count.
     """
 
     wait_min_s: float = 1.0
     fill_s: float = 0.3
     utilization_max: float = 0.5
-    stay_share: float = 0.5
+    hit_weight: float = 8.0
     stale_s: float = 5.0
 
 
@@ -69,39 +77,92 @@ def may_reroute(instances: Iterable[InstanceFacts], settings: ReroutingSettings)
 
 def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSettings) -> tuple[Reroute, ...]:
     """The requests that move, and to which instances. The longest queue gives first."""
-    waits_s = {one.instance_id: _wait_s(one) for one in facts.instances if _counts(one, settings)}
-    queues = _queues(facts, waits_s, settings)
+    chance = random.Random(facts.seed)
+    queues = _queues(facts, settings)
+    targets = sorted(facts.instances, key=lambda one: one.instance_id)
+    chance.shuffle(targets)
     reroutes: list[Reroute] = []
-    for target in sorted(facts.instances, key=lambda one: one.instance_id):
+    for target in targets:
         room_s, places = _room(target, facts, settings)
-        while room_s > 0 and places > 0:
-            request = _next_of(queues, waits_s, target, settings)
+        giving = [queue for queue in queues if room_s > 0 and queue.wait_s > settings.wait_min_s]
+        while giving and room_s > 0 and places > 0:
+            queue = max(giving, key=lambda one: one.wait_s)
+            request = queue.first_for(target) if queue.wait_s > settings.wait_min_s else None
             if request is None:
-                break
-            queues[request.instance_id].remove(request)
-            takes_s = request.input_tokens * (target.prefill_token_s or 0.0)
-            waits_s[request.instance_id] -= takes_s
-            room_s, places = room_s - takes_s, places - 1
-            reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
+                giving.remove(queue)
+                continue
+            room_s, places = room_s - queue.takes_s(request), places - 1
+            if chance.random() < queue.share:  # otherwise it is another process's to fill
+                queue.take(request)
+                reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
     return tuple(reroutes)
 
 
-def _next_of(
-    queues: Mapping[str, Sequence[WaitingRequest]],
-    waits_s: Mapping[str, float],
-    target: InstanceFacts,
-    settings: ReroutingSettings,
-) -> WaitingRequest | None:
-    """The first request of the longest queue that loses little by moving to an instance."""
-    for source in sorted(queues, key=lambda name: (-waits_s[name], name)):
-        if waits_s[source] <= settings.wait_min_s:
-            return None
-        for request in queues[source]:
-            cached = request.cached_tokens
-            lost_tokens = cached.get(source, 0) - cached.get(target.instance_id, 0)
-            if lost_tokens < settings.stay_share * request.input_tokens:
-                return request
-    return None
+class _Queue:
+    """The requests of this process that may leave an instance, in the order of service. `wait_s`: how long its queue
+    is; `share`: of it, this process's own.
+    """
+
+    def __init__(self, source: InstanceFacts, mine: Sequence[WaitingRequest], settings: ReroutingSettings) -> None:
+        self.wait_s = _wait_s(source)
+        queued = max(len(mine), source.waiting + source.sent_requests)
+        self.share = len(mine) / queued
+        self._token_s = self.wait_s * self.share / max(1, sum(one.input_tokens for one in mine))
+        self._anywhere: list[WaitingRequest] = []
+        self._to: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
+        """Those that move only where some of their prompt is cached, by instance."""
+        for number, request in enumerate(mine):
+            before_s = self.wait_s * (number + 1) / (len(mine) + 1)
+            if before_s > settings.wait_min_s:
+                affordable_tokens = before_s / settings.hit_weight / self._token_s
+                self._sort_in(request, request.cached_tokens.get(source.instance_id, 0) - affordable_tokens)
+
+    def takes_s(self, request: WaitingRequest) -> float:
+        """How much of the queue a request is, by its prompt."""
+        return request.input_tokens * self._token_s
+
+    def first_for(self, target: InstanceFacts) -> WaitingRequest | None:
+        """The first request that may go to an instance."""
+        name = target.instance_id
+        able = [
+            one for some in (self._anywhere, self._to[name]) for one in some[:_LOOKED_AT] if name not in one.excluded
+        ]
+        return min(able, key=_order, default=None)
+
+    def take(self, request: WaitingRequest) -> None:
+        """A request leaves."""
+        self.wait_s -= self.takes_s(request)
+        for some in (self._anywhere, *self._to.values()):
+            if request in some:
+                some.remove(request)
+
+    def _sort_in(self, request: WaitingRequest, needed_tokens: float) -> None:
+        """`needed_tokens`: of its prompt, that an instance must have cached to take it."""
+        if needed_tokens <= 0:
+            self._anywhere.append(request)
+        else:
+            for name, tokens in request.cached_tokens.items():
+                if tokens >= needed_tokens:
+                    self._to[name].append(request)
+
+
+_LOOKED_AT = 8
+"""Of a queue's first requests, for one that the instance has not failed."""
+
+
+def _order(request: WaitingRequest) -> tuple[bool, float, str]:
+    """The order of service."""
+    return request.tier is not IW_F, request.sent_s, request.request_id
+
+
+def _queues(facts: ReroutingFacts, settings: ReroutingSettings) -> list[_Queue]:
+    """The queues that are long, with requests of this process."""
+    sources = {one.instance_id: one for one in facts.instances if _counts(one, settings)}
+    mine: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
+    for request in sorted(facts.waiting, key=_order):
+        mine[request.instance_id].append(request)
+    long = [name for name in sorted(mine) if name in sources and _wait_s(sources[name]) > settings.wait_min_s]
+    return [_Queue(sources[name], mine[name], settings) for name in long]
 
 
 def _route_to(target: InstanceFacts, request: WaitingRequest) -> Route:
@@ -129,24 +190,7 @@ def _room(target: InstanceFacts, facts: ReroutingFacts, settings: ReroutingSetti
     usable = is_usable(target, settings.stale_s) and not target.pooled and target.kind.serves(IW_N) and not avoided
     if not usable or target.prefill_wait_s is None or utilization_of([target]) >= settings.utilization_max:
         return 0.0, 0
-    begun = target.requests + target.sent_requests
-    return settings.fill_s - _wait_s(target), len(
-        facts.waiting
-    ) if target.batch_max is None else target.batch_max - begun
-
-
-def _queues(
-    facts: ReroutingFacts, waits_s: Mapping[str, float], settings: ReroutingSettings
-) -> dict[str, list[WaitingRequest]]:
-    """The requests that may leave each instance, in the order of service."""
-    mine: dict[str, list[WaitingRequest]] = {}
-    for request in sorted(facts.waiting, key=lambda one: (one.tier is not IW_F, one.sent_s, one.request_id)):
-        if waits_s.get(request.instance_id, 0.0) > settings.wait_min_s:
-            mine.setdefault(request.instance_id, []).append(request)
-    leaving: dict[str, list[WaitingRequest]] = {}
-    for name, queue in mine.items():
-        for number, request in enumerate(queue):
-            before_s = waits_s[name] * number / len(queue)
-            if before_s > settings.wait_min_s:
-                leaving.setdefault(name, []).append(request)
-    return leaving
+    places = len(facts.waiting)
+    if target.batch_max is not None:
+        places = target.batch_max - target.requests - target.sent_requests
+    return settings.fill_s - _wait_s(target), places

@@ -34,6 +34,11 @@ class AgentClient:
         key = settings.node_key.get_secret_value()
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
 
+    @property
+    def is_full(self) -> bool:
+        """Whether all connections of this process are in use."""
+        return self._free.locked()
+
     async def close(self) -> None:
         self._connections.close()
 

@@ -66,6 +66,7 @@ class Attempt:
             input_tokens=self.request.input_tokens,
             sent_s=self._sent_s,
             cached_tokens=self._cached_tokens,
+            excluded=frozenset(self.request.excluded),
         )
 
     def move(self, route: Route) -> bool:

@@ -158,5 +158,9 @@ class SentPrompt:
         """The instance failed: whatever it computed of the prompt is not counted on."""
         self._index.drop(self._keys, self._route.instance_id)
 
+    def note_withdrawn(self) -> None:
+        """The request has left before the instance began it."""
+        self._index.drop(self._keys, self._route.instance_id, keep_computed=True)
+
     def _note(self, *, computed: bool) -> None:
         self._index.note(self._keys, self._route.instance_id, time.monotonic(), computed=computed)

@@ -6,6 +6,7 @@ lost: it had no part of the answer from there, and a token depends on the seed a
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -42,7 +43,9 @@ class Rerouter:
             yield
 
     def look(self) -> None:
-        """Move what may move now."""
+        """Move what may move now; nothing while no connection is free, which a request that moves gives up first."""
+        if self._sender.is_full:
+            return
         of_model: dict[str, list[Attempt]] = {}
         for attempt in self._sender.waiting:
             of_model.setdefault(attempt.request.message.model, []).append(attempt)
@@ -50,7 +53,12 @@ class Rerouter:
             instances = self._fleet.instances(model)
             if may_reroute(instances, self._settings):
                 waiting = tuple([attempt.facts(str(number)) for number, attempt in enumerate(attempts)])
-                facts = ReroutingFacts(instances=instances, waiting=waiting, avoided=self._sender.avoided())
+                facts = ReroutingFacts(
+                    instances=instances,
+                    waiting=waiting,
+                    avoided=self._sender.avoided(),
+                    seed=random.getrandbits(32),
+                )
                 for reroute in choose_reroutes(facts, time.time(), self._settings):
                     attempt = attempts[int(reroute.request_id)]
                     if attempt.move(reroute.route):

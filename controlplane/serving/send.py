@@ -82,14 +82,14 @@ class Sender:
                             attempt.note(events)
                             yield events
             except ReroutedError as moved:
-                prompt.note_failed()
+                prompt.note_withdrawn()
                 self._fleet.note_refused(route.instance_id, sending)
                 request.rerouted_to = moved.instance_id
             except NodeError as error:
                 prompt.note_failed()
                 self._fleet.note_refused(route.instance_id, sending)
                 self._circuits.note_end(route, error)
-                self._require_another(request, error)
+                self._require_another(request, route, error)
                 request.excluded.add(route.instance_id)
                 request.failure = error
                 if attempt.has_begun:
@@ -105,12 +105,15 @@ class Sender:
             finally:
                 attempt.end()
 
-    def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
-        """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault; a
-        claim that is no longer the newest may run on no node.
+    def _require_another(self, request: InFlightRequest, route: Route, error: NodeError) -> None:
+        """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault, nor
+        is what moved a request that another instance had accepted; a claim that is no longer the newest may run on no
+        node.
         """
         if error.code == STALE_EPOCH:
             over = True
+        elif route.instance_id == request.rerouted_to:
+            over = False
         elif request.begun:
             over = request.continuations >= self._settings.stream_continuations_max
         else:
@@ -154,6 +157,11 @@ class Sender:
         within_s = self._settings.request_start_wait_s
         model, tier = request.message.model, request.message.tier
         return tier != Tier.NIW and untouched and self._fleet.is_starting(model, within_s)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether requests wait for a connection."""
+        return self._agents.is_full
 
     def avoided(self) -> frozenset[str]:
         """Instances and nodes that keep failing."""

@@ -68,10 +68,11 @@ def lock_batch(session: Session, begun: Batch) -> Batch | None:
 
 def note_failure(session: Session, begun: Batch, due: Due, *, reason: str, counts: bool, attempts_max: int) -> None:
     """After a failed attempt: the batch ends with `reason` if this was the last of `attempts_max`, or if its deadline
-    passed before it was validated. `counts` False: an outage failed the attempt, which is not counted.
+    passed before it was validated. `counts` False: an outage failed the attempt, which is not counted. Nothing if a
+    later attempt has begun, which says itself how it ends.
     """
     batch = lock_batch(session, begun)
-    if batch is None:
+    if batch is None or batch.attempts > begun.attempts:
         return
     late = due == Due.VALIDATION and session.scalar(select(Batch.deadline_at < func.now()).where(Batch.id == batch.id))
     if late or (counts and batch.attempts >= attempts_max):

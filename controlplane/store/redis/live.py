@@ -336,6 +336,7 @@ def instance_facts(
                     sent_tokens=sent_tokens,
                     sent_input_tokens=sent_input_tokens,
                     requests=report.running + report.waiting,
+                    waiting=report.waiting,
                     sent_requests=sent_requests,
                     kv_bytes_per_token=kv_bytes.get(report.model, 0),
                     kind=report.kind,

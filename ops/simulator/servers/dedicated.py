@@ -88,10 +88,14 @@ class Instance:
         return self._batch.kv_tokens + self._reserved_tokens
 
     @property
+    def prompts(self) -> int:
+        """Requests without a token."""
+        return len(self._prompts.waiting) + len(self._prompts.new)
+
+    @property
     def requests(self) -> int:
         """All requests in flight."""
-        prompts = len(self._prompts.waiting) + len(self._prompts.new)
-        return prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
+        return self.prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
 
     @property
     def prefill_wait_s(self) -> float:

@@ -42,6 +42,7 @@ class Rerouter:
         self._prompts = prompts
         self._send_to = send_to
         self._settings = settings
+        self._looks = 0
         self.moved: set[int] = set()
         """Numbers of the requests that were asked back, each once as in the live service."""
 
@@ -50,11 +51,12 @@ class Rerouter:
         settings = self._settings
         if settings is None:
             return
+        self._looks += 1
         for view in self._present.views().values():
             if may_reroute(view.values(), settings):
                 waiting = self._waiting(view)
                 asked = tuple([self._asked(served, name) for served, name in waiting.values()])
-                facts = ReroutingFacts(instances=tuple(view.values()), waiting=asked)
+                facts = ReroutingFacts(instances=tuple(view.values()), waiting=asked, seed=self._looks)
                 for reroute in choose_reroutes(facts, self._events.now_s, settings):
                     served, name = waiting[reroute.request_id]
                     self._ask_back(served, view[name], reroute)
@@ -90,6 +92,7 @@ class Rerouter:
         """An instance is asked for a request, unless it is gone."""
         request, server = served.request, self._present.at(source.instance_id)
         if isinstance(server, DedicatedServer) and server.withdraw(served):
+            self._prompts.withdrawn(request)
             self._after(self._network.travel_s(source.endpoint.region, request.origin), self._send_to, request, route)
 
     def _after(self, travel_s: float, call: Callable[..., None], *values: object) -> None:

@@ -79,6 +79,12 @@ class KnownPrompts:
         sent = self._sent.get(request.number)
         return {} if sent is None else sent.cached_tokens
 
+    def withdrawn(self, request: Request) -> None:
+        """A request has left its instance before that began it."""
+        if request.blocks:
+            sent = self._sent.pop(request.number)
+            self._index_of(request).drop(request.reusable, sent.instance_id, keep_computed=True)
+
     def ended(self, served: Served, now_s: float) -> str:
         """A request has ended; returns its instance."""
         request = served.request

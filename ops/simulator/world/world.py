@@ -101,7 +101,7 @@ class World:
         self._router = router or PolicyRouter()
         self._prompts = KnownPrompts(settings.gateways)
         self._network = Network(settings.regions, settings.latencies_ms)
-        self.rerouter = Rerouter(self.present, events, self._network, self._prompts, self._send_to, settings.rerouting)
+        self.rerouter = Rerouter(self.present, events, self._network, self._prompts, self._resend, settings.rerouting)
 
     # Time passes.
 
@@ -225,6 +225,13 @@ class World:
             self.events.at(now_s + there_s, ARRIVAL, self._deliver, served, name, within, tried)
         else:
             self._deliver(served, name, within, tried)
+
+    def _resend(self, request: Request, route: Route) -> None:
+        """Send a request that has left its instance to another one, if that is still there."""
+        if route.instance_id in self.present.view(request.model):
+            self._send_to(request, route)
+        else:
+            self._send(request)
 
     def _deliver(self, served: Served, instance_id: str, within: str | None, tried: frozenset[str]) -> None:
         """Submit a request to its instance, or send it elsewhere if the instance has gone since the view."""

@@ -13,17 +13,20 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.rerouting import Rerouter
 from controlplane.serving.send import Sender
-from dataplane.protocol.messages import Finished, Generate, Sampling, Started, Token
+from dataplane.protocol.messages import Failed, Finished, Generate, Sampling, Started, Token
 from dataplane.protocol.tiers import Tier
 from tests.controlplane.serving.scripted import ScriptedConnections, encoded
 from tests.controlplane.serving.test_continuation import MODEL, Fleet, settings
 
 
 class Nodes(AgentClient):
-    """n1 stops before the token with number `tokens` until `go`; n2 answers at once."""
+    """n1 stops before the token with number `tokens` until `go`; n2 answers at once, or
+    refuses with a status.
+    """
 
-    def __init__(self, tokens: int = 0) -> None:
+    def __init__(self, tokens: int = 0, *, refusal: int = 0) -> None:
         super().__init__(settings(), connections=ScriptedConnections(self._answer))
+        self.refusal = refusal
         self.asked: list[tuple[str, Generate]] = []
         self.cancelled: list[str] = []
         self.tokens = tokens
@@ -32,6 +35,9 @@ class Nodes(AgentClient):
     async def _answer(self, node: str, asked: Generate) -> AsyncIterator[bytes]:
         self.asked.append((node, asked))
         made = len(asked.generated)
+        if node == "n2" and self.refusal:
+            yield encoded(Failed(status=self.refusal, code="refused", message="no", retryable=False), asked)
+            return
         try:
             yield encoded(Started(prompt_tokens=100), asked)
             for number in range(made, 5):
@@ -148,11 +154,72 @@ def test_it_moves_once() -> None:
         gateway.look()
         gateway.fleet.gone.add("n2")  # gone before the request is there: back to where it was
         await settle()
-        assert gateway.places() == [["n1"], ["n1", "n1"]]
+        assert gateway.places() == [["n1", "n1"], ["n1"]]
+        for _ in range(3):
+            gateway.look()
+            await settle()
+        assert gateway.places() == [["n1", "n1"], ["n1", "n2"]]
+        assert await gateway.end() == [WHOLE] * 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_an_instance_that_refuses_what_moved_does_not_end_it(status: int) -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(refusal=status), TwoQueues())
+        await gateway.begin(4)
         gateway.look()
         await settle()
-        assert gateway.places() == [["n1"], ["n1", "n1"]]
-        assert await gateway.end() == [WHOLE] * 2
+        assert gateway.places() == [["n1"], ["n1", "n2", "n1"], ["n1"], ["n1"]]
+        assert await gateway.end() == [WHOLE] * 4
+
+    asyncio.run(run())
+
+
+def test_who_was_refused_there_does_not_go_there() -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(), TwoQueues())
+        await gateway.begin(4, excluded={"i-n2"})
+        gateway.look()
+        await settle()
+        assert gateway.places() == [["n1"]] * 4
+        assert await gateway.end() == [WHOLE] * 4
+
+    asyncio.run(run())
+
+
+def test_nothing_moves_while_requests_wait_for_connections() -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(), TwoQueues())
+        await gateway.begin(4)
+        for _ in range(settings().node_connections_max - 4):
+            await gateway.nodes._free.acquire()
+        assert gateway.nodes.is_full
+        gateway.look()
+        await settle()
+        assert gateway.places() == [["n1"]] * 4
+        assert await gateway.end() == [WHOLE] * 4
+
+    asyncio.run(run())
+
+
+def test_what_the_first_instance_has_cached_stays_known() -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(), TwoQueues())
+        shared = "y" * 300
+        gateway.nodes.go.set()
+        await gateway.begin(1, prompt=shared + "0" * 1300)
+        await asyncio.gather(*gateway.tasks)
+        gateway.nodes.go.clear()
+        for number in range(1, 5):
+            await gateway.begin(1, prompt=shared + f"{number}" * 1300)
+        gateway.look()
+        await settle()
+        assert ["n1", "n2"] in gateway.places()
+        known = gateway.sender.routing_facts(gateway.requests[0]).cached_tokens
+        assert known["i-n1"] > 350, "all of the first prompt, and so what it shares with those that moved"
+        assert await gateway.end() == [WHOLE] * 5
 
     asyncio.run(run())
 
