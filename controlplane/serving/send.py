@@ -141,7 +141,9 @@ class Sender:
 
     def _choose_route(self, request: InFlightRequest, facts: RoutingFacts) -> Route | NoRoute:
         """The instance that is idle, has the prompt of another choice, or has room, if it takes requests, else any."""
-        wanted = request.rerouted_to or request.beside or (None if facts.cached_tokens else request.released_to)
+        wanted = request.beside or (None if facts.cached_tokens else request.released_to)
+        if request.rerouted_to is not None and all(one.instance_id != request.rerouted_to for one in request.routes):
+            wanted = request.rerouted_to
         if wanted is not None:
             there = tuple(i for i in facts.instances if i.instance_id == wanted)
             route = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind, Status, StatusCode, format_trace_id
 
-from controlplane.errors import TidepoolError
+from controlplane.errors import ReroutedError, TidepoolError
 from controlplane.policies.decisions import Route
 
 tracer = trace.get_tracer("tidepool.control")
@@ -45,6 +45,9 @@ def _attempt(request_id: str, route: Route) -> Iterator[dict[str, str]]:
     propagate.inject(headers, context=trace.set_span_in_context(span))
     try:
         yield headers
+    except ReroutedError as moved:
+        span.add_event("rerouted", {"tidepool.instance_id": moved.instance_id})
+        raise
     except TidepoolError as error:
         span.set_status(Status(StatusCode.ERROR, f"{error.code}: {error.message}"))
         raise

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from controlplane.dispatcher.ingest import VALIDATE
 from controlplane.dispatcher.steps import Step, Stepper
 from controlplane.policies.lifecycle import BatchState
-from controlplane.store.batch_attempts import Due, begin_attempt, hold_batch
+from controlplane.store.batch_attempts import Due, begin_attempt, hold_batch, lock_batch, note_failure
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import move_batch
 from controlplane.store.blobs.base import BlobStore
@@ -151,6 +151,25 @@ def test_a_dispatcher_that_was_paused_leaves_a_batch_to_the_later_attempt(world:
         world.no_delay()
         with world.database.transaction() as other:
             assert begin_attempt(other, Due.VALIDATION) is None, "it is held"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_failure_that_is_noted_late_leaves_the_later_attempt_alone(world: World, *, counts: bool) -> None:
+    batch_id = world.add_batch()
+    begun = []
+    for _ in range(2):
+        world.no_delay()
+        with world.database.transaction() as session:
+            begun += [begin_attempt(session, Due.VALIDATION)]
+    first, last = begun
+    assert first is not None
+    assert last is not None
+    with world.database.transaction() as session:
+        assert hold_batch(session, last) is not None
+        with world.database.transaction() as other:
+            note_failure(other, first, Due.VALIDATION, reason="it failed", counts=counts, attempts_max=2)
+        assert lock_batch(session, last) is not None
+    assert (world.batch(batch_id).state, world.batch(batch_id).attempts) == ("validating", 2)
 
 
 @pytest.mark.parametrize("poisoned", [0, 500])

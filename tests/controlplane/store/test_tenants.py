@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from controlplane.dispatcher.ingest import VALIDATE
@@ -119,6 +120,26 @@ def test_a_slow_file_delays_no_other_batch_of_the_tenant(
     assert [world.batch(each).state for each in (quick, slow)] == ["in_progress", "failed"]
     assert world.batch(quick).attempts == 0
     assert queued(world) == LINE_TOKENS
+
+
+def test_a_batch_is_cancelled_while_its_tenant_is_locked(world: World, blobs: BlobStore) -> None:
+    """By another batch of it that is being accepted, which may take long."""
+    limit(world, 2 * LINE_TOKENS)
+    batch_id = submitted(world, blobs, 1)
+
+    def cancel() -> None:
+        with world.database.transaction() as session:
+            session.execute(text("SET LOCAL lock_timeout = '2s'"))
+            assert cancel_batch(session, batch_id, tenant="acme").state == "cancelling"
+
+    with ThreadPoolExecutor(1) as thread:
+        with world.database.transaction() as accepting:
+            assert batch_tokens_left(accepting, "acme", world.settings) == 2 * LINE_TOKENS
+            step = thread.submit(world.step, VALIDATE, blobs)
+            until(world.is_waiting_for_a_lock)
+            cancel()
+        assert step.result() == batch_id
+    assert world.batch(batch_id).state == "cancelling"
 
 
 def test_what_another_dispatcher_queues_meanwhile_counts(world: World, blobs: BlobStore) -> None:
