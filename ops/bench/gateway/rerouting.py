@@ -4,6 +4,7 @@ python -m ops.bench.gateway.rerouting --rounds 3
 """
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,21 +88,24 @@ async def _burst(stack: ReplayStack, requests: int) -> list[float]:
 async def _first_token_s(client: httpx.AsyncClient, model: str, number: int) -> float:
     """Sent one after another, so that each is routed with those before it counted."""
     await asyncio.sleep(number / 1000)
-    began_s, first_s, tokens = asyncio.get_running_loop().time(), None, 0
+    began_s, first_s, made = asyncio.get_running_loop().time(), None, 0
     body: dict[str, Any] = {
         "model": model,
         "prompt": f"{number} " + "tide " * _PROMPT_WORDS,
         "max_tokens": _ANSWER_TOKENS,
-        "stream": True,
         "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
     }
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
-            if line.startswith("data: {") and '"text":""' not in line:
-                first_s = first_s or asyncio.get_running_loop().time() - began_s
-                tokens += 1
-    if answer.status_code != httpx.codes.OK or first_s is None or tokens > _ANSWER_TOKENS:
-        raise RuntimeError(f"request {number} was answered with {answer.status_code} and {tokens} pieces of text")
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                if first_s is None and any(choice["text"] for choice in chunk.get("choices", ())):
+                    first_s = asyncio.get_running_loop().time() - began_s
+                made = (chunk.get("usage") or {}).get("completion_tokens", made)
+    if answer.status_code != httpx.codes.OK or first_s is None or made != _ANSWER_TOKENS:
+        raise RuntimeError(f"request {number} was answered with {answer.status_code} and {made} tokens")
     return first_s
 
 
