@@ -28,7 +28,7 @@ class Attempt:
         self._sent_s, self._cached_tokens = time.monotonic(), request.cached_tokens
         self._stream: NodeStream | None = None
         self._waiting = waiting
-        if request.message.tier is not Tier.NIW and request.beside is None and request.rerouted_to is None:
+        if request.message.tier != Tier.NIW and request.beside is None and request.rerouted_to is None:
             waiting[self] = None
 
     @property

@@ -10,6 +10,8 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 
+import structlog
+
 from controlplane.policies.rerouting import ReroutingFacts, ReroutingSettings, choose_reroutes, may_reroute
 from controlplane.serving.attempts import Attempt
 from controlplane.serving.background import in_background
@@ -17,6 +19,7 @@ from controlplane.serving.fleet_cache import FleetCache
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
 
+log = structlog.get_logger()
 _LOOK_EVERY_S = 1.0
 """As often as nodes report."""
 
@@ -67,4 +70,7 @@ class Rerouter:
     async def _look_forever(self) -> None:
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
-            self.look()
+            try:
+                self.look()
+            except Exception:  # a defect stops no later look
+                log.exception("waiting requests were not looked at")

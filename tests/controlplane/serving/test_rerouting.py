@@ -1,6 +1,7 @@
 """A gateway moves requests from a long queue to an instance that is idle, and their clients see one answer."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -318,5 +319,24 @@ def test_it_looks_by_itself_unless_that_is_off(wait_s: float, moves: bool, monke
             await asyncio.sleep(0.1)
         assert bool(gateway.moved) == moves
         assert await gateway.end() == [WHOLE] * 4
+
+    asyncio.run(run())
+
+
+def test_a_look_that_fails_stops_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controlplane.serving.rerouting._LOOK_EVERY_S", 0.01)
+
+    async def run() -> None:
+        gateway, looks, again = Gateway(Nodes(), TwoQueues()), itertools.count(), asyncio.Event()
+
+        def look() -> None:
+            if next(looks) == 0:
+                raise ValueError
+            again.set()
+
+        monkeypatch.setattr(gateway.rerouter, "look", look)
+        async with gateway.rerouter.running(), asyncio.timeout(30):
+            await again.wait()
+        await gateway.end()
 
     asyncio.run(run())
