@@ -3,12 +3,12 @@
 A route is chosen when a request arrives. An instance that becomes ready or idle afterwards serves nothing of what
 waits elsewhere; so waiting requests are routed again, as many as keep the idle instance at work until the next look.
 
-A process knows the requests that it has sent and that have no token yet, but not how many others have sent. It takes
-its own as spread evenly over the queue. Those with at most `wait_min_s` before them stay, since they may have begun by
-the time they could leave; of the others the first in order move:
+A process knows the requests that it has sent and that have no token yet, and how many requests an instance had not
+begun when it reported: of a process that has more, the first have begun. It takes the others as spread evenly over the
+queue. Those that may begin before they could leave stay; of the rest the first in order move:
 
-    a: a queue of 4 s, of which this process has sent p, q, r and s                b: idle
-       before them     p 0.8 s    q 1.6 s    r 2.4 s    s 3.2 s                    q moves to b
+    a: a queue of 4 s, 4 not begun, of which this process has sent o, p, q, r and s        b: idle
+       before them    o has begun    p 0.8 s    q 1.6 s    r 2.4 s    s 3.2 s              p moves to b
 
 Several processes see the same idle instance and not each other. So each fills as much of it as it has of the queue, in
 the mean, and begins with another one.
@@ -55,14 +55,16 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """A request moves if it has over `wait_min_s` of prefills before it, and over `hit_weight` times the time that it
-    takes to compute again what is cached where it waits: a cached token counts as many of a queue's, as in routing. An
-    instance whose memory is used to less than `utilization_max` takes so many that it has `fill_s` of prefills; the
-    rest of it is for those that arrive. Instances in pools neither give nor take: other models wait for their slots,
-    too. Reports older than `stale_s` do not count.
+    """Requests leave an instance with over `wait_min_s` of prefills before a new one. Of them one moves if it has over
+    `margin_s` before it by now, and over `hit_weight` times the time that it takes to compute again what is cached
+    where it waits: a cached token counts as many of a queue's, as in routing. An instance whose memory is used to less
+    than `utilization_max` takes so many that it has `fill_s` of prefills; the rest of it is for those that arrive.
+    Instances in pools neither give nor take: other models wait for their slots, too. Reports older than `stale_s` do
+    not count.
     """
 
     wait_min_s: float = 1.0
+    margin_s: float = 0.5
     fill_s: float = 0.3
     utilization_max: float = 0.5
     hit_weight: float = 8.0
@@ -105,15 +107,16 @@ class _Queue:
 
     def __init__(self, source: InstanceFacts, mine: Sequence[WaitingRequest], settings: ReroutingSettings) -> None:
         self.wait_s = _wait_s(source)
-        queued = max(len(mine), source.waiting + source.sent_requests)
+        queued = max(1, source.waiting + source.sent_requests)
+        mine = mine[max(0, len(mine) - queued) :]
         self.share = len(mine) / queued
         self._token_s = self.wait_s * self.share / max(1, sum(one.input_tokens for one in mine))
         self._anywhere: list[WaitingRequest] = []
         self._to: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
         """Those that move only where some of their prompt is cached, by instance."""
         for number, request in enumerate(mine):
-            before_s = self.wait_s * (number + 1) / (len(mine) + 1)
-            if before_s > settings.wait_min_s:
+            before_s = self.wait_s * (number + 1) / (len(mine) + 1) - source.age_s
+            if before_s > settings.margin_s:
                 affordable_tokens = before_s / settings.hit_weight / self._token_s
                 self._sort_in(request, request.cached_tokens.get(source.instance_id, 0) - affordable_tokens)
 

@@ -88,14 +88,10 @@ class Instance:
         return self._batch.kv_tokens + self._reserved_tokens
 
     @property
-    def prompts(self) -> int:
-        """Requests without a token."""
-        return len(self._prompts.waiting) + len(self._prompts.new)
-
-    @property
     def requests(self) -> int:
         """All requests in flight."""
-        return self.prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
+        prompts = len(self._prompts.waiting) + len(self._prompts.new)
+        return prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
 
     @property
     def prefill_wait_s(self) -> float:
@@ -117,6 +113,15 @@ class Instance:
         begun = [sequence for sequence, _ in self._chunks]
         prompts = [*self._prompts.waiting.values(), *self._prompts.new]
         return [one.served for one in prompts if not one.cached and one not in begun]
+
+    @property
+    def not_begun(self) -> int:
+        """How many these are."""
+        prompts = self._prompts.waiting.values()
+        if not prompts:
+            return len(self._prompts.new)
+        begun = sum(not sequence.cached for sequence, _ in self._chunks)
+        return sum(not one.cached for one in prompts) + len(self._prompts.new) - begun
 
     @property
     def inside(self) -> list[Served]:

@@ -52,17 +52,19 @@ class Nodes(AgentClient):
 
 
 class TwoQueues(Fleet):
-    """n1 has 5 s of prefills before a new request; n2, which is ready when it is no longer `gone`, has none."""
+    """n1 has 2 s of prefills before a new request; n2, which is ready when it is no longer `gone`, has none."""
 
-    def __init__(self, *, wait_s: float = 5.0) -> None:
+    def __init__(self, *, wait_s: float = 2.0) -> None:
         super().__init__()
-        self.wait_s = wait_s
+        self.wait_s, self.waiting = wait_s, 0
         self.gone.add("n2")
 
     def instances(self, model: str | None = None) -> tuple[InstanceFacts, ...]:
         waits_s = {"n1": self.wait_s, "n2": 0.0}
         return tuple(
-            msgspec.structs.replace(one, prefill_wait_s=waits_s[one.node_id], prefill_token_s=0.001)
+            msgspec.structs.replace(
+                one, prefill_wait_s=waits_s[one.node_id], prefill_token_s=0.001, waiting=self.waiting
+            )
             for one in super().instances(model)
         )
 
@@ -88,6 +90,7 @@ class Gateway:
 
     async def begin(self, count: int, *, tier: Tier = Tier.IW_N, prompt: str = "", **changes: Any) -> None:
         """Send so many requests, until each has been accepted."""
+        self.fleet.waiting += count
         for _ in range(count):
             message = Generate(
                 request_id="q",
@@ -133,7 +136,7 @@ WHOLE = "0 1 2 3 4 "
 def test_the_first_that_would_wait_moves_and_the_others_stay() -> None:
     async def run() -> None:
         gateway = Gateway(Nodes(), TwoQueues())
-        await gateway.begin(4)  # 0, 1.25, 2.5 and 3.75 s before them
+        await gateway.begin(4)  # 0.4, 0.8, 1.2 and 1.6 s before them
         gateway.look()
         await settle()
         assert gateway.places() == [["n1"], ["n1", "n2"], ["n1"], ["n1"]]
@@ -213,6 +216,7 @@ def test_what_the_first_instance_has_cached_stays_known() -> None:
         await gateway.begin(1, prompt=shared + "0" * 1300)
         await asyncio.gather(*gateway.tasks)
         gateway.nodes.go.clear()
+        gateway.fleet.waiting = 0
         for number in range(1, 5):
             await gateway.begin(1, prompt=shared + f"{number}" * 1300)
         gateway.look()

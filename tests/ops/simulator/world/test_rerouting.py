@@ -102,7 +102,7 @@ def test_what_moves_first_is_the_first_that_would_wait_long() -> None:
     pair.rerouter.look()
     [(number, _, at_s), *_] = pair.sent
     before_s = home.prefill_wait_s * waiting.index(number) / len(waiting)
-    assert before_s == pytest.approx(1.0, abs=home.prefill_wait_s / len(waiting))
+    assert before_s == pytest.approx(ReroutingSettings().margin_s, abs=home.prefill_wait_s / len(waiting))
     assert at_s == 0.5, "home is in the region that it came from"
 
 
