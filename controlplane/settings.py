@@ -186,7 +186,7 @@ class Settings(BaseSettings):
     prefix_index_keys_max: int = Field(100_000, ge=1000)
     """pieces of prompts of which a process knows which instances have cached them; about 0.5 kB each"""
     reroute_wait_s: float = Field(1.0, ge=0)
-    """a request that would wait longer moves to an instance that is idle (0: none does)"""
+    """requests leave instances where a new one would wait longer for those that are idle (0: none does)"""
     circuit_open_max_s: float = Field(60.0, ge=1)
     """longest time that a failing instance receives no requests (circuit breaker)"""
     stream_continuations_max: int = Field(5, ge=0)
