@@ -14,7 +14,7 @@ Several processes see the same idle instance and not each other. So each fills a
 the mean, and begins with another one.
 """
 
-import random
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,12 +79,9 @@ def may_reroute(instances: Iterable[InstanceFacts], settings: ReroutingSettings)
 
 def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSettings) -> tuple[Reroute, ...]:
     """The requests that move, and to which instances. The longest queue gives first."""
-    chance = random.Random(facts.seed)
     queues = _queues(facts, settings)
-    targets = sorted(facts.instances, key=lambda one: one.instance_id)
-    chance.shuffle(targets)
     reroutes: list[Reroute] = []
-    for target in targets:
+    for target in sorted(facts.instances, key=lambda one: _drawn(facts.seed, one.instance_id)):
         room_s, places = _room(target, facts, settings)
         giving = [queue for queue in queues if room_s > 0 and queue.wait_s > settings.wait_min_s]
         while giving and room_s > 0 and places > 0:
@@ -94,7 +91,9 @@ def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSett
                 giving.remove(queue)
                 continue
             room_s, places = room_s - queue.takes_s(request), places - 1
-            if chance.random() < queue.share:  # otherwise it is another process's to fill
+            if (
+                _drawn(facts.seed, f"{target.instance_id} {places}") < queue.share
+            ):  # otherwise it is another process's to fill
                 queue.take(request)
                 reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
     return tuple(reroutes)
@@ -166,6 +165,12 @@ def _queues(facts: ReroutingFacts, settings: ReroutingSettings) -> list[_Queue]:
         mine[request.instance_id].append(request)
     long = [name for name in sorted(mine) if name in sources and _wait_s(sources[name]) > settings.wait_min_s]
     return [_Queue(sources[name], mine[name], settings) for name in long]
+
+
+def _drawn(seed: int, name: str) -> float:
+    """A number from 0 to 1, for each seed and name another one."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") / 2**64
 
 
 def _route_to(target: InstanceFacts, request: WaitingRequest) -> Route:
