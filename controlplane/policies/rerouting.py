@@ -91,9 +91,8 @@ def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSett
                 giving.remove(queue)
                 continue
             room_s, places = room_s - queue.takes_s(request), places - 1
-            if (
-                _drawn(facts.seed, f"{target.instance_id} {places}") < queue.share
-            ):  # otherwise it is another process's to fill
+            ours = _drawn(facts.seed, f"{target.instance_id} {places}") < queue.share
+            if ours:  # or another process fills this place
                 queue.take(request)
                 reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
     return tuple(reroutes)
