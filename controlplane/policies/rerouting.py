@@ -8,10 +8,10 @@ begun when it reported: of a process that has more, the first have begun. It tak
 queue. Those that may begin before they could leave stay; of the rest the first in order move:
 
     a: a queue of 4 s, 4 not begun, of which this process has sent o, p, q, r and s        b: idle
-       before them    o has begun    p 0.8 s    q 1.6 s    r 2.4 s    s 3.2 s              p moves to b
+       before them    o has begun    p 0 s    q 1 s    r 2 s    s 3 s                      q moves to b
 
-Several processes see the same idle instance and not each other. So each fills as much of it as it has of the queue, in
-the mean, and begins with another one.
+Several processes see the same idle instance and not each other. So each takes of its places, in the mean, the share
+that it has sent of all that waits in long queues, and begins with another instance.
 """
 
 import hashlib
@@ -55,7 +55,8 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """Requests leave an instance with over `wait_min_s` of prefills before a new one. Of them one moves if it has over
+    """Requests leave an instance that has over `wait_min_s` of prefills before a new one and does not drain, so that it
+    would take them back. Of them one moves if it has over
     `margin_s` before it by now, and over `hit_weight` times the time that it takes to compute again what is cached
     where it waits: a cached token counts as many of a queue's, as in routing. An instance whose memory is used to less
     than `utilization_max` takes so many that it has `fill_s` of prefills; the rest of it is for those that arrive.
@@ -79,7 +80,7 @@ def may_reroute(instances: Iterable[InstanceFacts], settings: ReroutingSettings)
 
 def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSettings) -> tuple[Reroute, ...]:
     """The requests that move, and to which instances. The longest queue gives first."""
-    queues = _queues(facts, settings)
+    queues, share = _queues(facts, settings)
     reroutes: list[Reroute] = []
     for target in sorted(facts.instances, key=lambda one: _drawn(facts.seed, one.instance_id)):
         room_s, places = _room(target, facts, settings)
@@ -91,7 +92,7 @@ def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSett
                 giving.remove(queue)
                 continue
             room_s, places = room_s - queue.takes_s(request), places - 1
-            ours = _drawn(facts.seed, f"{target.instance_id} {places}") < queue.share
+            ours = _drawn(facts.seed, f"{target.instance_id} {places}") < share
             if ours:  # or another process fills this place
                 queue.take(request)
                 reroutes.append(Reroute(request_id=request.request_id, route=_route_to(target, request)))
@@ -99,21 +100,21 @@ def choose_reroutes(facts: ReroutingFacts, now_s: float, settings: ReroutingSett
 
 
 class _Queue:
-    """The requests of this process that may leave an instance, in the order of service. `wait_s`: how long its queue
-    is; `share`: of it, this process's own.
+    """The requests of this process that an instance has not begun, in the order of service. `wait_s`: how long its
+    queue is, of `queued` requests.
     """
 
-    def __init__(self, source: InstanceFacts, mine: Sequence[WaitingRequest], settings: ReroutingSettings) -> None:
+    def __init__(
+        self, source: InstanceFacts, mine: Sequence[WaitingRequest], queued: int, settings: ReroutingSettings
+    ) -> None:
         self.wait_s = _wait_s(source)
-        queued = max(1, source.waiting + source.sent_requests)
-        mine = mine[max(0, len(mine) - queued) :]
-        self.share = len(mine) / queued
-        self._token_s = self.wait_s * self.share / max(1, sum(one.input_tokens for one in mine))
+        self._token_s = self.wait_s * len(mine) / queued / max(1, sum(one.input_tokens for one in mine))
         self._anywhere: list[WaitingRequest] = []
         self._to: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
         """Those that move only where some of their prompt is cached, by instance."""
         for number, request in enumerate(mine):
-            before_s = self.wait_s * (number + 1) / (len(mine) + 1) - source.age_s
+            ahead = (number + 1) * (queued + 1) / (len(mine) + 1) - 1  # the mean of its places among all
+            before_s = self.wait_s * ahead / queued - source.age_s
             if before_s > settings.margin_s:
                 affordable_tokens = before_s / settings.hit_weight / self._token_s
                 self._sort_in(request, request.cached_tokens.get(source.instance_id, 0) - affordable_tokens)
@@ -156,14 +157,21 @@ def _order(request: WaitingRequest) -> tuple[bool, float, str]:
     return request.tier is not IW_F, request.sent_s, request.request_id
 
 
-def _queues(facts: ReroutingFacts, settings: ReroutingSettings) -> list[_Queue]:
-    """The queues that are long, with requests of this process."""
-    sources = {one.instance_id: one for one in facts.instances if _counts(one, settings)}
+def _queues(facts: ReroutingFacts, settings: ReroutingSettings) -> tuple[list[_Queue], float]:
+    """The long queues with requests of this process, and its share of all that waits in long ones."""
     mine: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
     for request in sorted(facts.waiting, key=_order):
         mine[request.instance_id].append(request)
-    long = [name for name in sorted(mine) if name in sources and _wait_s(sources[name]) > settings.wait_min_s]
-    return [_Queue(sources[name], mine[name], settings) for name in long]
+    queues: list[_Queue] = []
+    ours = total = 0
+    for source in sorted(facts.instances, key=lambda one: one.instance_id):
+        queued = source.waiting + source.sent_requests
+        if _counts(source, settings) and source.accepting and _wait_s(source) > settings.wait_min_s and queued:
+            own = mine[source.instance_id][-queued:]
+            ours, total = ours + len(own), total + queued
+            if own:
+                queues.append(_Queue(source, own, queued, settings))
+    return queues, ours / max(1, total)
 
 
 def _drawn(seed: int, name: str) -> float:

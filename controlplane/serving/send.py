@@ -84,12 +84,12 @@ class Sender:
             except ReroutedError as moved:
                 prompt.note_withdrawn()
                 self._fleet.note_refused(route.instance_id, sending)
-                request.rerouted_to = moved.instance_id
+                self._note_moved(request, moved)
             except NodeError as error:
                 prompt.note_failed()
                 self._fleet.note_refused(route.instance_id, sending)
                 self._circuits.note_end(route, error)
-                self._require_another(request, route, error)
+                self._require_another(request, error)
                 request.excluded.add(route.instance_id)
                 request.failure = error
                 if attempt.has_begun:
@@ -105,14 +105,19 @@ class Sender:
             finally:
                 attempt.end()
 
-    def _require_another(self, request: InFlightRequest, route: Route, error: NodeError) -> None:
+    def _note_moved(self, request: InFlightRequest, moved: ReroutedError) -> None:
+        request.rerouted_to = moved.instance_id
+        request.wait_until_s = time.monotonic() + self._settings.request_start_wait_s
+
+    def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
         """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault, nor
         is what moved a request that another instance had accepted; a claim that is no longer the newest may run on no
         node.
         """
+        *before, last = (one.instance_id for one in request.routes)
         if error.code == STALE_EPOCH:
             over = True
-        elif route.instance_id == request.rerouted_to:
+        elif last == request.rerouted_to and last not in before and not request.begun:
             over = False
         elif request.begun:
             over = request.continuations >= self._settings.stream_continuations_max

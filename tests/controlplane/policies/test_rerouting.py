@@ -1,5 +1,6 @@
 """Which waiting requests move to an idle instance."""
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from controlplane.policies.rerouting import (
 )
 from dataplane.protocol.tiers import InstanceKind, Tier
 
+UNTOLD = -1
 SETTINGS = ReroutingSettings(fill_s=0.1)
 
 
@@ -34,6 +36,7 @@ def instance(name: str, wait_s: float | None = 0.0, **changes: Any) -> InstanceF
         "remaining_tokens": 0,
         "prefill_wait_s": wait_s,
         "prefill_token_s": 0.001,
+        "waiting": UNTOLD,
     }
     return InstanceFacts(**facts | changes)
 
@@ -48,31 +51,38 @@ def queue(count: int, at: str = "a") -> tuple[WaitingRequest, ...]:
 
 
 def moves(*instances: InstanceFacts, queued: tuple[WaitingRequest, ...], **changes: Any) -> list[tuple[str, str]]:
-    """Of instances that have begun none of these requests, unless they say so."""
+    """Instances have begun none of these requests, unless they say so."""
+    counts = Counter(request.instance_id for request in queued)
     instances = tuple(
-        structs.replace(one, waiting=one.waiting or sum(request.instance_id == one.instance_id for request in queued))
-        for one in instances
+        structs.replace(one, waiting=counts[one.instance_id]) if one.waiting == UNTOLD else one for one in instances
     )
     facts = ReroutingFacts(instances=instances, waiting=queued, **changes)
     return [(one.request_id, one.route.instance_id) for one in choose_reroutes(facts, 0.0, SETTINGS)]
 
 
 def test_the_first_that_would_not_begin_soon_moves() -> None:
-    """Of four requests in 2 s the second has about 0.8 s before it; the first, with 0.4 s, may begin before it left."""
-    assert moves(instance("a", 2.0), instance("b"), queued=queue(4)) == [("a1", "b")]
+    """Of four requests in 4 s the second has 1 s before it; the first has none."""
+    assert moves(instance("a", 4.0), instance("b"), queued=queue(4)) == [("a1", "b")]
+
+
+@pytest.mark.parametrize("queued", [1, 3])
+def test_what_has_begun_stays(queued: int) -> None:
+    """A long prompt counts as the queue until its first token."""
+    assert moves(instance("a", 9.0, waiting=0), instance("b"), queued=queue(queued)) == []
+    assert moves(instance("a", 9.0, waiting=1), instance("b"), queued=queue(queued)) == []
 
 
 def test_the_first_of_more_than_wait_have_begun() -> None:
-    assert moves(instance("a", 2.0, waiting=2), instance("b"), queued=queue(4)) == [("a2", "b")]
-    assert moves(instance("a", 2.0, waiting=1, sent_requests=1), instance("b"), queued=queue(4)) == [("a2", "b")]
+    assert moves(instance("a", 2.0, waiting=2), instance("b"), queued=queue(4)) == [("a3", "b")]
+    assert moves(instance("a", 2.0, waiting=1, sent_requests=1), instance("b"), queued=queue(4)) == [("a3", "b")]
 
 
 def test_what_was_reported_a_while_ago_may_have_begun() -> None:
-    assert moves(instance("a", 2.0, age_s=0.5), instance("b"), queued=queue(4)) == [("a2", "b")]
+    assert moves(instance("a", 4.0, age_s=0.5), instance("b"), queued=queue(4)) == [("a2", "b")]
 
 
 def test_the_order_in_which_requests_are_known_does_not_matter() -> None:
-    assert moves(instance("b"), instance("a", 2.0), queued=tuple(reversed(queue(4)))) == [("a1", "b")]
+    assert moves(instance("b"), instance("a", 4.0), queued=tuple(reversed(queue(4)))) == [("a1", "b")]
 
 
 def test_what_is_less_urgent_waits_behind_the_rest() -> None:
@@ -95,7 +105,7 @@ def test_a_long_prompt_is_more_of_a_queue() -> None:
 def test_several_idle_instances_share_the_longest_queues() -> None:
     queues = (*queue(4, "a"), *queue(4, "b"))
     moved = moves(instance("a", 6.0), instance("b", 6.05), instance("c"), instance("d"), queued=queues)
-    assert [name for name, _ in moved] == ["b0", "a0"]
+    assert [name for name, _ in moved] == ["b1", "a1"]
     assert {target for _, target in moved} == {"c", "d"}
 
 
@@ -128,8 +138,9 @@ def test_an_instance_without_a_known_queue_of_its_own_gives_nothing(changes: dic
     assert moves(source, instance("b"), queued=queue(4)) == []
 
 
-def test_a_draining_instance_gives() -> None:
-    assert moves(instance("a", 4.0, accepting=False), instance("b"), queued=queue(4)) == [("a0", "b")]
+def test_a_draining_instance_gives_nothing() -> None:
+    """It serves what it has, and would not take it back."""
+    assert moves(instance("a", 4.0, accepting=False), instance("b"), queued=queue(4)) == []
 
 
 @pytest.mark.parametrize("avoided", ["b", "node-b"])
@@ -139,19 +150,19 @@ def test_what_keeps_failing_takes_nothing(avoided: str) -> None:
 
 @pytest.mark.parametrize(
     ("cached", "stays"),
-    [({"a": 16}, False), ({"a": 17}, True), ({"a": 90, "b": 74}, False), ({"a": 90, "b": 73}, True)],
+    [({"a": 12}, False), ({"a": 13}, True), ({"a": 90, "b": 78}, False), ({"a": 90, "b": 77}, True)],
 )
 def test_a_conversation_stays_where_its_prompt_is_cached(cached: dict[str, int], *, stays: bool) -> None:
-    """The last one has 0.93 s before it, a token takes 7 ms: it may lose 16 tokens, which count eightfold."""
+    """The last one has 1 s before it, a token takes 10 ms: it may lose 12 tokens, which count eightfold."""
     queued = (waiting("1"), waiting("2", sent_s=2.0, cached_tokens=cached))
-    assert moves(instance("a", 1.4), instance("b"), queued=queued) == ([] if stays else [("2", "b")])
+    assert moves(instance("a", 2.0), instance("b"), queued=queued) == ([] if stays else [("2", "b")])
 
 
 def test_others_go_past_those_that_stay() -> None:
     conversation = waiting("stays", sent_s=2.0, cached_tokens={"a": 100, "c": 100})
     queued = (*queue(2), conversation, waiting("goes", sent_s=3.0), waiting("last", sent_s=4.0))
-    assert moves(instance("a", 1.2), instance("b"), queued=queued) == [("goes", "b")]
-    assert moves(instance("a", 1.2), instance("c"), queued=queued) == [("stays", "c")]
+    assert moves(instance("a", 1.5), instance("b"), queued=queued) == [("goes", "b")]
+    assert moves(instance("a", 1.5), instance("c"), queued=queued) == [("stays", "c")]
 
 
 def test_who_has_failed_a_request_does_not_get_it_again() -> None:
@@ -175,6 +186,24 @@ def test_several_processes_fill_an_idle_instance_about_once(processes: int) -> N
             moved += len(moves(*instances, instance("idle"), queued=mine, seed=100 * look + process))
     in_0_1_s = 64 * SETTINGS.fill_s / 2.0
     assert in_0_1_s * 0.75 < moved / 50 < in_0_1_s * 1.5
+
+
+@pytest.mark.parametrize("processes", [4, 16])
+def test_few_long_prompts_fill_an_idle_instance_about_once(processes: int) -> None:
+    """Six requests in each of ten queues, sent by chance: a process has none in most of them."""
+    instances = tuple(instance(f"a{number}", 3.0, waiting=6) for number in range(10))
+    moved, looks = 0, 100
+    for look in range(looks):
+        chance = random.Random(look)
+        sent: dict[int, list[WaitingRequest]] = {process: [] for process in range(processes)}
+        for one in instances:
+            for number in range(6):
+                request = waiting(f"{one.instance_id}.{number}", one.instance_id, sent_s=float(number))
+                sent[chance.randrange(processes)].append(request)
+        for process, mine in sent.items():
+            seed = 100 * look + process
+            moved += len(moves(*instances, instance("idle"), queued=tuple(mine), seed=seed))
+    assert 0.5 < moved / looks < 1.5, "one request of half a second fills it"
 
 
 def test_processes_begin_with_different_instances() -> None:
