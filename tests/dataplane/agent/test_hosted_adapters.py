@@ -118,7 +118,7 @@ def test_an_adapter_registered_anew_is_loaded_when_the_former_one_has_drained() 
             await node.until(lambda: [one.waits_for for one in node.agent.reports()] == [None, waits_for, None])
             assert node.states() == {"i1": "ready", "i1+one@2": "loading", "i1+one": "draining"}
             await node.until(lambda: node.states() == {"i1": "ready", "i1+one@2": "ready"})
-            assert isinstance(stream.result()[-1], Finished)
+            assert isinstance((await stream)[-1], Finished)
 
     asyncio.run(scenario())
 
