@@ -55,13 +55,12 @@ class ReroutingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ReroutingSettings:
-    """Requests leave an instance that has over `wait_min_s` of prefills before a new one and does not drain, so that it
-    would take them back. Of them one moves if it has over
-    `margin_s` before it by now, and over `hit_weight` times the time that it takes to compute again what is cached
-    where it waits: a cached token counts as many of a queue's, as in routing. An instance whose memory is used to less
-    than `utilization_max` takes so many that it has `fill_s` of prefills; the rest of it is for those that arrive.
-    Instances in pools neither give nor take: other models wait for their slots, too. Reports older than `stale_s` do
-    not count.
+    """Requests leave an instance that has over `wait_min_s` of prefills before a new one, and does not drain: it would
+    not take them back. Of these requests one moves if it has over `margin_s` before it by now, and over `hit_weight`
+    times the time that it takes to compute again what is cached where it waits: a cached token counts for as many of a
+    queue's, as in routing. An instance whose memory is used to less than `utilization_max` takes so many that it has
+    `fill_s` of prefills; the rest of it is for those that arrive. Instances in pools neither give nor take: other
+    models wait for their slots, too. Reports older than `stale_s` do not count.
     """
 
     wait_min_s: float = 1.0
