@@ -26,6 +26,9 @@ from controlplane.policies.facts import InstanceFacts
 from controlplane.policies.routing import is_usable, predicted_wait_s, utilization_of
 from dataplane.protocol.tiers import IW_F, IW_N, Tier
 
+_LOOKED_AT = 8
+"""Of a queue's first requests, for one that the instance has not failed."""
+
 
 class WaitingRequest(Struct, frozen=True, kw_only=True):
     """An interactive request that has no token yet from the instance that got it at `sent_s`. `cached_tokens`: how many
@@ -145,10 +148,6 @@ class _Queue:
             for name, tokens in request.cached_tokens.items():
                 if tokens >= needed_tokens:
                     self._to[name].append(request)
-
-
-_LOOKED_AT = 8
-"""Of a queue's first requests, for one that the instance has not failed."""
 
 
 def _order(request: WaitingRequest) -> tuple[bool, float, str]:

@@ -32,14 +32,13 @@ class Rerouter:
     ) -> None:
         self._fleet = fleet
         self._sender = sender
-        self._wait_min_s = settings.reroute_wait_s
         self._settings = ReroutingSettings(wait_min_s=settings.reroute_wait_s, stale_s=settings.heartbeat_stale_s)
         self._on_move = on_move
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Look for requests to move while the block runs; with `reroute_wait_s` 0 never."""
-        if not self._wait_min_s:
+        if not self._settings.wait_min_s:
             yield
             return
         async with in_background(self._look_forever()):

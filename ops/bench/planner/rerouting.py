@@ -12,11 +12,10 @@ import typer
 
 from dataplane.scheduling.profile import ProfileError
 from forecasts.importers.lines import DemandFileError
-from ops.bench.planner.strategies import Progress, thetas_of
-from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, figures_of
+from ops.bench.planner.strategies import Progress, simulated
+from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario
 from ops.bench.shared import chosen, work_folder
 from ops.client.screen import AsJson, Columns, print_json, print_table
-from ops.simulator.run import simulate
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 
 STRATEGIES = ("reactive", "lt-i-median", "lt-d-reserve-median")
@@ -81,17 +80,9 @@ def main(
 
 def measured(scenario: Scenario, seeds: Sequence[int], name: str, progress: Progress) -> Iterator[dict[str, float]]:
     """The figures of a run with each seed."""
-    until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
-    assert until_s is not None
-    assert scenario.scaling is not None
     for seed in seeds:
-
-        def report(now_s: float, _: int, seed: int = seed) -> None:
-            progress.show(f"{name}, seed {seed}", min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
-
-        outcome = simulate(scenario, seed=seed, report=report)
+        outcome, found = simulated(scenario, seed, f"{name}, seed {seed}", progress)
         progress.over()
-        found = figures_of(outcome.result, thetas_of(scenario), scenario.scaling.instances_min, 0.0, until_s - learn_s)
         moved = len(outcome.world.rerouter.moved) / found.requests
         yield {"moved": moved} | {key: float(getattr(found, key)) for key in _FIGURES}
 

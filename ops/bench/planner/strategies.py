@@ -36,7 +36,7 @@ from ops.bench.planner.strategies_page import DISTANCES, NAMES, TABLE, markdown_
 from ops.bench.shared import check_plot, chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.plots.lines_plot import LinesPanel, draw_lines
-from ops.simulator.run import simulate
+from ops.simulator.run import Outcome, simulate
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 
 FRONTIER: Sequence[str] = (
@@ -230,22 +230,26 @@ class Run:
 
     def measure(self, progress: Progress) -> None:
         """Simulate, and store the figures."""
-        scenario, name = self.scenario, self.path.stem
-        until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
-        assert until_s is not None
-        assert scenario.scaling is not None
-        began_s = time.process_time()
-
-        def report(now_s: float, _: int) -> None:
-            progress.show(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
-
-        result = simulate(scenario, seed=self.seed, report=report).result
-        cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
-        figures = figures_of(result, thetas_of(scenario), least, cpu_s, until_s - learn_s)
+        _, figures = simulated(self.scenario, self.seed, self.path.stem, progress)
         named = {"case": self.case, "variant": self.variant, "seed": self.seed}
-        digest, commit = digest_of(scenario), commit_of(DOCS, WRITTEN)
+        digest, commit = digest_of(self.scenario), commit_of(DOCS, WRITTEN)
         document = named | {"digest": digest, "commit": commit, **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def simulated(scenario: Scenario, seed: int, name: str, progress: Progress) -> tuple[Outcome, StrategyFigures]:
+    """A run of a case, and its figures. Its progress is printed under a name."""
+    until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
+    assert until_s is not None
+    assert scenario.scaling is not None
+    began_s = time.process_time()
+
+    def report(now_s: float, _: int) -> None:
+        progress.show(name, min(1.0, max(0.0, now_s - learn_s) / (until_s - learn_s)))
+
+    outcome = simulate(scenario, seed=seed, report=report)
+    cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
+    return outcome, figures_of(outcome.result, thetas_of(scenario), least, cpu_s, until_s - learn_s)
 
 
 def thetas_of(scenario: Scenario) -> dict[str, float]:

@@ -166,11 +166,11 @@ class FleetPart(Part):
 
 class PolicyPart(Part):
     """Settings of the policies. `switching`: of request-level serving. `prefetch`: whether slots of pools, and GPUs of
-    request-level serving, load the next model while they serve another, where both fit.
-    `rerouting`: whether waiting requests move to idle instances. `admission`: whether requests that no instance would
-    begin in time are refused. `tries_max`: how often a client
-    sends one, after the Retry-After of each refusal; TTFT counts from the first. `view_s`: how often
-    instances report and deferred requests are released. `gateways`: each knows of the prompts that it sent.
+    request-level serving, load the next model while they serve another, where both fit. `rerouting`: whether waiting
+    requests move to idle instances. `admission`: whether requests that no instance would begin in time are refused.
+    `tries_max`: how often a client sends one, after the Retry-After of each refusal; TTFT counts from the first.
+    `view_s`: how often instances report and deferred requests are released. `gateways`: each knows of the prompts that
+    it sent.
     `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
     their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be; live, and by
     default, they expect what answers of the model were. `mixed_batches`: whether a step of a pool's slot, or of a

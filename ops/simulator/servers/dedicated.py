@@ -115,15 +115,6 @@ class Instance:
         return [one.served for one in prompts if not one.cached and one not in begun]
 
     @property
-    def not_begun(self) -> int:
-        """How many these are."""
-        prompts = self._prompts.waiting.values()
-        if not prompts:
-            return len(self._prompts.new)
-        begun = sum(not sequence.cached for sequence, _ in self._chunks)
-        return sum(not one.cached for one in prompts) + len(self._prompts.new) - begun
-
-    @property
     def inside(self) -> list[Served]:
         """All requests in flight, ordered by arrival."""
         return [one.served for one in sorted([*self._unbatched, *self._batch], key=lambda one: one.order)]

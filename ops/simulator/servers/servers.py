@@ -118,7 +118,7 @@ class DedicatedServer:
             kv_capacity_bytes=instance.kv_tokens_max * token_bytes,
             remaining_tokens=instance.remaining_tokens,
             requests=instance.requests,
-            waiting=instance.not_begun,
+            waiting=len(instance.waiting),
             kv_bytes_per_token=token_bytes,
             kind=self.kind,
             prefill_wait_s=wait_s,

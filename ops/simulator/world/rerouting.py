@@ -1,7 +1,7 @@
 """Waiting requests move to idle instances by the live policy, at each renewal of the views.
 
-request waits at a --> asked back, over the network --> its prefill has begun: it stays
-                                                   --> it has not: back over the network, then sent to b
+it waits at a --> asked back, over the network --> its prefill has begun: it stays
+                                               --> it has not: back over the network, then sent to b
 """
 
 from collections.abc import Callable, Mapping

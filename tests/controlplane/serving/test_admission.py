@@ -1,7 +1,7 @@
 """The flex queue: as many as there is room for at once, in order, and never more."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,6 @@ from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.expected_lengths import ExpectedLengths
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.in_flight_tokens import Sending, SentTokens
-from controlplane.serving.node_streams import NodeStream, PassOn
 from controlplane.serving.send import Sender
 from dataplane.protocol.messages import Finished, Generate, Sampling, Started
 from dataplane.protocol.records import RecordedEvent
@@ -69,12 +68,7 @@ class Holding(AgentClient):
         self.lets: dict[str, asyncio.Event] = {}
 
     async def generate(
-        self,
-        url: str,
-        request: Generate,
-        headers: Mapping[str, str] | None = None,
-        pass_on: PassOn | None = None,
-        opened: Callable[[NodeStream], None] | None = None,
+        self, url: str, request: Generate, *_: Any, **__: Any
     ) -> AsyncGenerator[list[RecordedEvent], None]:
         name = request.request_id.split(".")[0]
         self.asked.append(name)

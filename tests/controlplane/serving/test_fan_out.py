@@ -1,7 +1,7 @@
 """Several choices of one query: where they go, what they are counted as, and how they end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from controlplane.errors import NodeError
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fan_out import InFlightQuery, TokenUsage, send_query
-from controlplane.serving.node_streams import NodeStream, PassOn
 from controlplane.serving.query import Query, seed_of
 from controlplane.serving.send import Sender
 from dataplane.protocol.messages import Finished, Generate, Sampling, Started, Token
@@ -34,12 +33,7 @@ class Nodes(AgentClient):
         self.fails = fails
 
     async def generate(
-        self,
-        url: str,
-        request: Generate,
-        headers: Mapping[str, str] | None = None,
-        pass_on: PassOn | None = None,
-        opened: Callable[[NodeStream], None] | None = None,
+        self, url: str, request: Generate, *_: Any, **__: Any
     ) -> AsyncGenerator[list[RecordedEvent], None]:
         number = _number(request)
         self.asked.append(request)

@@ -1,7 +1,6 @@
 """A gateway moves requests from a long queue to an instance that is idle, and their clients see one answer."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -331,16 +330,18 @@ def test_a_look_that_fails_stops_no_later_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("controlplane.serving.rerouting._LOOK_EVERY_S", 0.01)
 
     async def run() -> None:
-        gateway, looks, again = Gateway(Nodes(), TwoQueues()), itertools.count(), asyncio.Event()
+        gateway, looks, again = Gateway(Nodes(), TwoQueues()), list[bool](), asyncio.Event()
 
         def look() -> None:
-            if next(looks) == 0:
+            looks.append(not looks)
+            if looks[-1]:
                 raise ValueError
             again.set()
 
         monkeypatch.setattr(gateway.rerouter, "look", look)
         async with gateway.rerouter.running(), asyncio.timeout(30):
             await again.wait()
+        assert looks[:2] == [True, False], "the first failed, and there was a second"
         await gateway.end()
 
     asyncio.run(run())
