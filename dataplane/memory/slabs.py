@@ -8,8 +8,9 @@ A slab is in exactly one state: free, in the run of a model, allocated to KV, or
 uses it). Evicted weights are not copied out, since the host keeps a copy (Aegaeon 5.2).
 
 A model may lend slabs of its run to KV, those below `weights_slabs` too (Oneiros 5). They remain part of the run, and
-the model reclaims them once KV has freed them. KV takes lent slabs last. And the limit may be lowered to `kv_from`, so
-that KV has the place in which another model would be loaded; where it is raised again, KV stays until it is freed.
+the model reclaims them once KV has freed them. KV takes lent slabs last, and takes none that are withheld to be
+reclaimed. And the limit may be lowered to `kv_from`, so that KV has the place in which another model would be loaded;
+where it is raised again, KV stays until it is freed.
 """
 
 import heapq
@@ -53,6 +54,7 @@ class SlabArena:
         self._free = set(range(slabs))
         self._kv: set[int] = set()
         self._lent: set[int] = set()
+        self._withheld: frozenset[int] = frozenset()
         self._borrowed: set[int] = set()
         self._moves: MoveList[tuple[int, ...]] = MoveList()
         # Free slabs that KV may take: those not lent first, the highest first. A slab that a run has taken, or that is
@@ -72,6 +74,10 @@ class SlabArena:
     @property
     def free_kv_slabs(self) -> int:
         return sum(map(self._may_hold_kv, self._free))
+
+    @property
+    def free_withheld_slabs(self) -> int:
+        return len(self._withheld & self._free)
 
     @property
     def kv_slabs(self) -> int:
@@ -101,6 +107,15 @@ class SlabArena:
         self.kv_from = kv_from
         self._borrowed = {slab for slab in self._kv if slab < kv_from}
         self._queue(self._free)
+
+    def withhold(self, slabs: Iterable[int]) -> None:
+        """Let KV take none of these lent slabs, and the others again; those that it has stay its. Else KV that has left
+        them could take them again before they are all free, and they never would be.
+        """
+        withheld = self._lent.intersection(slabs)
+        if withheld != self._withheld:
+            self._withheld = frozenset(withheld)
+            self._queue(self._free)
 
     @property
     def borrowed_slabs(self) -> frozenset[int]:
@@ -142,6 +157,7 @@ class SlabArena:
         own = [slab for slab in run.slabs if slab not in self._lent]
         lent = self._lent.intersection(run.slabs)
         self._lent -= lent
+        self._withheld -= lent
         self._queue(lent & self._free)
         self._free_after(own, after)
 
@@ -173,6 +189,7 @@ class SlabArena:
             return False
         self._free -= lent
         self._lent -= lent
+        self._withheld -= lent
         return True
 
     def take_kv(self) -> int | None:
@@ -208,13 +225,14 @@ class SlabArena:
         assert sorted(slabs) == list(range(self.slabs)), f"lost or doubled slabs: {self._runs}, {moving}"
         assert len(set(of_runs)) == len(of_runs), f"runs overlap: {self._runs}"
         assert self._lent.issubset(of_runs), "a lent slab is in no run"
+        assert self._withheld <= self._lent, "a withheld slab is not lent"
         assert {slab for slab in self._kv if slab < self.kv_from} == self._borrowed, "borrowed slabs are not known"
         assert sorted(self._queued) == sorted(self._kv_queue), "the KV queue and its index differ"
         findable = {self._entry(slab) for slab in self._free if self._may_hold_kv(slab)}
         assert findable <= self._queued, "KV cannot find a free slab"
 
     def _may_hold_kv(self, slab: int) -> bool:
-        return slab >= self.kv_from or slab in self._lent
+        return (slab >= self.kv_from or slab in self._lent) and slab not in self._withheld
 
     def _entry(self, slab: int) -> tuple[bool, int]:
         return slab in self._lent, -slab

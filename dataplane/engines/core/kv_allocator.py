@@ -8,7 +8,8 @@ while they are copied to host memory. When free memory is too small, the engine'
 1. memory that is not KV: weight layers that can be offloaded ("remap"), then weights in slabs borrowed from KV;
 2. unless the requester waits ("refuse"), KV of decoding sequences (`choose_victim`): swapped to host memory ("swap") or
    dropped ("recompute");
-3. KV of partly prefilled sequences after the requester in the order of service. Their prefill starts over.
+3. KV of partly prefilled sequences after the requester in the order of service. Their prefill starts over. Those before
+   it keep theirs, unless only the requester may run: in rounds, a group that was begun is prefilled to its end.
 
 A resumed sequence makes at least one token before it can be preempted again; this prevents livelock between two
 sequences that do not fit together. A sequence that gets no memory waits; if it has KV and there is no victim, it is
@@ -66,7 +67,8 @@ def choose_victim(
 class KvAllocator(Generic[KvT]):
     """Allocates KV memory. `reclaim` evicts weights from slabs borrowed from KV, of any model but the named one (None:
     of every model), and returns whether it did; `on_shortage` chooses the action; `idle_s`: seconds until a model's
-    turn. A `prefill_only` slot never drops KV of finished prefills: their KV transfer frees it.
+    turn. A `prefill_only` slot never drops KV of finished prefills: their KV transfer frees it. `by_deadlines`: models
+    share the time so; else in rounds.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class KvAllocator(Generic[KvT]):
         reclaim: Callable[[str | None], bool],
         on_shortage: OnShortage = always_swap,
         idle_s: Callable[[str], float] = lambda _: 0.0,
+        by_deadlines: bool = False,
     ) -> None:
         self._models = models
         self._kv = kv
@@ -87,6 +90,7 @@ class KvAllocator(Generic[KvT]):
         self._reclaim = reclaim
         self._on_shortage = on_shortage
         self._idle_s = idle_s
+        self._by_deadlines = by_deadlines
         self.preemptions_total = 0
         self.recomputed_total = 0
 
@@ -159,7 +163,8 @@ class KvAllocator(Generic[KvT]):
                 if not self._preempt(victim, action):
                     return False, action
                 continue
-            half = self._half_prefilled_after(sequence, keep, first=not (sequence.prefilled or decoding))
+            alone = not (sequence.prefilled or decoding or self._by_deadlines)
+            half = self._half_prefilled_after(sequence, keep, alone=alone)
             if half is None:
                 self._reclaim(None)  # its own weights are loaded into the weight region in the next step
                 return False, action
@@ -167,13 +172,13 @@ class KvAllocator(Generic[KvT]):
         return True, None
 
     def _half_prefilled_after(
-        self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]], *, first: bool
+        self, sequence: TokenSequence[KvT], keep: Sequence[TokenSequence[KvT]], *, alone: bool
     ) -> TokenSequence[KvT] | None:
-        """`first`: the sequence waits for its prefill and nothing decodes, so that nothing can run but the prefill that
-        the scheduler puts first, which is this one.
+        """`alone`: the sequence waits for its prefill, no KV of a decode is on the device, and the scheduler puts that
+        prefill first, so that nothing else can run. By deadlines others can, and would make it start over in turn.
         """
         half = choose_victim(self.half_prefilled, sequence, keep)
-        return half if half is not None and (first or half.key > sequence.key) else None
+        return half if half is not None and (alone or half.key > sequence.key) else None
 
     def _preempt(self, victim: TokenSequence[KvT], action: Action | None) -> bool:
         """Swap out or drop. False if host memory is full on a `prefill_only` slot, whose KV transfers will free it."""

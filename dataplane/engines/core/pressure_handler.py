@@ -298,11 +298,16 @@ class KvPressureHandler(Generic[ModelT, KvT]):
         batch = running.decoding[: self._settings.batch_max]
         step_s = running.estimate.decode_s(sum(sequence.cached for sequence in batch), max(len(batch), 1))
         out_bytes_per_s, in_bytes_per_s = self._kv.link_bytes_per_s(kv)
-        ends = [model.tokens_to_come(sequence) for model in self._models.values() for sequence in model.decoding]
+        ends = [
+            model.tokens_to_come(sequence)
+            for model in self._models.values()
+            for sequence in model.decoding
+            if sequence.kv.location in (KvLocation.DEVICE, KvLocation.SWAPPING_IN)  # the others wait for memory too
+        ]
         return PressureFacts(
             remap_wait_s=wait_s,
             victim=None if shortage.victim is None else self._victim(shortage.victim),
-            can_wait=kv.location is KvLocation.NONE and bool(ends) and self._may_refuse(shortage),
+            can_wait=kv.location is KvLocation.NONE and self._may_refuse(shortage),
             running=len(batch),
             step_s=step_s,
             frees_in_s=min(ends) * step_s if ends else inf,

@@ -90,6 +90,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
             reclaim=reclaim,
             on_shortage=on_shortage,
             idle_s=lambda model: idle_s(self.state.round, model, clock()) if self._by_deadlines else 0.0,
+            by_deadlines=self._by_deadlines,
         )
         self._step_batches = StepBatches(
             self._allocator,
@@ -255,7 +256,10 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         facts = self._facts(now_s) if self.requests.prefills.groups or not self._slot.prefill_only else _NO_FACTS
         self._batches = facts.batches
         sliced = self.state.slice.model
-        turn, self.state = choose_turn(facts, self.state, now_s, self._slot.turns)
+        turn, state = choose_turn(facts, self.state, now_s, self._slot.turns)
+        if turn is None and self._hold:  # which models were tried in this slice is not forgotten
+            state = SlotState(slice=self.state.slice)
+        self.state = state
         if self._allocator.preemptions_total and self.state.slice.model not in (None, sliced):
             self._begin_slice()
         outputs = self.requests.take_ended()
@@ -268,6 +272,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self._log.turn(turn, now_s, missing_s=missing_s, blocked=blocked)
         self._last_model = turn.model
         tokens_before = self._log.tokens_total
+        self._step_batches.gave_back = False  # the turn may form no batch
         made = self._run(turn, self.models[turn.model], now_s)
         if made is not None:
             outputs += self._take(made)
@@ -283,7 +288,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         )
         took_s = self._clock() - now_s
         self.state = self.state.spent(turn.kind, took_s, ran=made is not None)
-        if made is None and not self._is_awaited(turn.model):
+        if made is None and not self._is_awaited(turn):
             self.state = self.state.cut_short(now_s)
         if facts.batches:
             decoded = turn.kind == "decode" and self._log.tokens_total > tokens_before
@@ -316,11 +321,11 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
                 self.requests.end_all([sequence], error, invalid=matcher.too_complex)
         return [one for one in made if one[0].matcher is None or one[0].matcher.error is None]
 
-    def _is_awaited(self, name: str) -> bool:
-        """Whether a KV transfer is under way after which the model can continue."""
-        model = self.models.get(name)  # a model that failed is gone
+    def _is_awaited(self, turn: Turn) -> bool:
+        """Whether a KV transfer is under way after which the turn can go on, unlike that of KV its batch gave back."""
+        model = self.models.get(turn.model)  # a model that failed is gone
         arriving = model is not None and any(sequence.kv.location is SWAPPING_IN for sequence in model.begun)
-        return arriving or self._memory.freeing
+        return arriving or (self._memory.freeing and not self._step_batches.gave_back)
 
     def _facts(self, now_s: float) -> SlotFacts:
         """The facts for the scheduler. After a prefill that found no memory for its KV, prefills are held back."""

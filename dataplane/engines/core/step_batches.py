@@ -34,7 +34,11 @@ class StepBatches(Generic[KvT]):
         self.blocked: set[str] = set()
         """Models whose prompts found no memory beside their batch in the last mixed step."""
         self.stuck: set[str] = set()
-        """Models whose last decode step found no memory for any of its batch, and gave KV of it back."""
+        """Models whose batch found no memory for any of it, and gave KV of it back, or none was being freed; until one
+        of it decodes.
+        """
+        self.gave_back = False
+        """Whether the present step found no memory for any of its batch, and gave KV of it back."""
 
     def form(self, turn: Turn, model: ServedModel[KvT], group: Sequence[TokenSequence[KvT]]) -> list[Chunk[KvT]]:
         """What the turn's next step runs; empty if there is no memory for anything of it. `group`: the turn's."""
@@ -118,9 +122,10 @@ class StepBatches(Generic[KvT]):
                     ready.append(sequence)
                 gave_back |= sequence.kv.location is not DEVICE
             before += sequence.kv.location in (DEVICE, SWAPPING_IN)
+        self.gave_back = gave_back and not ready
         if ready:
             self.stuck.discard(model.name)
-        elif gave_back:
+        elif gave_back or not (before or self._kv.freeing):
             self.stuck.add(model.name)
         return [Chunk(sequence=sequence, count=1) for sequence in ready]
 

@@ -5,7 +5,7 @@ tokens, returns them, and prefetches what the next turn needs. It waits for a tr
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import structlog
@@ -250,13 +250,20 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         self.weights.settle()
         self.kv.settle()
         self.host_models.release_spare()
-        waiting = self.pressure.revert()
-        if waiting and not self.kv.preempting:
-            begun = [sequence.kv for model in self.models.values() for sequence in model.begun]
-            runs = [self._slot_memory.least_used_run(self.models[name], begun) for name in waiting]
-            self._allocator.evict(lambda kv: any(self.kv.lies_in(kv, run.slabs) for run in runs))
-            self.kv.clear([slab for run in runs for slab in run.slabs], now=True)
+        self._vacate(self.pressure.revert())
         self.requests.queue_lost()
+
+    def _vacate(self, names: Sequence[str]) -> None:
+        """Evict KV from the memory of an offloaded layer of each of these models, and keep it out until that can be
+        reclaimed.
+        """
+        begun = [sequence.kv for model in self.models.values() for sequence in model.begun] if names else []
+        runs = [self._slot_memory.least_used_run(self.models[name], begun) for name in names]
+        slabs = frozenset(slab for run in runs for slab in run.slabs)
+        self.arena.withhold(slabs)
+        if slabs and not self.kv.preempting:
+            self._allocator.evict(lambda kv: self.kv.lies_in(kv, slabs))
+            self.kv.clear(slabs, now=True)
 
     def _fit_together(self, models: Iterable[TorchModel]) -> bool:
         return not self._slot_memory.lends_place and self.weights.fit_together(model.weights for model in models)

@@ -101,9 +101,9 @@ def test_the_wait_that_a_node_reports_is_that_of_requests_promised_so() -> None:
     workers: Any = [Worker()]
     dispatcher = Dispatcher(workers, PrefillSettings(), losses_max=0, clock=lambda: 0.0)
     dispatcher.submit(promised("default", "a", None), "a")
-    before = dispatcher.prefill_outlook("b", "IW-F")
+    before = dispatcher.prefill_outlook("b", "b", "IW-F")
     dispatcher.submit(promised("tight", "b", OWN), "b")
-    after, others = dispatcher.prefill_outlook("b", "IW-F"), dispatcher.prefill_outlook("a", "IW-F")
+    after, others = dispatcher.prefill_outlook("b", "b", "IW-F"), dispatcher.prefill_outlook("a", "a", "IW-F")
     assert before is not None
     assert after is not None
     assert others is not None

@@ -6,6 +6,8 @@ import signal
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import pytest
+
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import START_FAILURES_MAX
@@ -47,6 +49,17 @@ class FailingLoads(WorkerLink):
             if isinstance(report, Loaded):
                 yield LoadFailed(instance_id=report.instance_id, serial=report.serial, error="no such checkpoint")
             else:
+                yield report
+
+
+class EndlessLoads(WorkerLink):
+    """A worker whose loads are not over, as far as the agent hears, while `endless`."""
+
+    endless = True
+
+    async def reports(self) -> AsyncIterator[Report]:
+        async for report in super().reports():
+            if not (isinstance(report, Loaded) and self.endless):
                 yield report
 
 
@@ -101,18 +114,23 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
 
 
 @asynchronous
-async def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again() -> None:
-    async with running_node(slow(load_retry_s=1.0)) as node:
+async def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts = Starts()
+    async with running_node(slow(load_retry_s=1.0), start_worker=starts.start) as node:
         await node.hold(1, instance())
         calm = await read(node, generate("calm", sampling=LONG))
         storm = await in_the_middle(node, "storm")
         hosted = node.agent.workers[0].hosted.get("i1")
         assert hosted is not None
+        starts.link = EndlessLoads
         kill(node)
         while hosted.state != "failed":  # each process is killed while it loads
             if hosted.load_serial is not None and node.agent.workers[0].pid is not None:
                 kill(node)
             await asyncio.sleep(0)
+        monkeypatch.setattr(EndlessLoads, "endless", False)
         assert "2 worker processes ended while they loaded this model" in str(hosted.error)
         events = await storm
         assert isinstance(events[-1], Finished)

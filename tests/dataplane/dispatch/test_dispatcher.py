@@ -216,15 +216,15 @@ def test_an_id_is_in_flight_once() -> None:
 
 def test_the_outlook_is_that_of_the_worker_with_the_least_to_prefill() -> None:
     node = Node("pbd")
-    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (0.0, PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "tide", "IW-N") == (0.0, PrefillPace().token_s)
     for number in range(2):  # both in the same group, on one worker
         node.dispatcher.submit(request(f"r{number}"), "tide")
-    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (0.0, PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "tide", "IW-N") == (0.0, PrefillPace().token_s)
     node.workers[1].ready = False
     waits_s = PrefillPace().switch_s + 2 * len(request("r").prompt) * PrefillPace().token_s
-    assert node.dispatcher.prefill_outlook("i1", "IW-N") == (pytest.approx(waits_s), PrefillPace().token_s)
+    assert node.dispatcher.prefill_outlook("i1", "tide", "IW-N") == (pytest.approx(waits_s), PrefillPace().token_s)
     node.workers[0].ready = False
-    assert node.dispatcher.prefill_outlook("i1", "IW-N") is None, "a decode worker prefills nothing"
+    assert node.dispatcher.prefill_outlook("i1", "tide", "IW-N") is None, "a decode worker prefills nothing"
 
 
 class RefusingWorker(RecordingWorker):

@@ -88,6 +88,23 @@ def test_kv_takes_lent_slabs_last_and_only_free_ones_are_reclaimed() -> None:
     arena.check()
 
 
+def test_kv_takes_no_lent_slab_that_is_withheld_until_it_is_not() -> None:
+    arena = SlabArena(5, weights_slabs=4)
+    arena.take_run("a", 0, 4)
+    arena.lend("a", [1, 2, 3])
+    assert [arena.take_kv(), arena.take_kv()] == [4, 3]
+    arena.withhold([2, 3])
+    assert (arena.free_kv_slabs, arena.free_withheld_slabs) == (1, 1)
+    arena.free_kv(3)
+    assert [arena.take_kv(), arena.take_kv()] == [1, None]
+    assert arena.free_withheld_slabs == 2
+    arena.check()
+    arena.withhold([3])
+    assert arena.take_kv() == 2
+    assert arena.reclaim("a", [3])
+    arena.check()
+
+
 def test_kv_keeps_lent_slabs_after_their_model_is_evicted() -> None:
     arena = SlabArena(4, weights_slabs=3)
     arena.take_run("a", 0, 3)
@@ -133,6 +150,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.kv_from = self.WEIGHTS_SLABS
         self.runs: dict[str, range] = {}
         self.lent: set[int] = set()
+        self.withheld: set[int] = set()
         self.events: list[tuple[FlagEvent, list[int]]] = []
 
     def fill(self, slabs: Iterable[int], state: str) -> None:
@@ -167,6 +185,7 @@ class ArenaMachine(RuleBasedStateMachine):
         slabs = self.runs.pop(owner)
         own = [slab for slab in slabs if slab not in self.lent]
         self.lent.difference_update(slabs)
+        self.withheld.difference_update(slabs)
         self.arena.free_run(owner, self.event_for(own, in_flight))
 
     @precondition(lambda self: self.runs)
@@ -186,6 +205,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.arena.reclaim(owner, [slab]) is is_free
         if is_free:
             self.lent.remove(slab)
+            self.withheld.discard(slab)
             self.state[slab] = "weights"
 
     @rule(kv_from=st.integers(0, WEIGHTS_SLABS))
@@ -193,10 +213,18 @@ class ArenaMachine(RuleBasedStateMachine):
         self.kv_from = kv_from
         self.arena.limit_kv(kv_from)
 
+    @rule(slabs=st.sets(st.integers(0, SLABS - 1)))
+    def withhold(self, slabs: set[int]) -> None:
+        self.withheld = self.lent & slabs
+        self.arena.withhold(slabs)
+
+    @property
+    def for_kv(self) -> set[int]:
+        return self.lent.union(range(self.kv_from, self.SLABS)) - self.withheld
+
     @rule()
     def take_kv(self) -> None:
-        allowed = self.lent.union(range(self.kv_from, self.SLABS))
-        free = [slab for slab in allowed if self.state[slab] == "free"]
+        free = [slab for slab in self.for_kv if self.state[slab] == "free"]
         slab = self.arena.take_kv()
         assert slab == max(free, key=lambda slab: (slab not in self.lent, slab), default=None)
         if slab is not None:
@@ -228,8 +256,9 @@ class ArenaMachine(RuleBasedStateMachine):
         counted = [self.state.count(state) for state in ("free", "kv", "moving")]
         assert [self.arena.free_slabs, self.arena.kv_slabs, self.arena.moving_slabs] == counted
         assert {owner: run.slabs for owner, run in self.arena.runs.items()} == self.runs
-        for_kv = self.lent.union(range(self.kv_from, self.SLABS))
-        assert self.arena.free_kv_slabs == sum(self.state[slab] == "free" for slab in for_kv)
+        free = {slab for slab in range(self.SLABS) if self.state[slab] == "free"}
+        assert self.arena.free_kv_slabs == len(free & self.for_kv)
+        assert self.arena.free_withheld_slabs == len(free & self.withheld)
         assert self.arena.blocked == {slab for slab in range(self.SLABS) if self.state[slab] in {"kv", "moving"}}
 
 

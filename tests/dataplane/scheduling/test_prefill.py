@@ -69,14 +69,37 @@ def test_batch_requests_have_groups_of_their_own() -> None:
 def test_whom_a_newcomer_could_not_overtake(order: Order, tier: Tier, ahead: list[str]) -> None:
     settings = PrefillSettings(order=order)
     queue = PrefillQueue()
-    for name, of, arrived_s in (
-        ("aged", "IW-N", 42.0),
-        ("young", "IW-N", 90.0),
-        ("old", "IW-F", 99.5),
-        ("batch", "NIW", 1.0),
-    ):
-        queue = queue.join(request(name, name, arrived_s, of), settings)  # type: ignore[arg-type]
-    assert drawn(queue.ahead_of(tier, TIER_OBJECTIVES[tier].ttft_s, 100.0, settings)) == ahead
+    arrivals: dict[str, tuple[Tier, float]] = {
+        "aged": ("IW-N", 42.0),
+        "young": ("IW-N", 90.0),
+        "old": ("IW-F", 99.5),
+        "batch": ("NIW", 1.0),
+    }
+    for name, (of, arrived_s) in arrivals.items():
+        queue = queue.join(request(name, name, arrived_s, of), settings)
+    assert drawn(queue.ahead_of("new", tier, TIER_OBJECTIVES[tier].ttft_s, 100.0, settings)) == ahead
+
+
+@pytest.mark.parametrize(
+    ("model", "ahead"),
+    [
+        ("a", ["old", "due"]),  # it overtakes the IW-N requests of either group
+        ("b", ["n0 old", "n1 due"]),  # of another model: groups, which are served whole
+    ],
+)
+def test_of_its_own_model_alone_a_newcomer_overtakes_requests(model: str, ahead: list[str]) -> None:
+    settings = PrefillSettings(group_requests_max=2)
+    queue = PrefillQueue()
+    arrivals: dict[str, tuple[Tier, float]] = {
+        "n0": ("IW-N", 95.0),
+        "old": ("IW-F", 99.0),
+        "n1": ("IW-N", 99.1),
+        "due": ("IW-F", 99.9),
+    }
+    for name, (tier, arrived_s) in arrivals.items():
+        queue = queue.join(request(name, "a", arrived_s, tier), settings)
+    assert drawn(queue) == ["n0 old", "n1 due"]
+    assert drawn(queue.ahead_of(model, "IW-F", 1.0, 100.0, settings)) == ahead
 
 
 def test_removing() -> None:
@@ -181,6 +204,35 @@ def test_order_rules_groups_and_what_is_in_them(order: Order, chosen: str, insid
     assert [r.request_id for r in choice.group.in_order(2.0, settings)] == inside
     edf = replace(settings, order="edf")
     assert [r.request_id for r in queue.groups[0].in_order(2.0, edf)] == ["f2", "n0", "n1"]
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("edf", ["f5", "f6", "n0"]), ("pf", ["f5", "f6", "n0"]), ("fcfs", ["n0", "n1", "n2"])]
+)
+def test_requests_of_one_model_alone_go_in_order_whatever_their_groups(order: Order, first: list[str]) -> None:
+    """An urgent one waits for no group that was begun."""
+    settings = PrefillSettings(order=order, group_requests_max=3)
+    queue = PrefillQueue().join(request("z", "a", 0.0, "NIW"), settings)
+    for number in range(5):
+        queue = queue.join(request(f"n{number}", "a", float(number)), settings)
+    for number in (5, 6):
+        queue = queue.join(request(f"f{number}", "a", float(number), "IW-F"), settings)
+    assert drawn(queue) == ["z", "n0 n1 n2", "n3 n4 f5", "f6"]
+    choice = choose_group(queue.groups, "a", GroupState(serving="n0"), 7.0, settings)
+    assert choice is not None
+    assert [one.request_id for one in choice.group.in_order(7.0, settings)] == first
+    following = [one.request_id for group in choice.following for one in group.waiting]
+    assert sorted([*first, *following]) == sorted(one.request_id for group in queue.groups for one in group.waiting)
+
+
+def test_a_batch_request_is_never_served_beside_others_of_its_model() -> None:
+    queue = PrefillQueue().join(request("z", "a", 0.0, "NIW"), SETTINGS).join(request("a1", "a", 5.0), SETTINGS)
+    choice = choose_group(queue.groups, "a", GroupState(serving="z"), 10.0, SETTINGS)
+    assert choice is not None
+    assert [one.request_id for one in choice.group.waiting] == ["a1"]
+    alone = choose_group(queue.remove("a1").groups, "a", choice.state, 10.0, SETTINGS)
+    assert alone is not None
+    assert [one.request_id for one in alone.group.waiting] == ["z"]
 
 
 @given(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.decode import DecodeSettings
@@ -46,6 +47,18 @@ def test_one_tight_batch_holds_a_prefill_back() -> None:
     turn, _ = choose_turn(facts, decoding("a", "b"), 0.1, SETTINGS)
     assert turn is not None
     assert turn.kind == "decode"
+
+
+@pytest.mark.parametrize(
+    ("stuck", "owed", "kind"), [("a", None, "prefill"), ("b", None, "decode"), ("a", "decode", "decode")]
+)
+def test_a_batch_without_memory_lets_prefills_go_first_but_not_for_ever(stuck: str, owed: Any, kind: str) -> None:
+    """Else the slot does nothing until a prompt that waits is nearly due."""
+    facts = replace(slot(prefills(("c", 0.0, "IW-N")), [batch("a")], "a"), stuck=frozenset({stuck}))
+    state = replace(decoding("a"), owed=owed, over_s=1.0 if owed else 0.0)
+    turn, _ = choose_turn(facts, state, 0.1, SETTINGS)
+    assert turn is not None
+    assert turn.kind == kind
 
 
 def test_one_model_prefills_at_once_and_never_switches() -> None:

@@ -33,14 +33,14 @@ from tests.ops.simulator.pooling import pooled
 from tests.ops.simulator.scaled import scaled
 
 BLIND = [strategy for strategy in get_args(Strategy) if strategy != "oracle"]
-LONGER_TOKENS = 300
+LONGER_TOKENS = 200
 FIRST_TOKEN, SCALED = -1, -2
 """Codes of records, beside those of the event log."""
 ALTERED_S = 615.5
 """Just after a decision about the scale."""
 BUSY = {"rate_per_s": 4.0, "duration_s": 700.0, "output_tokens": {"median": 200, "most": 400}}
 """Traffic under which routes hang on queues, and instances are started."""
-PRESSED = scenario_of("pooled", rate_per_s=8.0, kv_bytes=200_000 * 2500)
+PRESSED = scenario_of("pooled", rate_per_s=16.0, kv_bytes=200_000 * 2500)
 """A pool that runs out of KV memory."""
 WAITING = scenario_of("request-level", rate_per_s=8.0, gpus=1, weights_bytes=40 * 10**9)
 """More models than GPUs, which have room for two."""

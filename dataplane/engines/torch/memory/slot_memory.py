@@ -28,7 +28,8 @@ class TorchSlotMemory:
 
     @property
     def free_bytes(self) -> int:
-        return (self._arena.free_kv_slabs + len(self._kv.clearable_slabs())) * self._kv.slab_bytes
+        free_slabs = self._arena.free_kv_slabs + self._arena.free_withheld_slabs
+        return (free_slabs + len(self._kv.clearable_slabs())) * self._kv.slab_bytes
 
     def layers(self, model: TorchModel, *, decoding: bool) -> Layers | None:
         """See `SlotMemory`. Layers of different sizes cannot use each other's memory."""

@@ -23,6 +23,7 @@ class Slot:
 
     host_bytes: int = 10_000
     prefill_only: bool = False
+    by_deadlines: bool = False
     reclaimed: list[str | None] = field(default_factory=list)
     action: Action | None = "swap"
     shortages: list[Shortage] = field(default_factory=list)
@@ -40,6 +41,7 @@ class Slot:
             prefill_only=self.prefill_only,
             reclaim=self._note,
             on_shortage=self._on_shortage,
+            by_deadlines=self.by_deadlines,
         )
 
     def _on_shortage(self, shortage: Shortage) -> Action | None:
@@ -125,6 +127,17 @@ def test_if_nothing_decodes_the_prefill_whose_turn_it_is_goes_first(decoding: bo
         KvLocation.DEVICE,
         KvLocation.NONE if dropped else KvLocation.DEVICE,
     )
+
+
+def test_by_deadlines_a_prefill_waits_for_partly_prefilled_ones_before_it() -> None:
+    """Their models get turns. Otherwise two models would make each other's prefills start over for ever."""
+    slot = Slot(by_deadlines=True)
+    halves = [slot.half_prefilled(name, "a", "IW-F") for name in ("first", "second")]
+    wanted = slot.waiting("wanted", "b", "IW-N")
+    assert not slot.allocator.grow(wanted, 41)
+    assert [half.kv.location for half in halves] == [KvLocation.DEVICE, KvLocation.DEVICE]
+    urgent = slot.waiting("urgent", "b", "IW-F")
+    assert not slot.allocator.grow(urgent, 41), "it came after them"
 
 
 @pytest.mark.parametrize(("prefill_only", "location"), [(False, KvLocation.NONE), (True, KvLocation.DEVICE)])

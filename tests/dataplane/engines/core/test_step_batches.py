@@ -108,3 +108,19 @@ def test_a_model_whose_batch_gives_its_memory_back_is_stuck_until_it_decodes() -
     settled(slot)
     assert step.decode(slot.models["a"])
     assert step.stuck == set()
+
+
+def test_a_batch_in_host_memory_that_waits_for_a_prompt_is_stuck() -> None:
+    """An earlier request, half prefilled, holds what the batch needs: only its prefill goes on."""
+    slot = Slot()
+    half = slot.half_prefilled("half", "b", "IW-N")
+    swapped = in_host_memory(slot, "swapped", "IW-N")
+    assert slot.allocator.grow(half, 80)
+    step = batches(slot, math.inf)
+    assert step.decode(slot.models["a"]) == []
+    assert (swapped.kv.location, step.stuck) == (HOST, {"a"})
+    slot.requests.end_all([half], "cancelled")
+    step.decode(slot.models["a"])
+    settled(slot)
+    assert step.decode(slot.models["a"])
+    assert step.stuck == set()

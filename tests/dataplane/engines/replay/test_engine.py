@@ -74,6 +74,18 @@ def test_short_prompts_share_a_prefill_step_and_long_ones_take_several() -> None
     assert time.now_s == pytest.approx(101.035 + 0.01 + 0.005)
 
 
+def test_an_urgent_prompt_waits_for_no_queue_of_others_of_its_model() -> None:
+    """Fifteen wait, in two groups, the first of which was begun."""
+    engine, _ = engine_with(replace(SETTINGS, prefill_tokens_per_step_max=8))
+    for number in range(15):
+        engine.add(request(f"n{number}", prompt=4, max_tokens=1, tier="IW-N"))
+    engine.step()
+    assert [output.request_id for output in engine.step()] == ["n0", "n1"]
+    engine.add(request("urgent", prompt=4, max_tokens=1))
+    assert [output.request_id for output in engine.step()] == ["urgent", "n2"]
+    assert list(drain(engine)) == [f"n{number}" for number in range(3, 15)]
+
+
 def test_batch_max_makes_the_rest_wait() -> None:
     engine, _ = engine_with(replace(SETTINGS, batch_max=2))
     for name in "xyz":

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.core.pressure import KvPressure
+from dataplane.engines.core.pressure import KvPressure, Shortage
 from dataplane.engines.core.remapping.circle import Rotation
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.interface import PoolStats
@@ -305,3 +305,21 @@ def test_a_larger_model_that_is_loaded_finds_its_memory() -> None:
     engine.add(late)
     made, _, _ = run(engine)
     assert made["late"] == tokens(run_one(late, d=large))
+
+
+def test_a_request_waits_for_answers_only_whose_kv_is_on_the_device() -> None:
+    """An answer whose KV was swapped out waits for memory itself, perhaps for what its model's next prompt would free:
+    a slot whose prompts waited for it would do nothing any more.
+    """
+    engine, _ = engine_with(slot("swap"))
+    decoding, waiting = MANY[:2]
+    engine.add(decoding)
+    (answer,) = engine.requests
+    while not answer.prefilled:
+        engine.step()
+    engine.add(waiting)
+    _, prompt = engine.requests
+    shortage = Shortage(sequence=prompt, tokens=21, victim=None)
+    assert engine.pressure.on_shortage(shortage) == "refuse"
+    assert engine.kv.swap_out(answer.kv, answer.cached)
+    assert engine.pressure.on_shortage(shortage) is None

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from dataplane.engines.core.remapping import control
+from dataplane.engines.core.remapping.caps import Cap
 from dataplane.engines.core.remapping.settings import RemapSettings
 from dataplane.engines.torch.copies.base import Copy, CopyStream
 from dataplane.engines.torch.copies.cpu import ThreadStream
@@ -27,7 +29,7 @@ from tests.dataplane.engines.torch.deep import (
 )
 from tests.dataplane.engines.torch.drive import Gathered, request
 from tests.dataplane.engines.torch.faults import FaultyStream
-from tests.dataplane.engines.torch.tiny import greedy_tokens, spec_of
+from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
 
 NAMES = ("llama", "qwen2", "gemma3_text")
 """qwen2 has tied embeddings; mixtral, which has experts, is compared with transformers below."""
@@ -52,6 +54,29 @@ def test_an_active_model_runs_on_while_its_layers_come_and_go(
     assert (pool.offloaded_layers, pool.slabs["kv"], pool.slabs["moving"]) == ({}, 0, 0)
     assert pool.layers_moved["offloaded"] == pool.layers_moved["reclaimed"] >= most
     assert pool.pressure_actions["remap"] > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [5, 25])
+def test_kv_that_leaves_the_memory_of_a_layer_does_not_come_back(
+    deep: Deep, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Where loads are no longer hidden the layer is reclaimed once, for good. Else KV would be evicted and swapped in
+    again before each step, and no request would ever make a token.
+    """
+    chance = random.Random(length)
+    prompts = [chance.choices(range(3, VOCABULARY), k=length + number) for number in range(4)]
+    asked = [request(f"r{number}", prompt, instance_id="llama", max_tokens=12) for number, prompt in enumerate(prompts)]
+    engine = loaded(deep, ["llama"], slot(deep, ["llama"], models_there=1, prefill_tokens_per_step_max=8))
+    for one in asked:
+        engine.add(one)
+    gathered = Gathered()
+    steps_until(engine, gathered, lambda: bool(pool_of(engine).offloaded_layers))
+    monkeypatch.setattr(control, "choose_cap", lambda *_: Cap(layers=0, reason="not hidden"))
+    steps_until(engine, gathered, lambda: not pool_of(engine).offloaded_layers)
+    assert engine.has_work(), "KV left the layer for it, and not because all requests had ended"
+    run_dry(engine, gathered)
+    assert gathered.tokens == undisturbed(asked)
     engine.close()
 
 
