@@ -100,6 +100,10 @@ class Settings(BaseSettings):
     """connections to nodes that a gateway or dispatcher may have open; each request takes one"""
     view_refresh_s: float = Field(0.25, gt=0, le=1)
     """interval at which a process reads the live state of instances from Redis"""
+    sent_share_every_s: float = Field(0.03, ge=0, le=1)
+    """interval at which a gateway or dispatcher that sends requests tells the others to which instances, and hears what
+    they send; 0: never, so that they know of each other's requests by the nodes' reports alone
+    """
     node_replace_s: float = Field(20.0, gt=0)
     """after this long without a heartbeat a node's instances are started elsewhere, if there is capacity"""
     regroup_patience_s: float = Field(120.0, ge=0)
@@ -269,6 +273,8 @@ class Settings(BaseSettings):
 
     route_utilization_max: float = Field(0.7, gt=0, lt=1)
     """effective memory utilization above which the next preferred region is tried"""
+    route_timely_share: float = Field(0.5, gt=0, le=1)
+    """share of the TTFT objective within which an instance must make the first token to go before others"""
     scale_out_above: float = Field(0.7, gt=0, lt=1)
     """utilization above which an endpoint gets another instance"""
     scale_in_below: float = Field(0.3, gt=0, lt=1)

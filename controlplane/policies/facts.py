@@ -170,15 +170,15 @@ class Backlog:
 class InstanceFacts(Struct, frozen=True, kw_only=True):
     """One instance in the live view. `age_s`: seconds since its node's last heartbeat.
 
-    `sent_tokens`: what this process has sent to it since that heartbeat, `sent_input_tokens`: the prompts of these,
-    less what it likely had cached. `requests`: those that ran or waited at that heartbeat, `waiting`: those of them
-    without KV; `sent_requests`: sent since. `prefill_wait_s`: seconds until its slot would begin a request that arrives
-    now, at `prefill_token_s` a token; `prefill_urgent_wait_s`: the same for IW-F; None: its node has not measured them.
-    `slot`: of its node; instances of several models in one slot are multiplexed. `load`: of the node's busiest slot;
-    above 1 it cannot keep up with its decodes. `batch_max`: sequences that run at once; `input_tokens_per_s`: of the
-    prompts that it received in the last minute; None: its node does not report it. `prefill_s`, `decode_s`: of the
-    steps of `reference_steps`, as observed there; None: not known.
-    `pooled`: it shares its slot, in a pool or a reserve.
+    `sent_tokens`: what was sent to it since that heartbeat, as far as this process knows, `sent_input_tokens`: the
+    prompts of these, less what it likely had cached; `sent_requests`: how many they are. `requests`: those that ran or
+    waited at that heartbeat, `waiting`: those of them without KV. `prefill_wait_s`: seconds until its slot would begin
+    a request that arrives now, at `prefill_token_s` a token; `prefill_urgent_wait_s`: the same for IW-F; None: its node
+    has not measured them. `slot`: of its node; instances of several models in one slot are multiplexed. `load`: of the
+    node's busiest slot; above 1 it cannot keep up with its decodes. `batch_max`: sequences that run at once;
+    `input_tokens_per_s`: of the prompts that it received in the last minute; None: its node does not report it.
+    `prefill_s`, `decode_s`: of the steps of `reference_steps`, as observed there; None: not known. `pooled`: it shares
+    its slot, in a pool or a reserve.
 
     A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
     `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
@@ -221,7 +221,8 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
 
     `input_tokens`: of its prompt; `cached_tokens`: how many of the first of these each instance has likely cached, by
     instance. `home_key`: the same for all requests of a conversation, and from it all processes compute the same home
-    instance; empty: it has none.
+    instance; empty: it has none. `draw`: a random number, where other processes send to the same instances; None: there
+    are none.
     """
 
     model: str
@@ -234,6 +235,7 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     cached_tokens: Mapping[str, int] = {}
     home_key: bytes = b""
+    draw: int | None = None
 
 
 class GroupFacts(Struct, frozen=True, kw_only=True):

@@ -10,8 +10,8 @@ queue. Those that may begin before they could leave stay; of the rest the first 
     a: a queue of 4 s, 4 not begun, of which this process has sent o, p, q, r and s        b: idle
        before them    o has begun    p 0 s    q 1 s    r 2 s    s 3 s                      q moves to b
 
-Several processes see the same idle instance and not each other. So each takes of its places, in the mean, the share
-that it has sent of all that waits in long queues, and begins with another instance.
+Several processes see the same idle instance, and each other's moves only later. So each takes of its places, in the
+mean, the share that it has sent of all that waits in long queues, and begins with another instance.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ class ReroutingSettings:
 
     wait_min_s: float = 1.0
     margin_s: float = 0.5
-    fill_s: float = 0.3
+    fill_s: float = 0.1
     utilization_max: float = 0.5
     hit_weight: float = 8.0
     stale_s: float = 5.0

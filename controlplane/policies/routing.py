@@ -1,5 +1,5 @@
 """The route of a request: a region by preference and effective memory utilization, then the instance with the fewest
-remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what this process has sent since counts as well.
+remaining tokens (SageServe 6.1, 6.2). Views are about a second old, so what was sent since counts as well.
 
 A cached prefix is prefill work that nobody need do again, and without it everybody behind the request would wait
 longer. So a cached token counts for as many of the queue's as an instance has requests, and for eight at least. But an
@@ -13,8 +13,15 @@ spreads:
     b                 3              6,000        0       6,000
     c                21             10,000    3,000      10,000   (two have it, 21 is over 11 + 4: no hit counts)
 
-Where a region has instances of the model with GPUs of their own and others that share their slots, the latter are its
-reserve: they are for what no instance with GPUs of its own, in any region, would begin in time.
+All of that is among the instances, in all regions, that would make the first token well in time: the prompts before it
+and its own, less what is cached, take at most half of its objective. If there are none, among those that would make it
+in time; if there are none either, among all. Instances that have cached half of the prompt stay among them, late or
+not: where nobody keeps up, work that is not done again helps everybody. Where a region has instances of the model with
+GPUs of their own and others that share their slots, the latter are its reserve: it comes between the first two.
+
+Several processes have the same reports and hear of each other's requests later, or not at all without Redis. So that
+not all of them send to the one that seems emptiest until they do, each takes the shorter of two queues that are drawn
+for each request (the power of two choices), beside the instances whose cache is worth something.
 
 Requests and instances are judged one by one: one overloaded instance does not switch the cache off for others.
 """
@@ -40,9 +47,8 @@ class RoutingSettings:
     instances with at most `hit_load_max` times the mean requests (of two instances, 1.5), `shared_load_max` times where
     another one has cached `shared_share` of as much too, and `hit_requests` more. The home instance of a conversation
     counts as if it had cached `home_share` of the prompt: another process may have sent the turns before this one
-    there. `switch_s`: about what a slot that models share takes to change its model. `reserve_share`: of the objective
-    for the first token, within which instances with GPUs of their own must make it where a reserve would make it in
-    time.
+    there. `switch_s`: about what a slot that models share takes to change its model. `timely_share`: of the objective
+    for the first token, within which it is well in time.
     """
 
     utilization_max: float = 0.7
@@ -55,7 +61,7 @@ class RoutingSettings:
     hit_requests: float = 4.0
     home_share: float = 0.3
     switch_s: float = 0.3
-    reserve_share: float = 0.5
+    timely_share: float = 0.5
 
 
 def is_usable(instance: InstanceFacts, stale_s: float) -> bool:
@@ -75,8 +81,8 @@ def utilization_of(instances: Iterable[InstanceFacts]) -> float:
 
 
 def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
-    """Seconds until an instance begins a request that is sent now: the prefills that precede it, and what this process
-    has sent since. None: its node has not reported it. The prompt's own prefill, which load does not change, is
+    """Seconds until an instance begins a request that is sent now: the prefills before it, and what was sent to it
+    since its report. None: its node has not reported it. The prompt's own prefill, which load does not change, is
     excluded.
     """
     wait_s = instance.prefill_urgent_wait_s if tier is IW_F else instance.prefill_wait_s
@@ -86,17 +92,27 @@ def predicted_wait_s(instance: InstanceFacts, tier: Tier) -> float | None:
 
 
 def _in_time(instances: list[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings) -> list[InstanceFacts]:
-    """The instances that would begin in time or whose wait is unknown; all if there are none. Those that share a slot
-    are left out where others are to be had, see `_before_reserve`.
+    """The instances that would make the first token well in time, else those that would make it in time. Waits are
+    about what was reported a second ago, so who is well in time goes first. Reserves come between the two, see above.
+    Those that have cached enough of the prompt stay beside them: whether they have too much to do, the queues decide.
+    If nobody would: all, but where there is a reserve the one that begins first.
     """
-    tier, ttft_s = facts.tier, facts.ttft_s
     if len(instances) == 1:
         return instances
+    own, shared = instances, []
     if _has_reserve(instances):
-        return _before_reserve(instances, facts, settings)
-    if ttft_s is None:
+        own, shared = [one for one in instances if not one.pooled], [one for one in instances if one.pooled]
+    if facts.ttft_s is None:
+        return own or instances
+    least = max(1.0, settings.return_share * facts.input_tokens)
+    for some, share in ((own, settings.timely_share), (shared, 1.0), (own, 1.0)):
+        timely = {one.instance_id for one in some if _makes(one, facts, share * facts.ttft_s)}
+        if timely:
+            cached = facts.cached_tokens
+            return [one for one in some if one.instance_id in timely or cached.get(one.instance_id, 0) >= least]
+    if not shared:
         return instances
-    return [one for one in instances if (predicted_wait_s(one, tier) or 0.0) <= ttft_s] or instances
+    return [min(instances, key=lambda one: (predicted_wait_s(one, facts.tier) or 0.0, one.pooled, one.instance_id))]
 
 
 def _has_reserve(instances: Iterable[InstanceFacts]) -> bool:
@@ -105,31 +121,15 @@ def _has_reserve(instances: Iterable[InstanceFacts]) -> bool:
     return bool(pooled) and any(not one.pooled and one.endpoint.region in pooled for one in instances)
 
 
-def _before_reserve(
-    instances: list[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings
-) -> list[InstanceFacts]:
-    """The instances with GPUs of their own that would make the first token well in time, else those of reserves and
-    pools that would make it in time, else the former that would; else the one that begins first. Waits are about what
-    was reported a second ago, and a first token takes the prompt's own prefill as well.
-    """
-    own = [one for one in instances if not one.pooled]
-    if facts.ttft_s is None:
-        return own or instances
-    shared = [one for one in instances if one.pooled]
-    for some, share in ((own, settings.reserve_share), (shared, 1.0), (own, 1.0)):
-        if timely := [one for one in some if _makes(one, facts, share * facts.ttft_s)]:
-            return timely
-    return [min(instances, key=lambda one: (predicted_wait_s(one, facts.tier) or 0.0, one.pooled, one.instance_id))]
-
-
 def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
-    """Whether a first token would be made in time, as far as is known: prompts before it leave time, and a sequence
-    more can run. Of a prompt that takes longer on any instance, whether it begins at once.
+    """Whether a first token would be made in time, as far as is known: with the prompts before it and its own, and with
+    room for a sequence more. Of a prompt that takes longer by itself: whether it begins at once.
     """
     if instance.batch_max is not None and instance.requests + instance.sent_requests >= instance.batch_max:
         return False
     wait_s = predicted_wait_s(instance, facts.tier)
-    own_s = facts.input_tokens * (instance.prefill_token_s or 0.0)
+    tokens = facts.input_tokens - facts.cached_tokens.get(instance.instance_id, 0)
+    own_s = tokens * (instance.prefill_token_s or 0.0)
     return wait_s is None or wait_s <= max(0.0, ttft_s - own_s)
 
 
@@ -212,21 +212,34 @@ def _choose_region(
 def _shortest_queue(
     instances: Sequence[InstanceFacts], facts: RoutingFacts, settings: RoutingSettings
 ) -> InstanceFacts:
-    """The instance with the fewest remaining tokens, less what its cache is worth; of several the home instance, else
-    the first by id.
+    """Of the instances that are considered, the one with the fewest remaining tokens, less what its cache is worth; of
+    several the home instance, else the first by id.
     """
     if len(instances) == 1:
         return instances[0]
     home = home_instance(facts.home_key, instances) if facts.home_key else ""
     worth = _worth_of_hits(instances, facts, home, settings) if home or facts.cached_tokens else {}
-    chosen, fewest = instances[0], math.inf
-    for instance in instances:
+    considered = _considered(instances, facts.draw, worth)
+    chosen, fewest = considered[0], math.inf
+    for instance in considered:
         tokens: float = instance.remaining_tokens + instance.sent_tokens
         if worth:
             tokens -= worth.get(instance.instance_id, 0.0)
         if tokens < fewest or (tokens == fewest and _precedes(instance.instance_id, chosen.instance_id, home)):
             chosen, fewest = instance, tokens
     return chosen
+
+
+def _considered(
+    instances: Sequence[InstanceFacts], draw: int | None, worth: Mapping[str, float]
+) -> Sequence[InstanceFacts]:
+    """Two instances by a random number, and those whose cache is worth something; all without a number."""
+    count = len(instances)
+    if draw is None or count <= 2:
+        return instances
+    first, second = draw % count, draw // count % (count - 1)
+    two = first, second + (second >= first)
+    return [one for place, one in enumerate(instances) if place in two or worth.get(one.instance_id, 0.0) > 0]
 
 
 def _fewest_switches(instances: Sequence[InstanceFacts], tier: Tier, settings: RoutingSettings) -> InstanceFacts:

@@ -2,6 +2,9 @@
 
 Both are refreshed in the background; while a source is unavailable, its last copy is used. A process that starts
 without Redis reads its first view from Postgres.
+
+A view is a second old, and several processes send by it. So those that are busy tell each other many times a second
+what they have sent since; else all would send to the instance that seems emptiest until it reports again.
 """
 
 import asyncio
@@ -9,8 +12,9 @@ import contextlib
 import functools
 import hashlib
 import math
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Set
 from typing import Literal
 
 import anyio
@@ -29,24 +33,29 @@ from controlplane.serving.in_flight_tokens import Sending, SentTokens
 from controlplane.serving.regional_reads import RegionalReads
 from controlplane.settings import Settings
 from controlplane.store.fleet import Catalog, load_catalog
-from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, instance_facts
+from controlplane.store.redis.live import EMPTY_VIEW, FleetView, LiveStore, SentElsewhere, instance_facts
 from controlplane.store.stored_view import stored_view
 from controlplane.store.tables import Model
 from dataplane.protocol.tiers import Objective, Tier
 
 log = structlog.get_logger()
 ModelState = Literal["ready", "starting", "none"]
+_VIEW, _CATALOG, _SENT = "live view", "catalog", "what others have sent"
 _CATALOG_REFRESH_S = 2.0
 _LOOK_UP_EVERY_S = 1.0
 """The shortest interval between reads of the catalog for unknown names, which clients can invent."""
 _VIEW_KEEP_S = 600.0
+_SHARES_SENT_S = 5.0
+"""For how long after its last request a process exchanges with others what they send."""
+_HEARD_SOON_S = 0.1
+"""How long an exchange may take for what it tells to count."""
 _AGE_STEP_S = 0.5
 """The precision of instances' ages."""
 
 
 class FleetCache:
     """The live view (refreshed several times a second), the catalog of models and regions (every two seconds), and the
-    tokens that this process has sent to each instance since its last heartbeat.
+    tokens that were sent to each instance since its last heartbeat, by this process and by others.
     """
 
     def __init__(self, reads: RegionalReads, live: LiveStore, settings: Settings) -> None:
@@ -60,7 +69,10 @@ class FleetCache:
         self._looking_up = asyncio.Lock()
         self._catalog_asked_s = -math.inf
         self._view_threads, self._catalog_threads = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
+        self._sent_threads = anyio.CapacityLimiter(1)
         self._sent = SentTokens()
+        self._process, self._heard = secrets.token_hex(8), "0-0"
+        self._reported_s: Mapping[str, float] = {}
         self._placed_s: dict[str, float] = {}
         self._made_s = time.monotonic()
         self._facts: dict[str, dict[str, InstanceFacts]] = {}
@@ -75,11 +87,12 @@ class FleetCache:
     @contextlib.asynccontextmanager
     async def following(self) -> AsyncIterator[None]:
         """Read both once (errors are logged, not raised), then refresh them while the block runs."""
-        await self._refresh(self._read_catalog, "catalog")
-        await self._refresh(self.read_view, "live view")
+        await self._refresh_catalog()
+        await self._refresh_view()
         async with (
-            in_background(self._repeat(self.read_view, self._settings.view_refresh_s, "live view")),
-            in_background(self._repeat(self._read_catalog, _CATALOG_REFRESH_S, "catalog")),
+            in_background(self._repeat(self._refresh_view, self._settings.view_refresh_s, _VIEW)),
+            in_background(self._repeat(self._refresh_catalog, _CATALOG_REFRESH_S, _CATALOG)),
+            in_background(self._repeat(self._exchange_sent, self._settings.sent_share_every_s, _SENT)),
         ):
             yield
 
@@ -176,12 +189,12 @@ class FleetCache:
 
     def _drop_old_facts(self) -> None:
         """Drop the facts of older views and catalogs, and those whose age has changed."""
-        view, catalog, aged_s = self._facts_of
-        now_aged_s = self._aged_s()
-        if view is not self._view:
-            self._sent.forget(self.reported_at_s())
-        if view is not self._view or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
-            self._facts, self._facts_of = {}, (self._view, self._catalog, now_aged_s)
+        before, catalog, aged_s = self._facts_of
+        view, now_aged_s = self._view, self._aged_s()
+        if view is not before:
+            self._sent.forget(self._reported_s)
+        if view is not before or catalog is not self._catalog or abs(now_aged_s - aged_s) > _AGE_STEP_S:
+            self._facts, self._facts_of = {}, (view, self._catalog, now_aged_s)
 
     def reporting_nodes(self) -> frozenset[str]:
         """Nodes of which Redis had a recent heartbeat when it was last read; `instances` may hold older ones after a
@@ -213,13 +226,14 @@ class FleetCache:
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
         """Count a request of `tokens`, with `input_tokens` in its prompt, until the instance's next heartbeat."""
         sending = self._sent.add(instance_id, tokens, input_tokens)
-        self._show_sent(instance_id)
+        self._show_sent({instance_id})
         return sending
 
     def note_refused(self, instance_id: str, sending: Sending) -> None:
         """Uncount a request that the instance refused."""
+        self._drop_old_facts()
         self._sent.take_back(instance_id, sending)
-        self._show_sent(instance_id)
+        self._show_sent({instance_id})
         self._note_change()
 
     def note_ended(self, instance_id: str, sending: Sending) -> None:
@@ -234,25 +248,21 @@ class FleetCache:
         self._change.set()
         self._change = asyncio.Event()
 
-    def _show_sent(self, instance_id: str) -> None:
-        """Update the facts of one instance."""
-        tokens, input_tokens, requests = self._sent.of(instance_id)
+    def _show_sent(self, instances: Set[str]) -> None:
+        """Update the facts of instances."""
         for facts in list(self._facts.values()):
-            if instance_id in facts:
+            for instance_id in facts.keys() & instances:
+                sent = self._sent.of(instance_id)
                 facts[instance_id] = msgspec.structs.replace(
                     facts[instance_id],
-                    sent_tokens=tokens,
-                    sent_input_tokens=input_tokens,
-                    sent_requests=requests,
+                    sent_tokens=sent.tokens,
+                    sent_input_tokens=sent.input_tokens,
+                    sent_requests=sent.requests,
                 )
 
-    def reported_at_s(self) -> dict[str, float]:
+    def reported_at_s(self) -> Mapping[str, float]:
         """When Redis received each instance's last report, on this process's monotonic clock."""
-        return {
-            report.instance_id: self._view_at - (self._view.read_s - node.received_s)
-            for node in self._view.nodes.values()
-            for report in node.heartbeat.instances
-        }
+        return self._reported_s
 
     def _aged_s(self) -> float:
         unread_s = time.monotonic() - self._view_at
@@ -273,22 +283,24 @@ class FleetCache:
         Raises:
             UnavailableError: Redis is unavailable; a first view is then read from Postgres.
         """
-        keep_s = self._settings.heartbeat_stale_s
+        keep_s, at_s = self._settings.heartbeat_stale_s, time.monotonic()
         try:
             read = self._live.read_view()
             view = _merged(self._view, read, was_away=self._view_away, keep_s=keep_s)
         except UnavailableError:
             if not self._view.nodes:
-                self._take_view(self._reads.read(lambda session: stored_view(session, heard_s=keep_s))[0])
+                self._take_view(self._reads.read(lambda session: stored_view(session, heard_s=keep_s))[0], at_s)
             raise
         oldest_s = read.read_s - keep_s
         self._reporting = frozenset(name for name, node in read.nodes.items() if node.received_s >= oldest_s)
-        self._take_view(view)
+        self._take_view(view, at_s)
 
-    def _take_view(self, view: FleetView) -> None:
-        self._view, self._view_at, self._has_view = view, time.monotonic(), True
-        reports = (report for node in view.nodes.values() for report in node.heartbeat.instances)
-        self._placed_s |= {report.model: self._view_at for report in reports if report.state != "failed"}
+    def _take_view(self, view: FleetView, at_s: float) -> None:
+        """Use a view whose reading began then."""
+        reports = [(node, report) for node in view.nodes.values() for report in node.heartbeat.instances]
+        self._reported_s = {each.instance_id: at_s - (view.read_s - node.received_s) for node, each in reports}
+        self._view, self._view_at, self._has_view = view, at_s, True
+        self._placed_s |= {report.model: at_s for _, report in reports if report.state != "failed"}
 
     async def _look_up(self) -> None:
         """Read the catalog again. Concurrent requests share one read."""
@@ -297,30 +309,64 @@ class FleetCache:
             if self._catalog_asked_s >= now_s:
                 return
             await asyncio.sleep(self._catalog_asked_s + _LOOK_UP_EVERY_S - time.monotonic())
-            await self._refresh(self._read_catalog, "catalog")
+            await self._refresh_catalog()
 
     def _read_catalog(self) -> None:
         self._catalog_asked_s = time.monotonic()
         self._catalog, _ = self._reads.read(load_catalog)
         self._has_catalog = True
 
-    async def _repeat(self, read: Callable[[], None], every_s: float, what: str) -> None:
+    async def _repeat(self, refresh: Callable[[bool], Awaitable[bool]], every_s: float, what: str) -> None:
+        """Refresh every so often, where 0 is never; `refresh` is told whether the last time failed."""
         down = False
-        while True:
+        while every_s:
             await asyncio.sleep(every_s)
-            ok = await self._refresh(read, what, quiet=down)
-            if read == self.read_view:
-                self._view_away = not ok
-                self._note_change()
+            ok = await refresh(down)
             if ok and down:
                 log.info("a source is available again", what=what)
             down = not ok
 
-    async def _refresh(self, read: Callable[[], None], what: str, *, quiet: bool = False) -> bool:
-        """Read a source in its own thread, one read at a time: others may all wait for a Postgres that hangs."""
-        threads = self._view_threads if read == self.read_view else self._catalog_threads
+    async def _refresh_view(self, quiet: bool = False) -> bool:
+        ok = await self._try(self.read_view, _VIEW, self._view_threads, quiet=quiet)
+        self._view_away = not ok
+        self._note_change()
+        return ok
+
+    async def _refresh_catalog(self, quiet: bool = False) -> bool:
+        return await self._try(self._read_catalog, _CATALOG, self._catalog_threads, quiet=quiet)
+
+    async def _exchange_sent(self, quiet: bool) -> bool:
+        """While this process sends, tell the others what, and hear what they have sent. That counts unless it is heard
+        late: then all who hear of it would act alike. It does not count for an instance that has reported since, nor
+        while reports are not read. Its times are of Redis's clock, which may be set back.
+        """
+        if not (self._has_view and self._sent.is_busy(_SHARES_SENT_S)):
+            return not quiet  # as it was
+        began_s, ahead_s = time.monotonic(), self._view_at - self._view.read_s
+        untold, told = self._sent.untold(), list[SentElsewhere]()
+
+        def exchange() -> None:
+            self._heard, told[:] = self._live.exchange_sent(
+                self._process, untold, after=self._heard, now_s=began_s - ahead_s
+            )
+
+        ok = await self._try(exchange, _SENT, self._sent_threads, quiet=quiet)
+        now_s, instances = time.monotonic(), set[str]()
+        if self._view_away or now_s - began_s > _HEARD_SOON_S:
+            return ok
+        for each in told:
+            sent_s = min(each.at_s + ahead_s, now_s)
+            for instance_id, sums in each.instances.items():
+                if sent_s > self._reported_s.get(instance_id, math.inf):
+                    self._sent.add_elsewhere(instance_id, Sending(sent_s, sums))
+                    instances.add(instance_id)
+        self._show_sent(instances)
+        return ok
+
+    async def _try(self, use: Callable[[], None], what: str, threads: anyio.CapacityLimiter, *, quiet: bool) -> bool:
+        """Use a source in a thread of its own, once at a time: others may all wait for a Postgres that hangs."""
         try:
-            await anyio.to_thread.run_sync(read, limiter=threads)
+            await anyio.to_thread.run_sync(use, limiter=threads)
         except (TidepoolError, SQLAlchemyError) as error:
             if not quiet:
                 log.warning(

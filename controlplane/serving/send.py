@@ -42,7 +42,9 @@ class Sender:
         self._agents = agents
         self._settings = settings
         self._routing = RoutingSettings(
-            utilization_max=settings.route_utilization_max, stale_s=settings.heartbeat_stale_s
+            utilization_max=settings.route_utilization_max,
+            stale_s=settings.heartbeat_stale_s,
+            timely_share=settings.route_timely_share,
         )
         self._circuits = Circuits(CircuitSettings(open_max_s=settings.circuit_open_max_s))
         self._prefixes = CachedPrefixes(settings.prefix_index_keys_max)
@@ -193,6 +195,7 @@ class Sender:
             input_tokens=request.input_tokens,
             cached_tokens=request.cached_tokens,
             home_key=request.prefix.home_key,
+            draw=random.getrandbits(32),
         )
 
     def _url(self, route: Route) -> str:

@@ -243,8 +243,9 @@ class WorkerGroup:
         elif not instance.gpus:
             sums["kv_used_bytes"] = sum(one.kv_used_bytes for worker, _ in stats for one in worker.stats.instances)
         sums["kv_capacity_bytes"] = sums["kv_used_bytes"] + free_bytes
-        wait_s, token_s = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_N) or (None, None)
-        urgent_wait_s, _ = self.dispatcher.prefill_outlook(instance.instance_id, Tier.IW_F) or (None, None)
+        asked = instance.instance_id, instance.model.checkpoint.name
+        wait_s, token_s = self.dispatcher.prefill_outlook(*asked, Tier.IW_N) or (None, None)
+        urgent_wait_s, _ = self.dispatcher.prefill_outlook(*asked, Tier.IW_F) or (None, None)
         fits = [one.kv_tokens_max for _, one in stats]
         return msgspec.structs.replace(
             report,

@@ -70,9 +70,10 @@ class Dispatcher:
             return len(self._in_flight) - sum(running.total() for running in self._running.values())
         return self._running[worker].total()
 
-    def prefill_outlook(self, instance_id: str, tier: Tier) -> tuple[float, float] | None:
+    def prefill_outlook(self, instance_id: str, model: str, tier: Tier) -> tuple[float, float] | None:
         """Seconds until a worker with the instance would begin a new request of the tier, with the objective of the one
-        before it, and the worker's pace in seconds a token; None where no worker can take it.
+        before it, and the worker's pace in seconds a token; None where no worker can take it. `model`: the one whose
+        weights it needs; empty: any.
         """
         now_s = self._clock()
         ttft_s = self._promises.get((instance_id, tier), TIER_OBJECTIVES[tier]).ttft_s
@@ -80,7 +81,7 @@ class Dispatcher:
         for worker in self._prefilling:
             if worker.is_ready(instance_id):
                 pool = worker.stats.pool
-                ahead = self._queues[worker.index].ahead_of(tier, ttft_s, now_s, self._settings)
+                ahead = self._queues[worker.index].ahead_of(model, tier, ttft_s, now_s, self._settings)
                 outlooks.append((_load_s(ahead, pool), _pace(pool).token_s))
         return min(outlooks, default=None)
 

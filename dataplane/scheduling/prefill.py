@@ -3,10 +3,13 @@
 Requests of one model form groups, so that a slot switches once per group and not once per request. A group accepts at
 most `group_requests_max` requests over its life (serving one does not free capacity), which bounds how many later
 requests can overtake an earlier one of another model. Batch requests have groups of their own, served last.
+
+Where only one model waits there is nothing to save: its requests are served one by one in order, whatever their groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import nsmallest
 from operator import itemgetter
 
 from msgspec import Struct
@@ -99,12 +102,27 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
                     return PrefillQueue(groups=groups[:index] + rest + groups[index + 1 :])
         return self
 
-    def ahead_of(self, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings) -> "PrefillQueue":
-        """The groups that a request of the tier arriving now, its first token due in `ttft_s`, could not overtake."""
+    def without(self, ids: Set[str]) -> "PrefillQueue":
+        """The queue without some requests, and without groups that are empty then."""
+        rests = [
+            (group, tuple([request for request in group.waiting if request.request_id not in ids]))
+            for group in self.groups
+        ]
+        return PrefillQueue(groups=tuple([replace(group, waiting=rest) for group, rest in rests if rest]))
+
+    def ahead_of(
+        self, model: str, tier: Tier, ttft_s: float, now_s: float, settings: PrefillSettings
+    ) -> "PrefillQueue":
+        """What a request of the model and tier arriving now, its first token due in `ttft_s`, could not overtake:
+        requests where nothing else waits than its model, else whole groups.
+        """
         if not self.groups:
             return self
-        newcomer = PrefillRequest(request_id="", model="", tokens=0, tier=tier, arrived_s=now_s, ttft_s=ttft_s)
+        newcomer = PrefillRequest(request_id="", model=model, tokens=0, tier=tier, arrived_s=now_s, ttft_s=ttft_s)
         key = order_key(newcomer, now_s, settings)
+        if _only_model(self.groups) == model:
+            waiting = (request for group in self.groups for request in group.waiting)
+            return self.without({one.request_id for one in waiting if order_key(one, now_s, settings) > key})
         return PrefillQueue(groups=tuple([group for group in self.groups if group.key(now_s, settings) <= key]))
 
     def load_s(
@@ -177,12 +195,14 @@ def choose_group(
 
     A group that was begun is served to its end. Then the first in order, except that a group of the running model may
     be served before it, which saves two switches: once per front group, so that it waits for one more group at most.
-    Neither puts batch requests before interactive ones.
+    Neither puts batch requests before interactive ones. Of one model alone, the first requests in order are the group.
     """
     if not groups:
         return None
     if len(groups) == 1:
         ordered = peers = groups
+    elif _only_model(groups):
+        return _first_of_one_model(groups, state, now_s, settings)
     else:
         keyed = sorted([(group.key(now_s, settings), group) for group in groups], key=itemgetter(0))
         ordered = [group for _, group in keyed]
@@ -202,4 +222,26 @@ def choose_group(
         following=tuple([group for group in ordered if group is not chosen]),
         state=GroupState(serving=chosen.group_id, overtaken=overtaken),
         reason=reason,
+    )
+
+
+def _only_model(groups: Sequence[PrefillGroup]) -> str | None:
+    """The model of all groups, if it is one."""
+    model = groups[0].model
+    return model if all(group.model == model for group in groups) else None
+
+
+def _first_of_one_model(
+    groups: Sequence[PrefillGroup], state: GroupState, now_s: float, settings: PrefillSettings
+) -> GroupChoice:
+    """As many requests as a group accepts, as the group that was opened first."""
+    keyed = [(order_key(request, now_s, settings), request) for group in groups for request in group.waiting]
+    first = nsmallest(settings.group_requests_max, keyed, key=itemgetter(0))
+    chosen = tuple([request for key, request in first if key[0] == first[0][0][0]])
+    following = PrefillQueue(groups=tuple(groups)).without({request.request_id for request in chosen}).groups
+    return GroupChoice(
+        group=replace(groups[0], waiting=chosen),
+        following=following,
+        state=replace(state, serving=groups[0].group_id),
+        reason="first in order of one model",
     )

@@ -3,8 +3,8 @@
 One policy serves slots that prefill, slots that decode and slots that do both; on the first two, only one kind waits
 as a rule. If both do:
 
-1. Prefill is first while it costs no switch, its group has been begun, a first token is nearly due, or every batch is
-   far enough ahead of its deadlines to wait for it; otherwise decode continues.
+1. Prefill is first while it costs no switch, its group has been begun, a first token is nearly due, the batch has no
+   memory, or every batch is far enough ahead of its deadlines to wait for it; otherwise decode continues.
 2. A kind that has exceeded its share of the time by `burst_s` is second until the other has caught up.
 3. A kind that waits alone runs at once; a kind that does not wait accumulates no share.
 4. With `mixed_batches`, a decode turn also prefills prompts of its model beside the batch, as far as the objectives
@@ -54,8 +54,8 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
     """All work of a slot. `prefill_s`: estimate for the next request of a model's front group; `switch_s`: time to
     switch to the model, 0 if resident (absent: 0); `load_s`: to load all of its weights, for slices by deadlines;
     `unready`: models whose weights are not in host memory yet; `blocked`: models whose prompts found no memory beside
-    their batch; `stuck`: models whose batch found none for itself, and gave back what it had; `load`: of the slot,
-    measured.
+    their batch; `stuck`: models whose batch found none for itself, and gave back what it had, or none was being freed;
+    `load`: of the slot, measured.
     """
 
     prefills: PrefillQueue = field(default_factory=PrefillQueue)
@@ -151,7 +151,7 @@ class SlotState(Struct, frozen=True, kw_only=True):
         return replace(self, decode_spent_s=decode_spent_s, round=self.round.waited(seconds))
 
     def cut_short(self, now_s: float) -> "SlotState":
-        """The state after a turn that cannot run and waits for no transfer: by deadlines other models are tried first,
+        """The state after a turn that cannot run, nor by any transfer: by deadlines other models are tried first,
         and in rounds the next decode turn begins.
         """
         assert self.turn is not None
@@ -188,7 +188,7 @@ def choose_turn(
     if settings.mixed_batches and prefill and decode:
         budgets_s = _budgets_s(batches, groups, max(round_.alpha, facts.load))
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
-    if prefill and (decode is None or (not mixes and _prefill_first(facts, state, owed, prefill, now_s, settings))):
+    if prefill and not mixes and _prefill_first(facts, state, owed, prefill, decode, now_s, settings):
         turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state
     elif decode:
         turn, served = _decode_turn(last, prefill, decode, now_s, counts=not mixes), state.groups
@@ -389,16 +389,19 @@ def _prefill_first(
     state: SlotState,
     owed: Kind | None,
     choice: GroupChoice,
+    decode: DecodeTurn | None,
     now_s: float,
     settings: TurnSettings,
 ) -> bool:
-    """Rules 1 and 2, if both kinds wait."""
+    """Rules 1 to 3."""
+    if decode is None:
+        return True
     if owed:
         return owed == "prefill"
     model, last = choice.group.model, state.turn
     switch_s = facts.switch_s.get(model, 0.0)
     begun = last is not None and last.kind == "prefill" and state.groups.serving == choice.group.group_id
-    if begun or switch_s == 0:
+    if begun or switch_s == 0 or decode.model in facts.stuck:
         return True
     if _is_near(facts, choice, now_s, settings):
         return True

@@ -4,13 +4,15 @@ tidepool:view                  hash   node -> NodeView (JSON), rewritten by ever
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
 tidepool:release:<model>|<region>      hash   window -> Window (JSON), dispatcher -> its requests there, and when it
                                       wrote them
+tidepool:sent                  stream what each process has sent to instances in the last seconds: its id -> instance ->
+                                      tokens, input tokens, requests (JSON)
 tidepool:revoked               zset   hash of a secret -> when it was revoked, kept 10 minutes
 """
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import redis
@@ -28,12 +30,15 @@ _DEMAND = "tidepool:demand:"
 _RELEASE = "tidepool:release:"
 _RELEASE_KEEP_S = 600
 _WINDOW = "window"
+_SENT = "tidepool:sent"
+_SENT_KEEP_S = 3.0
+_SENT_READ_MAX = 10_000
 _REVOKED = "tidepool:revoked"
 _REVOKED_KEEP_S = 600
 _COUNTING = "counting"
 _DEMAND_KEEP_S = 7200
 _FORGET_NODE_S = 600
-StructT = TypeVar("StructT", bound=msgspec.Struct)
+DecodedT = TypeVar("DecodedT")
 
 
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +67,22 @@ class DemandCount:
     endpoint: Endpoint
     start_s: int
     tokens: float
+
+
+class Sums(NamedTuple):
+    """Of requests that were sent to an instance: their tokens, those of their prompts, and how many they are."""
+
+    tokens: int = 0
+    input_tokens: int = 0
+    requests: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentElsewhere:
+    """What another process told that it had sent to instances, at a moment of Redis's clock."""
+
+    at_s: float
+    instances: Mapping[str, Sums]
 
 
 EMPTY_VIEW = FleetView(read_s=0.0, nodes={})
@@ -127,6 +148,24 @@ class LiveStore:
             if gone := found.keys() - nodes.keys():
                 self._redis.hdel(_VIEW, *gone)
         return FleetView(read_s=now_s, nodes=nodes)
+
+    def exchange_sent(
+        self, process: str, sent: Mapping[str, Sums], *, after: str, now_s: float
+    ) -> tuple[str, list[SentElsewhere]]:
+        """Tell other processes what this one has sent to instances, and read what they told since the entry `after`, at
+        most of the last seconds. Returns the last entry. `now_s`: about Redis's time.
+        """
+        oldest = f"{max(0, int((now_s - _SENT_KEEP_S) * 1000))}-0"
+        with _translated():
+            pipe = self._redis.pipeline(transaction=False)
+            if sent:
+                pipe.xadd(_SENT, {process: msgspec.json.encode(sent)}, minid=oldest, approximate=True)
+            pipe.xrange(_SENT, min=f"({max(after, oldest, key=_entry_number)}", count=_SENT_READ_MAX)
+            entries = pipe.execute()[-1]
+        told = ((entry, raw) for entry, by in entries for name, raw in by.items() if name != process)
+        decoded = ((_entry_number(entry)[0] / 1000, _decoded(raw, dict[str, Sums])) for entry, raw in told)
+        last = entries[-1][0] if entries else after
+        return last, [SentElsewhere(at_s=at_s, instances=each) for at_s, each in decoded if each is not None]
 
     def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
         """Add input tokens to a minute, by (kind, endpoint). Without counts it still marks the minute as counted."""
@@ -276,12 +315,18 @@ def of_instances(heartbeat: Heartbeat, allowed: Collection[tuple[str, str]]) -> 
     return msgspec.structs.replace(heartbeat, instances=kept)
 
 
+def _entry_number(entry: str) -> tuple[int, int]:
+    """The id of a stream's entry, by which they follow each other: the time in milliseconds, and a number."""
+    time_ms, _, number = entry.partition("-")
+    return int(time_ms), int(number)
+
+
 def _node_view(raw: str) -> NodeView | None:
     """None for what another version wrote; the node's next heartbeat replaces it."""
     return _decoded(raw, NodeView)
 
 
-def _decoded(raw: str, kind: type[StructT]) -> StructT | None:
+def _decoded(raw: str, kind: type[DecodedT]) -> DecodedT | None:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError:
@@ -299,19 +344,19 @@ class _translated:  # noqa: N801 - reads as a statement
             raise UnavailableError(f"Redis does not answer: {error}") from error
 
 
-def _nothing(_instance_id: str) -> tuple[int, int, int]:
-    return 0, 0, 0
+def _nothing(_instance_id: str) -> Sums:
+    return Sums()
 
 
 def instance_facts(
     view: FleetView,
     *,
     models: Mapping[str, Model] | None = None,
-    sent: Callable[[str], tuple[int, int, int]] = _nothing,
+    sent: Callable[[str], Sums] = _nothing,
     model: str | None = None,
 ) -> tuple[InstanceFacts, ...]:
     """The facts of a view's instances; those of one `model`, if it is given. `models`: for their KV bytes per token.
-    `sent`: tokens, input tokens and requests that this process has sent to an instance since its heartbeat.
+    `sent`: what was sent to an instance since its heartbeat.
     """
     kv_bytes = {name: known.kv_bytes_per_token for name, known in (models or {}).items()}
     endpoint_of = functools.cache(lambda model, region: Endpoint(model=model, region=region))
@@ -321,7 +366,7 @@ def instance_facts(
         for report in node.heartbeat.instances:
             if model is not None and report.model != model:
                 continue
-            sent_tokens, sent_input_tokens, sent_requests = sent(report.instance_id)
+            since = sent(report.instance_id)
             facts.append(
                 InstanceFacts(
                     instance_id=report.instance_id,
@@ -333,11 +378,11 @@ def instance_facts(
                     kv_used_bytes=report.kv_used_bytes,
                     kv_capacity_bytes=report.kv_capacity_bytes,
                     remaining_tokens=report.remaining_tokens,
-                    sent_tokens=sent_tokens,
-                    sent_input_tokens=sent_input_tokens,
+                    sent_tokens=since.tokens,
+                    sent_input_tokens=since.input_tokens,
                     requests=report.running + report.waiting,
                     waiting=report.waiting,
-                    sent_requests=sent_requests,
+                    sent_requests=since.requests,
                     kv_bytes_per_token=kv_bytes.get(report.model, 0),
                     kind=report.kind,
                     prefill_wait_s=report.prefill_wait_s,

@@ -1,5 +1,6 @@
 """Routing: region by preference and utilization, then the shortest queue (SageServe 6.1, 6.2)."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -312,6 +313,71 @@ def timed(name: str, wait_s: float | None, region: str = "east", **changes: Any)
 
 def shared(name: str, wait_s: float | None, region: str = "east", **changes: Any) -> InstanceFacts:
     return timed(name, wait_s, region, pooled=True, **changes)
+
+
+TIMELY_ROWS = [
+    # name, instances, tokens of the prompt, what is cached of it, the one chosen
+    ("well in time at home", [timed("e", 0.4), timed("w", 0.0, "west")], 100, {}, "e"),
+    ("in time at home, well in time elsewhere", [timed("e", 0.5), timed("w", 0.3, "west")], 100, {}, "w"),
+    ("in time at home, nobody well in time", [timed("e", 0.8), timed("w", 0.5, "west")], 100, {}, "e"),
+    ("late at home, in time elsewhere", [timed("e", 1.0), timed("w", 0.8, "west")], 100, {}, "w"),
+    ("what is cached is not computed", [timed("e", 0.4), timed("w", 0.1, "west")], 400, {"e": 300}, "e"),
+    ("late, but has half of it cached", [timed("e", 1.5), timed("w", 0.1, "west")], 300, {"e": 150}, "e"),
+    ("late, and has less than half of it cached", [timed("e", 1.5), timed("w", 0.1, "west")], 300, {"e": 149}, "w"),
+    ("late anywhere by its own length: who begins at once", [timed("e", 0.1), timed("w", 0.0, "west")], 2000, {}, "w"),
+    ("late anywhere", [timed("e", 3.0), timed("w", 2.0, "west")], 100, {}, "e"),
+    ("who runs all it can", [timed("e", 0.0, requests=8, batch_max=8), timed("w", 0.9, "west")], 50, {}, "w"),
+    ("a wait that is not known is none", [timed("e", None), timed("w", 0.0, "west")], 100, {}, "e"),
+]
+
+
+@pytest.mark.parametrize(
+    ("instances", "tokens", "cached", "chosen"), [row[1:] for row in TIMELY_ROWS], ids=[r[0] for r in TIMELY_ROWS]
+)
+def test_who_is_well_in_time_goes_first(
+    instances: list[InstanceFacts], tokens: int, cached: dict[str, int], chosen: str
+) -> None:
+    for order in (instances, instances[::-1]):
+        request = facts(*order, ttft_s=1.0, input_tokens=tokens, cached_tokens=cached)
+        route = choose_route(request, 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert route.instance_id == chosen
+
+
+def test_urgent_requests_go_by_the_wait_of_urgent_ones() -> None:
+    """A queue of requests that they overtake keeps no urgent ones away."""
+    home, away = timed("e", 3.0, prefill_urgent_wait_s=0.1), timed("w", 0.2, "west")
+    for tier, chosen in ((Tier.IW_F, "e"), (Tier.IW_N, "w")):
+        route = choose_route(facts(home, away, tier=tier, ttft_s=1.0, input_tokens=100), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert route.instance_id == chosen
+
+
+def test_with_other_processes_the_shorter_of_two_drawn_queues_is_taken() -> None:
+    """Whatever the draw: never the longest, and the shortest in about two of five draws of five."""
+    fleet = [instance(f"i{number}", remaining_tokens=100 * number) for number in range(5)]
+    taken: Counter[str] = Counter()
+    for draw in range(5 * 4 * 10):
+        route = choose_route(facts(*fleet, draw=draw), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        taken[route.instance_id] += 1
+    assert taken == {"i0": 80, "i1": 60, "i2": 40, "i3": 20}, "each pair is drawn equally often"
+
+
+def test_what_is_cached_is_considered_whatever_the_draw() -> None:
+    fleet = [instance(f"i{number}", remaining_tokens=100) for number in range(5)]
+    for draw in range(20):
+        route = choose_route(facts(*fleet, draw=draw, input_tokens=50, cached_tokens={"i3": 40}), 0.0, SETTINGS)
+        assert isinstance(route, Route)
+        assert route.instance_id == "i3"
+
+
+@given(draw=st.integers(0, 2**32 - 1), count=st.integers(1, 2))
+def test_of_two_instances_both_are_considered(draw: int, count: int) -> None:
+    fleet = [instance(f"i{number}", remaining_tokens=100 - number) for number in range(count)]
+    route = choose_route(facts(*fleet, draw=draw), 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == f"i{count - 1}"
 
 
 RESERVE_ROWS = [

@@ -40,11 +40,11 @@ class Room(Fleet):
 
     def instances(self, model: str | None = None) -> Any:
         facts = {"kv_used_bytes": self.used, "kv_capacity_bytes": CAPACITY, "kv_bytes_per_token": 1}
-        tokens = self.sent.of("i-n1")[0]
+        tokens = self.sent.of("i-n1").tokens
         return tuple(replace(one, **facts, sent_tokens=tokens) for one in super().instances(model))
 
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
-        self.over_before.append(self.used + self.sent.of(instance_id)[0] >= BELOW * CAPACITY)
+        self.over_before.append(self.used + self.sent.of(instance_id).tokens >= BELOW * CAPACITY)
         return self.sent.add(instance_id, tokens, input_tokens)
 
     def note_ended(self, instance_id: str, sending: Sending) -> None:

@@ -17,7 +17,7 @@ from controlplane.serving.in_flight import InFlightRequest
 from controlplane.serving.in_flight_tokens import Sending
 from controlplane.serving.send import Sender
 from controlplane.settings import Settings
-from controlplane.store.redis.live import EMPTY_VIEW, FleetView
+from controlplane.store.redis.live import EMPTY_VIEW, FleetView, Sums
 from controlplane.store.tables import Model
 from dataplane.agent.answers import Answer
 from dataplane.agent.detokenization import IncrementalDetokenizer
@@ -157,7 +157,7 @@ class Fleet(FleetCache):
         return Objective(ttft_s=0.5, tbt_s=0.02) if tier == Tier.IW_N else None
 
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Sending:
-        return 0.0, tokens, input_tokens
+        return Sending(0.0, Sums(tokens, input_tokens, 1))
 
     def note_refused(self, instance_id: str, sending: Sending) -> None:
         return None

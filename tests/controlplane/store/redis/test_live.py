@@ -1,6 +1,7 @@
 """The live view, demand counters and release windows in Redis."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from redis import Redis
 from controlplane.errors import UnavailableError
 from controlplane.policies.facts import Endpoint, Window
 from controlplane.settings import Settings
-from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, WindowTaken, instance_facts
+from controlplane.store.redis.live import EMPTY_VIEW, LiveStore, Sums, WindowTaken, instance_facts
 from controlplane.store.tables import Model
 from ops.local.ports import free_port
 from tests.controlplane.world import PATIENCE_S, World, until
@@ -29,7 +30,7 @@ def test_the_view_and_its_ages(world: World) -> None:
         "n2": ("us-west", "http://n2"),
     }
     models = {"tide": Model(name="tide", kv_bytes_per_token=3)}
-    sent = {"i3": (8, 5, 1), "i2": (0, 0, 0)}
+    sent = {"i3": Sums(8, 5, 1), "i2": Sums()}
     facts = {f.instance_id: f for f in instance_facts(view, models=models, sent=sent.__getitem__)}
     assert instance_facts(view, model="other") == ()
     assert {f.instance_id for f in instance_facts(view, model="tide")} == set(facts)
@@ -94,6 +95,35 @@ def test_a_window_is_shared_by_all_dispatchers(world: World, redis_client: Redis
     assert 0 < int(str(redis_client.ttl("tidepool:release:org/tide|us-east"))) <= 600
 
 
+def test_processes_hear_what_the_others_have_sent_in_the_last_seconds(world: World, redis_client: Redis) -> None:
+    heard = dict.fromkeys("abc", "0-0")
+
+    def exchange(process: str, sent: dict[str, Sums], *, late_s: float = 0.0) -> list[Mapping[str, Sums]]:
+        now_s = redis_now_s(redis_client) + late_s
+        heard[process], told = world.live.exchange_sent(process, sent, after=heard[process], now_s=now_s)
+        assert all(now_s - late_s - PATIENCE_S < each.at_s <= now_s - late_s + PATIENCE_S for each in told)
+        return [each.instances for each in told]
+
+    assert exchange("a", {}) == []
+    assert exchange("a", {"i1": Sums(30, 20, 2)}) == [], "nobody hears of itself"
+    assert exchange("b", {"i2": Sums(-5, -5, -1)}) == [{"i1": Sums(30, 20, 2)}]
+    assert exchange("a", {}) == [{"i2": Sums(-5, -5, -1)}]
+    assert exchange("a", {}) == exchange("b", {}) == [], "once each"
+    redis_client.xadd("tidepool:sent", {"z": "of another version"})
+    assert exchange("a", {"i3": Sums(1, 1, 1)}) == []
+    assert exchange("b", {}) == [{"i3": Sums(1, 1, 1)}]
+    assert exchange("c", {}, late_s=60) == [], "what is old has been reported since"
+    redis_client.flushdb()
+    time.sleep(0.002)  # entries are numbered by the millisecond
+    assert exchange("b", {"i1": Sums(1, 1, 1)}) == []
+    assert exchange("a", {}) == [{"i1": Sums(1, 1, 1)}], "lost with Redis, begun anew"
+
+
+def redis_now_s(client: Redis) -> float:
+    seconds, micros = client.time()
+    return float(seconds + micros / 1e6)
+
+
 def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("redis.retry.sleep")  # it is not waited for
     gone = settings.model_copy(update={"redis_url": SecretStr(f"redis://127.0.0.1:{free_port()}/0")})
@@ -105,6 +135,7 @@ def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest
         lambda: live.count_demand({}, minute_s=0),
         lambda: live.read_windows([EAST]),
         lambda: live.count_in_flight("a", {EAST: 1}, fresh_s=1),
+        lambda: live.exchange_sent("a", {}, after="0-0", now_s=0),
     ]
     for call in calls:
         with pytest.raises(UnavailableError):
