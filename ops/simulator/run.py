@@ -137,7 +137,8 @@ def number_of(model: str) -> int:
 
 def _world_settings(scenario: Scenario) -> WorldSettings:
     own = {tier: Objective(ttft_s=one.ttft_s, tbt_s=one.tbt_s) for tier, one in scenario.targets.items()}
-    routing = RoutingSettings(utilization_max=scenario.policy.region_utilization_max)
+    policy = scenario.policy
+    routing = RoutingSettings(utilization_max=policy.region_utilization_max, timely_share=policy.timely_share)
     return WorldSettings(
         regions=tuple(scenario.regions),
         latencies_ms={_pair(scenario.ends(key)): value for key, value in scenario.latencies_ms.items()},

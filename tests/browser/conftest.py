@@ -16,6 +16,7 @@ import pytest
 from ops.client.api import Api
 from ops.local.ports import free_port
 from ops.local.stack import LocalStack
+from tests.browser.fleet import keep_schedule_out
 from tests.flows.conftest import admin_of, register, replay_stack, wait_ready
 from tests.flows.waiting import wait_until
 from tests.servers import Servers
@@ -95,6 +96,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, servers: Servers, provider: 
         with admin_of(running) as admin:
             register(admin)
             wait_ready(admin, 6)
+            keep_schedule_out(running, admin)
         yield running
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 
 from pydantic import SecretStr
 
@@ -17,10 +18,27 @@ HOUR_S = 3600
 
 
 def waiting_plan(stack: LocalStack, cells: Iterable[tuple[str, str, int]], *, hours_later: int) -> str:
-    """A plan of the schedule that waits for an operator: so many instances of a model in a region."""
-    database = Database(make_engine(Settings(database_url=SecretStr(stack.database_url))))
+    """A plan of the schedule that waits for an operator: so many instances of a model in a region. One a window."""
+    plan_id = _offer(stack, cells, hours_later=hours_later)
+    assert plan_id is not None, f"the schedule has a plan of the hour {hours_later} hours from now already"
+    return plan_id
+
+
+def keep_schedule_out(stack: LocalStack, admin: Api) -> None:
+    """No plan of the schedule comes between what a test drafts and what it applies, whatever the minute: the plans of
+    this hour and the next two are rejected, so that the schedule makes no other ones.
+    """
+    for hours_later in range(3):
+        plan_id = _offer(stack, (), hours_later=hours_later)
+        if plan_id is not None:
+            admin.post(f"/admin/plans/{plan_id}/reject", {"note": "plans are the tests' own"})
+
+
+def _offer(stack: LocalStack, cells: Iterable[tuple[str, str, int]], *, hours_later: int) -> str | None:
+    """The plan's id; None where the schedule has made that hour's plan already."""
     window_start_s = (int(time.time()) // HOUR_S + hours_later) * HOUR_S
-    with database.transaction() as session:
+    engine = make_engine(Settings(database_url=SecretStr(stack.database_url)))
+    with closing(Database(engine)) as database, database.transaction() as session:
         plan, entries = a_plan(
             fleet_index(session),
             tuple(cells),
@@ -29,10 +47,7 @@ def waiting_plan(stack: LocalStack, cells: Iterable[tuple[str, str, int]], *, ho
             window_start_s=window_start_s,
             approval_reason="moves 9 GPUs, the limit is 8",
         )
-        plan_id = plan.id
-        assert add_plan(session, plan, entries)
-    database.close()
-    return plan_id
+        return plan.id if add_plan(session, plan, entries) else None
 
 
 def import_demand(admin: Api, rates: Mapping[tuple[str, str], float], *, hours: int) -> None:

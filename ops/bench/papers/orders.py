@@ -4,9 +4,6 @@ SageServe 7.2.6: FCFS, EDF, PF and DPA at a load where FCFS misses the first tok
 and of 25 % of the IW-N ones. Here an instance of a 13B model serves both tiers, one IW-F request to three others, and a
 burst comes that it cannot keep up with, so strong and long that FCFS misses about as much.
 
-Prompts are served one by one. In groups of a model, by which pools spare switches, an IW-F prompt waits for the whole
-group that was begun, and, where groups mix tiers, goes along with slower ones: `--group 8` shows what that costs.
-
 The deadlines are the live service's own, 1 s for IW-F and 60 s for IW-N. The paper's for IW-N must be some 6 s, since
 FCFS kept it for three quarters of the requests, the third quartile being 5.6 s: there EDF is further from PF than here.
 """
@@ -48,10 +45,8 @@ class Missed:
     seeds: int
 
 
-def scenario_of(
-    order: Order, *, rate_per_s: float, burst: float, burst_s: float, duration_s: float, group: int
-) -> Scenario:
-    """Traffic with one burst, prompts served in groups of `group`."""
+def scenario_of(order: Order, *, rate_per_s: float, burst: float, burst_s: float, duration_s: float) -> Scenario:
+    """Traffic with one burst."""
     return Scenario.model_validate(
         {
             "name": f"orders, {order}",
@@ -73,14 +68,14 @@ def scenario_of(
                 "kv_bytes": 50 * 10**9,
                 "instances": [{"model": "m", "region": "one", "count": 1}],
             },
-            "policy": {"order": order, "group_requests_max": group},
+            "policy": {"order": order},
         }
     )
 
 
-def measure_order(order: Order, seeds: int, *, group: int, **load: float) -> Missed:
+def measure_order(order: Order, seeds: int, **load: float) -> Missed:
     """Serve the load once for each seed."""
-    scenario = scenario_of(order, group=group, **load)
+    scenario = scenario_of(order, **load)
     found = []
     for seed in range(1, seeds + 1):
         world = simulate(scenario, seed=seed).world
@@ -103,7 +98,6 @@ def main(
     burst: Annotated[float, typer.Option(min=1.0, help="How many times as many come in it.")] = 6.0,
     burst_s: Annotated[float, typer.Option(min=1.0, help="How long it lasts.")] = 60.0,
     duration_s: Annotated[float, typer.Option(min=60.0, help="How long the whole load lasts.")] = 1100.0,
-    group: Annotated[int, typer.Option(min=1, help="Prompts of the model that are served in a row.")] = 1,
     seeds: Annotated[int, typer.Option(min=1, help="Runs that are averaged.")] = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -116,7 +110,7 @@ def main(
     rows = []
     for order in get_args(Order):
         load = {"rate_per_s": rate_per_s, "burst": burst, "burst_s": burst_s, "duration_s": duration_s}
-        missed = measure_order(order, seeds, group=group, **load)
+        missed = measure_order(order, seeds, **load)
         rows.append(asdict(missed))
         notes().print(f"{order} done")
     if as_json:

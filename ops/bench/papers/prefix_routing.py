@@ -111,8 +111,10 @@ def write_trace(records: list[Record], *, faster: float, path: Path) -> None:
             file.write(json.dumps(record | {"timestamp": record["timestamp"] / faster}) + "\n")
 
 
-def scenario_of(trace: Path, *, instances: int, kv_bytes: int, host_bytes: int, gateways: int) -> Scenario:
-    """Instances of a 7B model in one region."""
+def scenario_of(
+    trace: Path, *, instances: int, kv_bytes: int, host_bytes: int, gateways: int, moves: bool = False
+) -> Scenario:
+    """Instances of a 7B model in one region. `moves`: waiting requests, to idle instances."""
     return Scenario.model_validate(
         {
             "name": "routing by prefix",
@@ -126,7 +128,7 @@ def scenario_of(trace: Path, *, instances: int, kv_bytes: int, host_bytes: int, 
                 "prefix_host_bytes": host_bytes,
                 "instances": [{"model": "7b", "region": "one", "count": instances}],
             },
-            "policy": {"gateways": gateways},
+            "policy": {"gateways": gateways, "rerouting": moves},
         }
     )
 
@@ -178,6 +180,7 @@ def main(
     kv_gb: Annotated[float, typer.Option(min=1.0, help="KV memory of an instance, GB.")] = 50.0,
     host_gb: Annotated[float, typer.Option(min=0.0, help="Host memory of an instance for prefixes, GB.")] = 100.0,
     gateways: Annotated[int, typer.Option(min=1, help="Gateways, each with an index of its own.")] = 1,
+    moves: Annotated[bool, typer.Option("--moves", help="Waiting requests move to idle instances.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prefill tokens saved and times to the first token, by router and load.
@@ -202,6 +205,7 @@ def main(
                 kv_bytes=int(kv_gb * 1e9),
                 host_bytes=int(host_gb * 1e9),
                 gateways=gateways,
+                moves=moves,
             )
             for name in names:
                 rows.append(asdict(measure(scenario, name, load=rate, draw=draw, reuse=reuse_of(records))))

@@ -10,8 +10,8 @@ from ops.bench.results.forecast_rows import FORECAST_ROWS
 from ops.bench.results.hardware_rows import HARDWARE_ROWS
 from ops.bench.results.placement_rows import PLACEMENT_ROWS
 from ops.bench.results.remapping_rows import REMAPPING_ROWS
-from ops.bench.results.rerouting_rows import REROUTING_ROWS
 from ops.bench.results.row import DATA, ResultRow
+from ops.bench.results.serving_rows import SERVING_ROWS
 from ops.bench.results.slot_rows import SLOT_ROWS
 
 
@@ -64,7 +64,7 @@ ROWS: Mapping[str, ResultRow] = {
     **HARDWARE_ROWS,
     **PLACEMENT_ROWS,
     **REMAPPING_ROWS,
-    **REROUTING_ROWS,
+    **SERVING_ROWS,
     **SLOT_ROWS,
     "fleet": ResultRow(
         what="GPUs for 28 + 19 models shaped like Aegaeon's fleet: the least that keep up, one instance each, one"

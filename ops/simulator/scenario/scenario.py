@@ -165,18 +165,18 @@ class FleetPart(Part):
 
 
 class PolicyPart(Part):
-    """Settings of the policies. `switching`: of request-level serving. `prefetch`: whether slots of pools, and GPUs of
-    request-level serving, load the next model while they serve another, where both fit. `rerouting`: whether waiting
+    """Settings of the policies. `switching`: of request-level serving. `timely_share`: of the objective for the first
+    token, within which an instance is well in time and goes before others. `prefetch`: whether slots of pools, and GPUs
+    of request-level serving, load the next model while they serve another, where both fit. `rerouting`: whether waiting
     requests move to idle instances. `admission`: whether requests that no instance would begin in time are refused.
     `tries_max`: how often a client sends one, after the Retry-After of each refusal; TTFT counts from the first.
     `view_s`: how often instances report and deferred requests are released. `gateways`: each knows of the prompts that
-    it sent.
-    `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has hashes of
-    their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be; live, and by
-    default, they expect what answers of the model were. `mixed_batches`: whether a step of a pool's slot, or of a
-    dedicated instance with `batching = "turns"`, prefills beside the batch that decodes. `time_slices`: how models of
-    a pool's slot share its time. `kv_pressure`: what slots of pools do when KV has no room; a model's weights are in 32
-    layers.
+    it sent. `prefix_cache`: whether dedicated instances compute prompts that begin alike once, where a recording has
+    hashes of their blocks. `clairvoyant`: whether queues, drains and KV pressure know how long each answer will be;
+    live, and by default, they expect what answers of the model were. `mixed_batches`: whether a step of a pool's slot,
+    or of a dedicated instance with `batching = "turns"`, prefills beside the batch that decodes. `time_slices`: how
+    models of a pool's slot share its time. `kv_pressure`: what slots of pools do when KV has no room; a model's weights
+    are in 32 layers.
     """
 
     order: Order = "edf"
@@ -189,6 +189,7 @@ class PolicyPart(Part):
     quota_max_s: Positive = 4.0
     group_requests_max: Count = 8
     region_utilization_max: Positive = 0.7
+    timely_share: Annotated[Positive, Field(le=1)] = 0.5
     prefetch: bool = True
     kv_pressure: KvPressure = "swap"
     rerouting: bool = False

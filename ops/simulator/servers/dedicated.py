@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from dataplane.engines.replay.prefixes import CachedBlocks
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.costs import CostEstimate
 from dataplane.scheduling.decode import BatchFacts
 from dataplane.scheduling.mixed_batches import MixedStepFacts, Prompt, choose_prefill_tokens, keeps_up, step_budget_s
@@ -94,11 +95,6 @@ class Instance:
         return prompts + self._batch.size + len(self._away) + len(self._arriving) + len(self._arrived)
 
     @property
-    def prefill_wait_s(self) -> float:
-        """Prefill time of the waiting prompts."""
-        return self._prompts.load_s
-
-    @property
     def remaining_tokens(self) -> int:
         """Prompt tokens to prefill, and the tokens that answers have to come."""
         if self.next_s == inf:
@@ -124,6 +120,10 @@ class Instance:
         """Prompts, and sequences whose KV is swapped out or being loaded."""
         prompts = [*self._prompts.waiting.values(), *self._prompts.new]
         return [*prompts, *self._away, *self._arrived, *(sequence for _, sequence in self._arriving)]
+
+    def prefill_wait_s(self, tier: Tier, now_s: float) -> float:
+        """Prefill time of the waiting prompts that one of the tier arriving now could not overtake."""
+        return self._prompts.wait_s(tier, now_s)
 
     def fits(self, request: Request) -> bool:
         return request.prompt_tokens + request.output_tokens <= self.kv_tokens_max

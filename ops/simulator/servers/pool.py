@@ -211,9 +211,10 @@ class PoolServer:
         used_bytes = sum(process.engine.kv_used_bytes for process in decoding)
         capacity_bytes = sum(process.engine.kv_capacity_bytes for process in decoding)
         load = self.load_alpha
-        asked = model or next(iter(self._models))  # a tier is promised the same of every model
-        wait_s, token_s = self._dispatcher.prefill_outlook(asked, IW_N) or (None, None)
-        urgent_wait_s, _ = self._dispatcher.prefill_outlook(asked, IW_F) or (None, None)
+        anyone = next(iter(self._models))  # a tier is promised the same of every model
+        asked = (anyone, "") if model is None else (model, self._checkpoints[model])
+        wait_s, token_s = self._dispatcher.prefill_outlook(*asked, IW_N) or (None, None)
+        urgent_wait_s, _ = self._dispatcher.prefill_outlook(*asked, IW_F) or (None, None)
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.prefill import GroupState, PrefillQueue, PrefillRequest, PrefillSettings, choose_group
+from dataplane.scheduling.tiers import TIER_OBJECTIVES
 from ops.simulator.kernel.costs import ModelCosts
 from ops.simulator.kernel.requests import Sequence, Served
 
@@ -27,14 +29,18 @@ class Prompts:
         """Who was the last to go first without being queued."""
         self._queue = PrefillQueue()
         self._groups = GroupState()
+        self._promised_s: dict[Tier, float] = {}
 
-    @property
-    def load_s(self) -> float:
-        """Prefill time of the waiting prompts."""
+    def wait_s(self, tier: Tier, now_s: float) -> float:
+        """Prefill time of the waiting prompts that one of the tier, promised what its last one was, could not overtake
+        if it came now.
+        """
         if not self.waiting:
             return 0.0
         self._queue_alone()
-        return self._queue.load_s(lambda waiting: sum(map(self._prefill_s, waiting)), lambda _: 0.0, self._model.name)
+        ttft_s = self._promised_s.get(tier, TIER_OBJECTIVES[tier].ttft_s)
+        ahead = self._queue.ahead_of(self._model.name, tier, ttft_s, now_s, self._settings)
+        return ahead.load_s(lambda waiting: sum(map(self._prefill_s, waiting)), lambda _: 0.0, self._model.name)
 
     @property
     def soonest(self) -> tuple[float, float]:
@@ -54,6 +60,8 @@ class Prompts:
     def take_in(self, now_s: float) -> None:
         """Queue new prompts, between two steps."""
         for sequence in self.new:
+            served = sequence.served
+            self._promised_s[served.request.tier] = served.target.ttft_s
             if self.waiting:
                 self._queue_alone()
                 self._join(sequence, now_s)

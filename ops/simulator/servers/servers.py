@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from controlplane.policies.facts import Endpoint, InstanceFacts
-from dataplane.protocol.tiers import InstanceKind
+from dataplane.protocol.tiers import IW_F, IW_N, InstanceKind
 from dataplane.scheduling.recent_tokens import RecentTokens
 from ops.simulator.kernel.answers import Answers
 from ops.simulator.kernel.costs import InstanceSettings, ModelCosts
@@ -105,7 +105,7 @@ class DedicatedServer:
         """The report of the instance as of the last completed step."""
         self.advance(self._events.now_s)
         instance = self._instance
-        token_bytes, wait_s = instance.model.kv_bytes_per_token, instance.prefill_wait_s
+        token_bytes, now_s = instance.model.kv_bytes_per_token, self._events.now_s
         yield InstanceFacts(
             instance_id=self.instance_id,
             node_id=self._place[0],
@@ -121,11 +121,11 @@ class DedicatedServer:
             waiting=len(instance.waiting),
             kv_bytes_per_token=token_bytes,
             kind=self.kind,
-            prefill_wait_s=wait_s,
-            prefill_urgent_wait_s=wait_s,
+            prefill_wait_s=instance.prefill_wait_s(IW_N, now_s),
+            prefill_urgent_wait_s=instance.prefill_wait_s(IW_F, now_s),
             prefill_token_s=instance.model.latency.prefill_per_token_s,
             batch_max=instance.batch_max,
-            input_tokens_per_s=self._received.per_s(self._events.now_s),
+            input_tokens_per_s=self._received.per_s(now_s),
         )
 
     def open(self, kind: InstanceKind) -> None:

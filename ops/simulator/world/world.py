@@ -35,6 +35,8 @@ from ops.simulator.world.rerouting import Rerouter
 from ops.simulator.world.routing import KnownPrompts, PolicyRouter, Router
 from ops.simulator.world.usage import Usage
 
+_SCATTER = 0x9E3779B97F4A7C15
+"""The upper bits of multiples of it are as if drawn (Fibonacci hashing). The lower ones go round, as gateways do."""
 ARRIVED, ROUTED, ENDED, FAILED, RELEASED, INTERRUPTED = range(6)
 """Codes of the event log."""
 
@@ -291,6 +293,7 @@ class World:
             excluded=tried,
             ttft_s=self.settings.targets[tier].ttft_s,
             input_tokens=request.prompt_tokens,
+            draw=None if self.settings.gateways == 1 else (request.number * _SCATTER % 2**64) >> 32,
         )
         if not request.blocks:
             return facts

@@ -39,7 +39,7 @@ def test_active_models_beside_the_theorem(tmp_path: Path) -> None:
 
 def test_priority_first_spares_the_fast_tier_at_the_cost_of_the_other() -> None:
     load = {"rate_per_s": 1.0, "burst": 6.0, "burst_s": 15.0, "duration_s": 60.0}
-    fcfs, priority = measure_order("fcfs", 1, group=1, **load), measure_order("pf", 1, group=1, **load)
+    fcfs, priority = measure_order("fcfs", 1, **load), measure_order("pf", 1, **load)
     assert priority.fast_missed < fcfs.fast_missed
     assert priority.fast_p75_s < fcfs.fast_p75_s
     assert priority.normal_p75_s > fcfs.normal_p75_s
