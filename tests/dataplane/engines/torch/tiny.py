@@ -106,6 +106,13 @@ def greedy_tokens(folder: Path, prompt: Sequence[int], max_tokens: int) -> tuple
     return tuple(token for token in made if token not in stops)
 
 
+def token_logprobs(folder: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """The log probability of each of these tokens after a prompt and those before it."""
+    with torch.no_grad():
+        logits = _reference(folder)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+
+
 class OpenAiPenalties(LogitsProcessor):
     """OpenAI's frequency and presence penalties, counted anew for each token: transformers has none."""
 
