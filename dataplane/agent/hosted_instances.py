@@ -240,7 +240,7 @@ class HostedInstances:
         if not changed:
             return
         if hosted.drained:
-            self._add(HostedInstance(desired=desired, tokenizer=hosted.tokenizer, rules=hosted.rules))
+            self._add(HostedInstance(desired=desired))  # its checkpoint may have to be fetched anew
         elif hosted.state in ("ready", "draining"):
             hosted.state = "draining" if desired.draining else "ready"
         self._on_change(hosted.instance_id)

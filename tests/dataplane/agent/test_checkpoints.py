@@ -9,16 +9,20 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from dataplane.agent import hosted_instances
+from dataplane.agent.hosted_instances import HostedInstances
+from dataplane.agent.tokenization import TokenizerCache, load_tokenizer
 from dataplane.checkpoints import local as checkpoints
 from dataplane.checkpoints.local import PROGRESS_EVERY_S, ProgressLog, Sources, in_own_thread, local_checkpoint
 from dataplane.checkpoints.sources import FetchError, FetchRules, Progress
 from dataplane.protocol.errors import ModelLoadError
+from dataplane.worker.frames import Command, Load
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.agent.test_torch_node import body, checkpoint, instances, torch_settings
 from tests.dataplane.registry import Registry
 from tests.dataplane.replay_node import Node, desired, instance, running_node, settings, workers
 from tests.dataplane.streams import read, token_ids
-from tests.event_loop import asynchronous
+from tests.event_loop import PATIENCE_S, asynchronous, until
 
 
 @pytest.fixture
@@ -235,3 +239,49 @@ def test_a_source_that_leads_elsewhere_is_refused_before_it_is_opened(tmp_path: 
     with pytest.raises(ModelLoadError, match="is no source of a model"):
         local_checkpoint(path, here(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@asynchronous
+async def test_an_instance_that_is_wanted_again_is_loaded_only_when_its_checkpoint_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another one that drains meanwhile lets the worker's next loads begin."""
+    sent, is_there = list[Command](), threading.Event()
+
+    def fetch(*_: object, **__: object) -> Path:
+        assert is_there.wait(PATIENCE_S)
+        return Path("/models/a")
+
+    async def no_lines(_: str) -> frozenset[int]:
+        return frozenset()
+
+    monkeypatch.setattr(hosted_instances, "local_checkpoint", fetch)
+    monkeypatch.setattr(hosted_instances, "read_ahead", lambda _: None)
+    hosted = HostedInstances(
+        "replay",
+        TokenizerCache("replay", load_tokenizer, no_lines),
+        worker_gpus=1,
+        sources=Sources(folder=tmp_path),
+        load_retry_s=PATIENCE_S,
+        refusal=lambda _: None,
+        in_use=lambda _: False,
+        on_change=lambda _: None,
+    )
+    ours, other = [instance(name, name=name, path=f"hf://x/{name}") for name in ("ours", "other")]
+    hosted.worker_ready(sent.append)
+    is_there.set()
+    hosted.follow([ours, other])
+    await until(lambda: len(sent) == 2)
+    for load in sent:
+        assert isinstance(load, Load)
+        hosted.loaded(load.instance_id, load.serial)
+    hosted.follow([msgspec.structs.replace(ours, draining=True), other])
+    hosted.settle("ours")
+    is_there.clear()
+    hosted.follow([ours, other])
+    hosted.follow([ours, msgspec.structs.replace(other, draining=True)])
+    hosted.settle("other")
+    is_there.set()
+    await until(lambda: isinstance(sent[-1], Load))
+    assert [load.model.path for load in sent if isinstance(load, Load)] == 3 * ["/models/a"]
+    hosted.close()
