@@ -105,7 +105,7 @@ def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, ta
     tools = None
     if family is not None and uses is not None:
         names = frozenset(tool.name for tool in uses.tools)
-        tools = ToolCallParser(family.form, names, parallel=uses.parallel, special=frozenset(shown.values()))
+        tools = ToolCallParser(family.form_for(uses), names, parallel=uses.parallel, special=frozenset(shown.values()))
     return AnswerText(
         IncrementalDetokenizer(tokenizer, generate.sampling.stop, shown=shown),
         reasoning=None if form is None else ReasoningParser(form, opened=tail.rstrip().endswith(form.opening)),

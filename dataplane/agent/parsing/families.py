@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dataplane.agent.parsing.calls import CallReader, JsonCallReader, NamedCallReader
@@ -11,7 +11,7 @@ from dataplane.agent.parsing.tool_calls import CallFormat
 from dataplane.agent.parsing.tool_grammar import CallSyntax
 from dataplane.agent.templates.chat_template import ChatTemplate
 from dataplane.protocol.errors import ModelLoadError
-from dataplane.protocol.messages import ModelSpec
+from dataplane.protocol.messages import ModelSpec, ToolUse
 from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
 
 T = TypeVar("T")
@@ -31,6 +31,13 @@ class ToolFamily:
     def syntax_for(self, added: Collection[str]) -> CallSyntax:
         """How a model with these added tokens writes calls: newer ones of Mistral have one behind the name."""
         return _NAMED_MISTRAL if "[ARGS]" in added and self.syntax.opening == _NAMED_MISTRAL.opening else self.syntax
+
+    def form_for(self, uses: ToolUse) -> CallFormat:
+        """How the calls of an answer are found. Where strict ones are free to come and are written without a marker,
+        the answer's grammar (`CallGrammar.free`) covers only those that it begins with.
+        """
+        unmarked = uses.choice == "auto" and not self.syntax.opening and any(tool.strict for tool in uses.tools)
+        return replace(self.form, openings=()) if unmarked else self.form
 
 
 @dataclass(frozen=True, kw_only=True)

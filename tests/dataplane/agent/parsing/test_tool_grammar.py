@@ -8,8 +8,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dataplane.agent.parsing.families import TOOL_FAMILIES
+from dataplane.agent.parsing.tool_calls import ToolCallParser
 from dataplane.agent.parsing.tool_grammar import CallGrammar
-from dataplane.protocol.messages import Constraint, Tool
+from dataplane.protocol.messages import Constraint, Tool, ToolUse
 
 pytest.importorskip("llguidance", reason="install the node extra")
 
@@ -110,6 +111,19 @@ def test_free_text_may_hold_calls_that_hold_to_their_schemas(
     assert accepts(free, "")
     assert accepts(free, before + grammar.syntax.text("weather", GOOD))
     assert not accepts(free, before + grammar.syntax.text("weather", BAD))
+
+
+@pytest.mark.parametrize("marker", ["", "```json\n", "Look: ```json\n", "<|python_tag|>"])
+@pytest.mark.parametrize("family", sorted(TOOL_FAMILIES))
+def test_strict_calls_in_free_text_are_those_that_the_grammar_covers(
+    family: str, marker: str, accepts: Accepts, tokenizer: tuple[Tokenizer, TokenTable]
+) -> None:
+    """Other text that looks like calls is content: nothing made it hold to the schemas."""
+    uses = ToolUse(tools=tuple(Tool(name=tool.name, strict=True) for tool in TOOLS), choice="auto")
+    text = f'{marker}{{"name": "weather", "arguments": {BAD}}}'
+    parser = ToolCallParser(TOOL_FAMILIES[family].form_for(uses), frozenset({"weather"}), parallel=True)
+    parser.feed(text)
+    assert not parser.calls or not accepts(calls(family, tokenizer[1]).free(), text)
 
 
 @pytest.mark.parametrize("family", sorted(name for name, one in TOOL_FAMILIES.items() if one.syntax.opening))
