@@ -34,8 +34,8 @@ class CallReader(Protocol):
 
 
 class JsonCallReader:
-    """A call as a JSON object: `{"name": ..., "arguments": {...}}`, or with `parameters`. `accepts` tells whether a
-    name can be that of a function.
+    """A call as a JSON object: `{"name": ..., "arguments": {...}}`, or with `parameters`; where it has several, the
+    first are its arguments. `accepts` tells whether a name can be that of a function.
     """
 
     def __init__(self, accepts: Callable[[str], bool]) -> None:
@@ -80,7 +80,7 @@ class JsonCallReader:
             return at + 1
         if self._expected in {"key", "value"} and not (self._expected == "key" and char != '"'):
             self._scanner, self._value = ValueScanner(), ""
-            wanted = self._expected == "value" and self._key in _ARGUMENTS
+            wanted = self._expected == "value" and self._key in _ARGUMENTS and not self._reported
             self._streams = wanted and self._name is not None and char in "{["
             return at
         if char == self._expected == "{":

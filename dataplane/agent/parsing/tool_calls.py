@@ -12,6 +12,8 @@ MakeReader = Callable[[Callable[[str], bool], str], CallReader]
 """A reader of one call, from a check of its name and the first character behind the marker."""
 
 NAME_CHARS_MAX = 256
+REREAD_CHARS_MAX = 2**16
+"""Of an answer, behind markers whose calls failed: calls in calls would each be read to their ends."""
 
 _State = Literal["content", "opened", "call", "after"]
 
@@ -34,7 +36,8 @@ class CallFormat:
 class ToolCallParser:
     """Divides text into content and calls. `calls`: how many began. Unless `parallel`, the first call ends the text,
     and `stopped` is set then. A malformed call is content, except for markers that are special tokens (`special`),
-    which never are. Blanks before and between calls are neither.
+    which never are, and calls may begin in it, as far as `REREAD_CHARS_MAX` goes. Blanks before and between calls are
+    neither.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class ToolCallParser:
         self._pending = ""
         self._raw = ""
         """The text of a call that is not reported yet: the first `_marked` characters are its marker."""
-        self._marked = 0
+        self._marked = self._reread = 0
         self._known = self._in_list = self._reported = False
         self._reader: CallReader | None = None
         self._content: list[str] = []
@@ -146,7 +149,7 @@ class ToolCallParser:
         return name in self._names if self._known else bool(name.strip()) and len(name) <= NAME_CHARS_MAX
 
     def _read(self) -> bool:
-        """More of a call. A failed one is read again as content, behind its marker."""
+        """More of a call. One that failed is read again as content, behind its marker."""
         reader, text = self._reader, self._pending
         assert reader is not None
         if not text:
@@ -156,8 +159,10 @@ class ToolCallParser:
             self._raw += text[: len(text) - len(reader.rest)]
         self._pending = reader.rest
         if reader.failed:
-            self._add_content(self._raw[: self._marked])
-            self._pending = self._raw[self._marked :] + self._pending
+            self._reread += len(self._raw) - self._marked
+            sure = self._marked if self._reread <= REREAD_CHARS_MAX else len(self._raw)
+            self._add_content(self._raw[:sure])
+            self._pending = self._raw[sure:] + self._pending
             self._raw, self._in_list, self._state = "", False, "content"
             return True
         self._report(pieces)

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dataplane.agent.parsing.calls import JsonCallReader, Piece
 from dataplane.agent.parsing.families import TOOL_FAMILIES
-from dataplane.agent.parsing.tool_calls import ToolCallParser
+from dataplane.agent.parsing.tool_calls import REREAD_CHARS_MAX, ToolCallParser
 from dataplane.protocol.messages import ToolCallDelta
 
 NAMES = frozenset({"weather", "time"})
@@ -71,6 +73,8 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", '<tool_call>{"name": "weather", "arg', ('<tool_call>{"name": "weather", "arg', [])),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"c', ("", [("weather", '{"c')])),
     ("hermes", "  plain text \n", ("  plain text \n", [])),
+    ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "parameters": {{"b": 2}}}}', ("", ONE)),
+    ("hermes", f'<tool_call>{{"id": [<tool_call>{CALL}]}}', ('<tool_call>{"id": []}', ONE)),
     ("llama3_json", LLAMA_CALL, ("", ONE)),
     ("llama3_json", f"<|python_tag|>{LLAMA_CALL}", ("", ONE)),
     ("llama3_json", f'<|python_tag|>{LLAMA_CALL}; {{"name": "time", "parameters": {{}}}}', ("", TWO)),
@@ -164,3 +168,25 @@ def test_a_family_reads_what_it_writes(family: str) -> None:
 )
 def test_without_parallel_calls_the_answer_ends_with_the_first(family: str, text: str) -> None:
     assert parse(family, list(text), parallel=False) == ("Look.", ONE)
+
+
+@pytest.mark.parametrize("family", ["hermes", "json"])
+def test_calls_in_calls_are_not_all_read_to_their_ends(family: str) -> None:
+    """A client can make a model write them. Each fails at its end, as it has no name."""
+    (opening,) = TOOL_FAMILIES[family].form.openings
+    count = 2_000
+    text = f'{opening}{{"arguments":[' * count + "]}" * count
+    read = 0
+
+    class Counting(JsonCallReader):
+        def feed(self, text: str) -> list[Piece]:
+            nonlocal read
+            pieces = super().feed(text)
+            read += len(text) - len(self.rest)
+            return pieces
+
+    form = replace(TOOL_FAMILIES[family].form, reader=lambda accepts, _: Counting(accepts))
+    parser = ToolCallParser(form, NAMES, parallel=True)
+    content, calls = parser.feed(text)
+    assert (content + parser.finish()[0], calls) == (text, ())
+    assert read < len(text) + 2 * REREAD_CHARS_MAX
