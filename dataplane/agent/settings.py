@@ -351,8 +351,6 @@ class AgentSettings(BaseSettings):
     def vllm_split_refusal(self, worker: int) -> str | None:
         """Why vLLM cannot run a model on all GPUs of a worker; None where it can."""
         ranks = self.ranks_of(worker)
-        if ranks > 1 and self.device == "cpu":
-            return f"ranks must be 1 for vLLM on a CPU, got {ranks}: it splits a model over GPUs only here"
         if ranks > 1 and self.vllm_models_max > 1:
             return f"gpus must be 1 for vLLM where vllm_models_max is above 1, got {ranks}"
         return None

@@ -210,13 +210,17 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return True  # its host copy was made when it was loaded
 
     def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
-        """A failing model ends its own requests only; a lost device ends the worker."""
+        """A failing model ends its own requests only; a lost device ends the worker, as does a lost process of several
+        that run the model.
+        """
         try:
             self._wake(model, now_s)
             return self._step_of(model)
         except torch.AcceleratorError:
             raise
         except Exception as error:
+            if model.runner.has_lost_process:
+                raise DeviceLostError(f"{model.name}: a process that runs it has ended: {error}") from error
             mine = [sequence for sequence in self.requests if sequence.model == model.name]
             self.requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
             return []
@@ -255,6 +259,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
                 self.requests.end_all([mine[name]], f"{model.name}: the pooled states are not numbers")
         for name in step.ended.keys() - made.keys():
             self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
+        for sequence in map(mine.__getitem__, made):
+            if sequence.matcher is not None:
+                sequence.matcher.mask(sequence.tokens)  # where other processes chose, nobody has waited for it
         return self._without_unmatched(list(made.values()))
 
     def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:

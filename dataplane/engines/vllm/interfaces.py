@@ -13,6 +13,7 @@ this module alone:
     .get_max_concurrency_for_kv_cache_config
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
     .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
+    engine.engine_core.engine_core.model_executor       several GPUs: .is_failed, whether a process of them has ended
     worker.model_runner.kv_caches                       sleep
     vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one per process; the engine
                                                         made last replaces it, one that ends removes it
@@ -77,6 +78,7 @@ def check_interfaces(engine: Any) -> None:
             "scheduler.requests": isinstance(_scheduler(engine).requests, dict),
             "_finalizer.detach": callable(engine.engine_core._finalizer.detach),  # noqa: SLF001
             "model_executor.shutdown": callable(engine.engine_core.engine_core.model_executor.shutdown),
+            "model_executor.is_failed": not has_failed(engine),
             "kv_caches": engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0,
             "needs_kv_cache_zeroing": isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool),
             "batch_queue": steps_in_flight(engine) == 0,
@@ -109,6 +111,12 @@ def overlaps(engine: Any) -> bool:
 def steps_in_flight(engine: Any) -> int:
     """Steps that were submitted, and whose tokens no call has returned."""
     return len(engine.engine_core.engine_core.batch_queue or ())
+
+
+def has_failed(engine: Any) -> bool:
+    """Whether one of the processes has ended in which an engine runs its model; False where that is this one."""
+    in_several = engine.vllm_config.parallel_config.world_size > 1
+    return in_several and bool(engine.engine_core.engine_core.model_executor.is_failed)
 
 
 def kv_usage(engine: Any) -> float:

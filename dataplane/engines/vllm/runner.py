@@ -96,6 +96,11 @@ class Runner:
         return self._kv_sizes is None
 
     @property
+    def has_lost_process(self) -> bool:
+        """Whether one of several processes that run it has ended. It cannot run any more then."""
+        return interfaces.has_failed(self.engine)
+
+    @property
     def kv_usage(self) -> float:
         """The share of its KV blocks that are in use; 0 while it sleeps."""
         return interfaces.kv_usage(self.engine) if self.awake else 0.0

@@ -7,6 +7,7 @@ own, of the raw logits.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,7 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
+from dataplane.constraints.compiler import ConstraintCompiler
 from dataplane.constraints.matcher import Matcher
 from dataplane.engines.core.adjustments import LogitAdjustments
 from dataplane.engines.core.sampler import Draw, draw_of, sample_tokens
@@ -28,7 +30,9 @@ from dataplane.engines.interface import EngineRequest, TokenScore
 _KEY = "tidepool"
 
 _MATCHERS: WeakValueDictionary[int, Matcher] = WeakValueDictionary()
-"""Of the requests that have not ended, by `id`: vLLM copies what it is given with a request."""
+"""Of the requests that have not ended, by `id`: vLLM copies what it is given with a request. The processes in which it
+splits a model have none, and make their own.
+"""
 
 
 def sampling_params(
@@ -80,12 +84,15 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     each only that one.
 
     Nothing waits for the device. If vLLM schedules asynchronously, the tokens of the step before, which only penalties
-    and constraints ask for, are in the outputs before `apply` is called.
+    and constraints ask for, are in the outputs before `apply` is called. Where several processes run a model, each
+    chooses, and all choose the same.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:  # vLLM's
         self._choices: dict[int, _Choices] = {}
         """By row of the batch."""
+        self._vllm_config = vllm_config
+        self._constraints: ConstraintCompiler | None = None
 
     def is_argmax_invariant(self) -> bool:
         """False: it changes which logit is the greatest."""
@@ -93,7 +100,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the requests of the batch, which vLLM adds, removes and moves."""
-        process_dict_updates(self._choices, batch_update, _choices_of)
+        process_dict_updates(self._choices, batch_update, self._choices_of)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """`logits` `[rows, vocabulary]`, float32, changed in place."""
@@ -108,18 +115,34 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         logits[there] = _only(sample_tokens(mine, draws), mine)
         return logits
 
+    def _choices_of(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> "_Choices | None":
+        """The choices of a request; those that take the greatest of the model's logits need none."""
+        chosen_by_us = (params.extra_args or {}).get(_KEY)
+        if chosen_by_us is None:
+            return None
+        given = {**chosen_by_us, "matcher": self._matcher(**chosen_by_us)}
+        del given["matcher_id"]
+        return _Choices(prompt or [], output, **given)
+
+    def _matcher(
+        self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...], matcher_id: int | None
+    ) -> Matcher | None:
+        """What follows a request's constraint; None without one. Its engine has compiled the constraint before."""
+        if request.constraint is None or matcher_id is None:
+            return None
+        if matcher_id in _MATCHERS:
+            return _MATCHERS[matcher_id]
+        if self._constraints is None:
+            model = self._vllm_config.model_config
+            self._constraints = ConstraintCompiler(Path(model.model), size=model.get_vocab_size(), eos_ids=eos_ids)
+        return self._constraints.matcher(request.constraint, prompt_tokens=prompt_tokens)
+
 
 def _only(tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """`logits`, changed so that each row's greatest is its token. Where there is none, vLLM makes token 0: a constraint
     that allows no token has its `error` by then, which ends the request.
     """
     return logits.fill_(float("-inf")).scatter_(1, tokens.clamp(min=0).unsqueeze(1), 0.0)
-
-
-def _choices_of(params: SamplingParams, prompt: list[int] | None, output: list[int]) -> "_Choices | None":
-    """The choices of a request; those that take the greatest of the model's logits need none."""
-    chosen_by_us = (params.extra_args or {}).get(_KEY)
-    return None if chosen_by_us is None else _Choices(prompt or [], output, **chosen_by_us)
 
 
 class _Choices:
@@ -133,7 +156,7 @@ class _Choices:
         request: EngineRequest,
         prompt_tokens: int,
         eos_ids: tuple[int, ...],
-        matcher_id: int | None,
+        matcher: Matcher | None,
     ) -> None:
         """`prompt` are the tokens that vLLM was given: of the prompt, and of the answer as far as made elsewhere;
         `output` those that it made, a list that vLLM extends.
@@ -143,7 +166,7 @@ class _Choices:
         self._eos_ids = eos_ids
         tokens_max = prompt_tokens + request.max_tokens
         self._adjustments = LogitAdjustments.of(request, prompt_tokens=prompt_tokens, tokens_max=tokens_max)
-        self._matcher = None if matcher_id is None else _MATCHERS[matcher_id]
+        self._matcher = matcher
         self._given = len(prompt)
         self._output = output
         self._tokens = list(prompt)

@@ -83,8 +83,6 @@ class VllmEngineSettings:
             raise ValueError(f"spare_to_kv needs models_max of 1, got {self.models_max}: others need the memory too")
         if self.ranks > 1 and self.models_max > 1:
             raise ValueError(f"ranks above 1 need models_max of 1, got {self.models_max}: ranks do not sleep in step")
-        if self.ranks > 1 and self.device == "cpu":
-            raise ValueError(f"ranks must be 1 on a CPU, got {self.ranks}: vLLM splits a model over GPUs only here")
 
     def pool_bytes(self, stored_bytes: int) -> int:
         """KV memory of one model whose weights, with memory for its adapters, have that size."""

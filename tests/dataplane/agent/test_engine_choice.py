@@ -166,14 +166,12 @@ def test_workers_in_a_group_run_no_vllm() -> None:
     assert errors != errors_of(asking("vllm"), together=True), "there are no others"
 
 
-def test_workers_of_several_ranks_run_no_vllm_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_several_ranks_share_no_slot_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_vllm(TESTED[0], tmp_path, monkeypatch)
     two = (WorkerSettings(gpus=2, ranks=2, memory_bytes=2**30),)
-    errors = errors_of(asking("vllm"), slots=two)
-    refusal = "ranks must be 1 for vLLM on a CPU, got 2: it splits a model over GPUs only here"
-    assert errors["i1"] == f"worker 0: {refusal}"
-    with pytest.raises(ValidationError, match=f"slots.0: {refusal}"):
-        settings(engine="vllm", profile=None, slots=two)
+    errors = errors_of(asking("vllm"), slots=two, vllm_models_max=2)
+    assert errors["i1"] == "worker 0: gpus must be 1 for vLLM where vllm_models_max is above 1, got 2"
+    assert "/nowhere" in str(errors_of(asking("vllm"), slots=two, vllm_models_max=1)["i1"])
 
 
 def test_vllm_runs_a_model_on_all_gpus_of_a_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ class StandIn:
         self.lets_go = True
         self.called: list[str] = []
         model_config = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 16)
-        self.vllm_config = SimpleNamespace(model_config=model_config)
+        self.vllm_config = SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(world_size=1))
         scheduler = SimpleNamespace(
             requests={}, needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(usage=0.5), kv_cache_config=None
         )
