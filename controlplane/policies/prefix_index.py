@@ -60,7 +60,8 @@ class PrefixIndex:
                 self._uses[key] = {instance: use}
                 continue
             self._uses.move_to_end(key)
-            before = uses.pop(instance, None)
+            before = self._use(key, instance)
+            uses.pop(instance, None)  # it comes last
             uses[instance] = use if before is None or not before.computed else Use(now_s, True)
             if len(uses) > HOLDERS_MAX:
                 del uses[next(iter(uses))]

@@ -1,7 +1,8 @@
-"""Counting demand: input tokens by minute, kept in memory for a second, then added to Redis."""
+"""Counting demand: input tokens by minute, kept in memory, and written to Redis every second."""
 
 import threading
 import time
+import uuid
 from collections import Counter, defaultdict
 from contextlib import AbstractAsyncContextManager
 
@@ -15,46 +16,49 @@ _MINUTES_KEPT = 5  # the measuring loop reads as many
 
 
 class DemandCounter:
-    """Counts of this process, kept for five minutes while Redis is unavailable. `gateway`: the process receives
-    interactive requests, so a minute in which it counted none had none.
+    """Counts of this process in the last five minutes, which are written whole: so a repetition changes nothing.
+    `gateway`: the process receives interactive requests, so a minute in which it counted none had none.
     """
 
     def __init__(self, live: LiveStore, *, gateway: bool) -> None:
         self._live = live
         self._gateway = gateway
+        self._process = uuid.uuid4().hex
         self._minutes: defaultdict[int, Counter[tuple[str, Endpoint]]] = defaultdict(Counter)
+        self._changed: defaultdict[int, set[tuple[str, Endpoint]]] = defaultdict(set)
         self._lock = threading.Lock()
 
     def count(self, kind: str, endpoint: Endpoint, tokens: int) -> None:
         """Count a request that is offered now, once for all attempts at it."""
         with self._lock:
-            self._minutes[_this_minute_s()][kind, endpoint] += tokens
+            minute_s = _this_minute_s()
+            self._minutes[minute_s][kind, endpoint] += tokens
+            self._changed[minute_s].add((kind, endpoint))
 
     def flush(self) -> None:
-        """Add the counts to Redis.
+        """Write the counts that have changed.
 
         Raises:
-            UnavailableError: Redis is unavailable; the counts are kept.
+            UnavailableError: Redis is unavailable; they are written again.
         """
         with self._lock:
-            taken, self._minutes = self._minutes, defaultdict(Counter)
-        if self._gateway:
-            taken[_this_minute_s()].update(())
+            if self._gateway:
+                minute_s = _this_minute_s()
+                self._minutes[minute_s].update(())
+                self._changed[minute_s].update(())
+            while len(self._minutes) > _MINUTES_KEPT:
+                self._changed.pop(over := min(self._minutes), None)
+                del self._minutes[over]
+            changed, self._changed = self._changed, defaultdict(set)
+            taken = {at_s: {key: float(self._minutes[at_s][key]) for key in keys} for at_s, keys in changed.items()}
         try:
             for minute_s in sorted(taken):
-                counts = {key: float(tokens) for key, tokens in taken[minute_s].items()}
-                self._live.count_demand(counts, minute_s=minute_s)
-                del taken[minute_s]
+                self._live.count_demand(self._process, taken[minute_s], minute_s=minute_s)
         except UnavailableError:
-            self._keep(taken)
+            with self._lock:
+                for minute_s, keys in changed.items():
+                    self._changed[minute_s] |= keys
             raise
-
-    def _keep(self, taken: dict[int, Counter[tuple[str, Endpoint]]]) -> None:
-        with self._lock:
-            for minute_s, counts in taken.items():
-                self._minutes[minute_s].update(counts)
-            while len(self._minutes) > _MINUTES_KEPT:
-                self._minutes.pop(min(self._minutes))
 
     def flushing(self) -> AbstractAsyncContextManager[None]:
         return flushing(self.flush, _FLUSH_EVERY_S, "demand")

@@ -20,7 +20,9 @@ class Sending(NamedTuple):
 
 @dataclass
 class _Instance:
-    """What was sent to one instance, and its sums. What others take back counts as less than nothing."""
+    """What was sent to one instance, by this process or by others, and its sums. What others take back counts as less
+    than nothing.
+    """
 
     log: list[Sending] = field(default_factory=list)
     sums: Sums = field(default_factory=Sums)
@@ -40,7 +42,8 @@ class SentTokens:
     """Sums by instance. The cost of a request does not grow with the requests before it."""
 
     def __init__(self) -> None:
-        self._instances: dict[str, _Instance] = {}
+        self._own: dict[str, _Instance] = {}
+        self._elsewhere: dict[str, _Instance] = {}
         self._untold: dict[str, Sums] = {}
         self._added_s = -math.inf
 
@@ -48,17 +51,17 @@ class SentTokens:
         """Count a request of `tokens`, of which `input_tokens` are its prompt's."""
         sending = Sending(time.monotonic(), Sums(tokens, input_tokens, 1))
         self._added_s = sending.sent_s
-        self._instances.setdefault(instance_id, _Instance()).add(sending)
+        self._own.setdefault(instance_id, _Instance()).add(sending)
         self._tell(instance_id, sending.sums)
         return sending
 
     def add_elsewhere(self, instance_id: str, sending: Sending) -> None:
         """Count what another process has sent."""
-        self._instances.setdefault(instance_id, _Instance()).add(sending)
+        self._elsewhere.setdefault(instance_id, _Instance()).add(sending)
 
     def take_back(self, instance_id: str, sending: Sending) -> None:
         """Uncount a request that the instance refused, unless it was dropped by `forget`."""
-        sent = self._instances.get(instance_id)
+        sent = self._own.get(instance_id)
         if sent is not None and sending in sent.log:
             sent.log.remove(sending)
             less = Sums(*(-count for count in sending.sums))
@@ -66,9 +69,12 @@ class SentTokens:
             self._tell(instance_id, less)
 
     def of(self, instance_id: str) -> Sums:
-        """What counts."""
-        sent = self._instances.get(instance_id)
-        return Sums() if sent is None else Sums(*(max(0, count) for count in sent.sums))
+        """What counts. Others may take back what an instance has reported since, or what was not heard of here: they
+        take nothing from what this process sent.
+        """
+        own, elsewhere = self._own.get(instance_id), self._elsewhere.get(instance_id)
+        sums = Sums() if own is None else own.sums
+        return sums if elsewhere is None else _sum((sums, Sums(*(max(0, count) for count in elsewhere.sums))))
 
     def untold(self) -> dict[str, Sums]:
         """By instance, what this process has sent since it was asked last, less what it took back."""
@@ -82,10 +88,11 @@ class SentTokens:
     def forget(self, reported_at_s: Mapping[str, float]) -> None:
         """Drop what was sent before an instance's last report, and all of instances without one."""
         self._untold = {name: sums for name, sums in self._untold.items() if name in reported_at_s}
-        for instance_id, sent in list(self._instances.items()):
-            sent.drop_until(reported_at_s.get(instance_id, math.inf))
-            if not sent.log:
-                del self._instances[instance_id]
+        for instances in (self._own, self._elsewhere):
+            for instance_id, sent in list(instances.items()):
+                sent.drop_until(reported_at_s.get(instance_id, math.inf))
+                if not sent.log:
+                    del instances[instance_id]
 
     def _tell(self, instance_id: str, sums: Sums) -> None:
         self._untold[instance_id] = _sum((self._untold.get(instance_id, Sums()), sums))

@@ -223,7 +223,7 @@ class Answering:
             query.query.model,
             query.query.tier,
             failed=self._record.outcome != OK,
-            input_tokens=query.usage().prompt_tokens,
+            input_tokens=query.prompt_tokens,
             output_tokens=query.output_tokens,
         )
 

@@ -2,6 +2,7 @@
 
 tidepool:view                  hash   node -> NodeView (JSON), rewritten by every heartbeat
 tidepool:demand:<minute>       hash   kind|model|region -> input tokens, kept 2 hours
+tidepool:counted:<minute>      hash   process|kind|model|region -> what that process counted of them, kept 10 minutes
 tidepool:release:<model>|<region>      hash   window -> Window (JSON), dispatcher -> its requests there, and when it
                                       wrote them
 tidepool:sent                  stream what each process has sent to instances in the last seconds: its id -> instance ->
@@ -35,8 +36,10 @@ _SENT_KEEP_S = 3.0
 _SENT_READ_MAX = 10_000
 _REVOKED = "tidepool:revoked"
 _REVOKED_KEEP_S = 600
-_COUNTING = "counting"
+_COUNTED = "tidepool:counted:"
+_COUNTED_KEEP_S = 600
 _DEMAND_KEEP_S = 7200
+_COUNTING = "counting"
 _FORGET_NODE_S = 600
 DecodedT = TypeVar("DecodedT")
 
@@ -100,6 +103,7 @@ class LiveStore:
             health_check_interval=15,
             retry=Retry(NoBackoff(), 1),
         )
+        self._demand = self._redis.register_script(_DEMAND_LUA)
         self._count = self._redis.register_script(_COUNT_LUA + "return total")
         self._take = self._redis.register_script(_TAKE_LUA)
 
@@ -167,15 +171,15 @@ class LiveStore:
         last = entries[-1][0] if entries else after
         return last, [SentElsewhere(at_s=at_s, instances=each) for at_s, each in decoded if each is not None]
 
-    def count_demand(self, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
-        """Add input tokens to a minute, by (kind, endpoint). Without counts it still marks the minute as counted."""
+    def count_demand(self, process: str, counts: Mapping[tuple[str, Endpoint], float], *, minute_s: int) -> None:
+        """Write all input tokens that a process has counted in a minute so far, by (kind, endpoint), in place of what
+        it wrote before; a repetition changes nothing. Without counts it still marks the minute as counted.
+        """
+        args: list[str | float] = [process, _COUNTING, _DEMAND_KEEP_S, _COUNTED_KEEP_S]
+        for (kind, endpoint), tokens in counts.items():
+            args += f"{kind}|{endpoint.model}|{endpoint.region}", tokens
         with _translated():
-            pipe = self._redis.pipeline(transaction=True)
-            pipe.hset(f"{_DEMAND}{minute_s}", _COUNTING, 1)
-            for (kind, endpoint), tokens in counts.items():
-                pipe.hincrbyfloat(f"{_DEMAND}{minute_s}", f"{kind}|{endpoint.model}|{endpoint.region}", tokens)
-            pipe.expire(f"{_DEMAND}{minute_s}", _DEMAND_KEEP_S)
-            pipe.execute()
+            self._demand(keys=[f"{_DEMAND}{minute_s}", f"{_COUNTED}{minute_s}"], args=args)
 
     def read_demand(self, minute_s: int) -> list[DemandCount] | None:
         """The counts of a minute so far; None: no process was counting, so the minute is missing data."""
@@ -264,6 +268,22 @@ class WindowTaken:
     urgent: int = 0
 
 
+_DEMAND_LUA = """
+redis.call('HSET', KEYS[1], ARGV[2], 1)
+for i = 5, #ARGV, 2 do
+    local own = ARGV[1] .. '|' .. ARGV[i]
+    local more = ARGV[i + 1] - (redis.call('HGET', KEYS[2], own) or 0)
+    if more > 0 then
+        redis.call('HSET', KEYS[2], own, ARGV[i + 1])
+        redis.call('HINCRBYFLOAT', KEYS[1], ARGV[i], more)
+    end
+end
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+redis.call('EXPIRE', KEYS[2], ARGV[4])
+"""
+"""Adds what the process ARGV[1] has counted beyond what it wrote before. Its counts only grow: a smaller one was sent
+earlier, and comes late.
+"""
 _COUNT_LUA = """
 local time = redis.call('TIME')
 local now_s = time[1] + time[2] / 1000000

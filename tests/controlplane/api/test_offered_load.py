@@ -4,6 +4,10 @@ from typing import Any
 
 import pytest
 
+from controlplane.errors import UnavailableError
+from controlplane.policies.facts import Endpoint
+from controlplane.serving.demand_counter import DemandCounter
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.tenants import Tenant, put_tenant
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.redis_clock import RedisClock
@@ -13,6 +17,7 @@ RETRY = "x-stainless-retry-count"
 """What OpenAI's clients number their attempts with."""
 PROMPT = "x" * 400
 TOKENS = 101
+EAST = Endpoint(model="tide", region="us-east")
 
 
 def ask(gateway: Gateway, status: int, *, retry: int = 0, prompt: str = PROMPT, **changes: Any) -> None:
@@ -75,6 +80,33 @@ def test_a_retry_of_what_the_tenant_might_not_send_is_counted_when_it_is_let_in(
         redis_clock.move(60)
         ask(gateway, 200, retry=1)
         assert offered(gateway) == TOKENS + 11
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_write_of_unknown_end_is_repeated_and_counts_once(
+    live: LiveStore, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    write, minute_s = live.count_demand, 1795459260
+    counter, restarted = DemandCounter(live, gateway=True), DemandCounter(live, gateway=True)
+
+    def lost(*args: Any, **named: Any) -> None:
+        if written:
+            write(*args, **named)
+        raise UnavailableError("no answer came")
+
+    monkeypatch.setattr("time.time", lambda: minute_s)
+    monkeypatch.setattr(live, "count_demand", lost)
+    for tokens in (30, 20):
+        counter.count("IW", EAST, tokens)
+        with pytest.raises(UnavailableError):
+            counter.flush()
+    monkeypatch.setattr(live, "count_demand", write)
+    minute_s += 60
+    restarted.count("IW", EAST, 7)
+    for each in (counter, restarted, counter):
+        each.flush()
+    counts = [live.read_demand(at_s) or [] for at_s in (minute_s - 60, minute_s)]
+    assert [[count.tokens for count in each] for each in counts] == [[50.0], [7.0]]
 
 
 def test_flex_requests_count_as_deferred(world: World) -> None:

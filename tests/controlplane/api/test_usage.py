@@ -10,7 +10,7 @@ from fastapi.testclient import TestClient
 
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
-from controlplane.store.usage import Usage, UsageKey, add_batch_usage, put_usage, read_usage
+from controlplane.store.usage import COUNTED, Usage, UsageKey, add_batch_usage, put_usage, read_usage
 from tests.controlplane.api.gateway import running_gateway
 from tests.controlplane.world import FakeAgent, World, until
 
@@ -40,6 +40,30 @@ def test_answers_of_a_gateway_count_for_their_tenant(world: World) -> None:
         assert row["day"].endswith("T00:00:00Z")
         assert usage(tenant="blue")["data"] == []
         assert usage(400, by="colour")["param"] == "by.0"
+
+
+def test_prompts_count_once_each_whether_or_not_their_answers_end(world: World) -> None:
+    agent = FakeAgent()
+    ever: dict[str, Any] = {"since": datetime(2020, 1, 1, tzinfo=UTC), "until": None}
+    with running_gateway(world, agent) as gateway:
+
+        def counted() -> tuple[int, ...]:
+            """Requests, failed ones, and tokens of prompts and answers."""
+            gateway.state.usage.flush()
+            with world.database.transaction() as session:
+                rows = read_usage(session, by=["tenant"], **ever, tenant=None, model=None, after=0, limit=2)
+            return tuple(rows[0][name] for name in COUNTED) if rows else ()
+
+        gateway.client.completions.create(model="tide", prompt=["a", "b"], n=2)
+        until(lambda: counted() == (1, 0, 2 * 7, 4 * 3))
+        agent.then = "hang later"
+        body = {"model": "tide", "prompt": "x", "stream": True}
+        with gateway.http.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+        until(lambda: counted() == (2, 1, 3 * 7, 4 * 3 + 2))
+        agent.then = "die later"
+        gateway.chat(502)
+        until(lambda: counted() == (3, 2, 4 * 7, 4 * 3 + 2 * 2))
 
 
 def test_more_is_written_than_one_statement_has_parameters(database: Database) -> None:

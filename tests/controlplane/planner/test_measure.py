@@ -24,10 +24,10 @@ def run(world: World) -> int:
 
 def test_gaps_zeros_and_counts(world: World) -> None:
     assert run(world) == 0
-    world.live.count_demand({(IW, EAST): 120.0, (NIW, EAST): 60.0}, minute_s=MINUTE_S - 60)
-    world.live.count_demand({}, minute_s=MINUTE_S - 180)
-    world.live.count_demand({(IW, EAST): 999.0}, minute_s=MINUTE_S)
-    world.live.count_demand({(IW, EAST): 999.0}, minute_s=MINUTE_S - 360)
+    world.live.count_demand("a", {(IW, EAST): 120.0, (NIW, EAST): 60.0}, minute_s=MINUTE_S - 60)
+    world.live.count_demand("a", {}, minute_s=MINUTE_S - 180)
+    world.live.count_demand("a", {(IW, EAST): 999.0}, minute_s=MINUTE_S)
+    world.live.count_demand("a", {(IW, EAST): 999.0}, minute_s=MINUTE_S - 360)
     assert run(world) == 2, "zeros take no rows"
     assert series(world, IW, EAST) == [(-3, 0.0), (-1, 2.0)], "minute -2 is a gap; this minute is not over"
     assert series(world, IW, WEST) == [(-3, 0.0), (-1, 0.0)]
@@ -35,9 +35,9 @@ def test_gaps_zeros_and_counts(world: World) -> None:
 
 
 def test_again_rewrites_what_came_late(world: World) -> None:
-    world.live.count_demand({(IW, EAST): 60.0}, minute_s=MINUTE_S - 60)
+    world.live.count_demand("a", {(IW, EAST): 60.0}, minute_s=MINUTE_S - 60)
     assert (run(world), run(world)) == (1, 0)
-    world.live.count_demand({(IW, EAST): 60.0}, minute_s=MINUTE_S - 60)
+    world.live.count_demand("a", {(IW, EAST): 120.0}, minute_s=MINUTE_S - 60)
     assert run(world) == 1
     assert series(world, IW, EAST) == [(-1, 2.0)]
 
@@ -45,7 +45,7 @@ def test_again_rewrites_what_came_late(world: World) -> None:
 def test_an_adapter_with_its_base_counts_as_that(world: World) -> None:
     put(world, model("a", with_base=True))
     adapter = Endpoint(model="a", region="us-east")
-    world.live.count_demand({(IW, EAST): 120.0, (IW, adapter): 60.0, (NIW, adapter): 30.0}, minute_s=MINUTE_S - 60)
+    world.live.count_demand("a", {(IW, EAST): 120.0, (IW, adapter): 60.0, (NIW, adapter): 30.0}, minute_s=MINUTE_S - 60)
     run(world)
     assert series(world, IW, EAST) == [(-1, 3.0)]
     assert series(world, NIW, EAST) == [(-1, 0.5)]

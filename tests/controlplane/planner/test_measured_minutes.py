@@ -122,7 +122,7 @@ def test_both_forms_read_the_same(world: World, seed: int) -> None:
         known = counted.setdefault(minute, {})
         for key, tokens in counts.items():
             known[key] = known.get(key, 0.0) + tokens
-        world.live.count_demand(counts, minute_s=BEGIN_S + 60 * minute)
+        world.live.count_demand("a", dict(known), minute_s=BEGIN_S + 60 * minute)
 
     away_until = -1
     for minute in range(MINUTES):
@@ -166,11 +166,11 @@ def a_forecast(endpoint: Endpoint, hour: int) -> Forecast:
 def test_only_what_is_new_is_written(world: World) -> None:
     east = ENDPOINTS[0]
     for minute in range(5):
-        world.live.count_demand({(IW, east): 60.0} if minute == 2 else {}, minute_s=BEGIN_S + 60 * minute)
+        world.live.count_demand("a", {(IW, east): 60.0} if minute == 2 else {}, minute_s=BEGIN_S + 60 * minute)
     assert run(world, 5) == 1
     assert run(world, 5) == 0, "all of it is known"
-    world.live.count_demand({(IW, east): 60.0}, minute_s=BEGIN_S + 60)
-    world.live.count_demand({(NIW, east): 60.0}, minute_s=BEGIN_S + 5 * 60)
+    world.live.count_demand("a", {(IW, east): 60.0}, minute_s=BEGIN_S + 60)
+    world.live.count_demand("a", {(NIW, east): 60.0}, minute_s=BEGIN_S + 5 * 60)
     assert run(world, 6) == 2, "one came late"
     assert written(world) == 3
 
@@ -180,7 +180,7 @@ def test_an_imported_minute_that_is_measured_gives_way(world: World) -> None:
         put_demand(
             session, [DemandRow(endpoint=ENDPOINTS[0], kind=IW, start_s=BEGIN_S, tokens_per_s=9.0)], imported=True
         )
-    world.live.count_demand({}, minute_s=BEGIN_S)
+    world.live.count_demand("a", {}, minute_s=BEGIN_S)
     run(world, 1)
     with world.database.transaction() as session:
         assert read_demand(session, kind=IW, since_s=BEGIN_S, until_s=BEGIN_S + 60)[ENDPOINTS[0]] == [(BEGIN_S, 0.0)]

@@ -58,6 +58,17 @@ def test_only_what_was_computed_counts_as_such() -> None:
     assert index.last_use([1], "b", 1) is None
 
 
+def test_what_was_computed_and_evicted_since_is_no_longer_computed() -> None:
+    index = index_of(([1], "a", 1.0))
+    index.note_evicted("a", 2.0)
+    index.note([1], "a", 3.0, computed=False)
+    use = index.last_use([1], "a", 1)
+    assert use is not None
+    assert not use.computed
+    index.drop([1], "a", keep_computed=True)
+    assert index.find([1]) == {}
+
+
 def test_it_is_bounded_and_drops_ends_before_beginnings() -> None:
     index = index_of(([1, 2, 3], "a", 1.0), ([7, 8], "b", 2.0), keys_max=4)
     assert len(index) == 4

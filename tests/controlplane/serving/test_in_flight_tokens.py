@@ -26,6 +26,19 @@ def test_what_others_take_back_after_a_report_counts_as_nothing() -> None:
     assert sent.of("i1") == Sums(12, 8, 2)
 
 
+def test_what_others_take_back_takes_nothing_from_what_was_sent_here() -> None:
+    sent = SentTokens()
+    sending = sent.add("i1", 7, 5)
+    sent.add_elsewhere("i1", Sending(sending.sent_s, Sums(-10, -4, -1)))
+    assert sent.of("i1") == Sums(7, 5, 1)
+    sent.add_elsewhere("i1", Sending(sending.sent_s, Sums(12, 8, 2)))
+    assert sent.of("i1") == Sums(9, 9, 2)
+    sent.take_back("i1", sending)
+    assert sent.of("i1") == Sums(2, 4, 1)
+    sent.forget({"i1": sending.sent_s})
+    assert sent.of("i1") == Sums()
+
+
 def test_others_are_not_told_of_instances_that_are_gone() -> None:
     sent = SentTokens()
     sent.add("i1", 3, 1)

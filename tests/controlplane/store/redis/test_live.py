@@ -59,13 +59,15 @@ def test_nodes_of_another_version_and_of_long_ago_are_forgotten(world: World, re
 
 def test_demand_adds_up_and_a_gap_is_not_zero(world: World, redis_client: Redis) -> None:
     assert world.live.read_demand(60) is None
-    world.live.count_demand({}, minute_s=60)
+    world.live.count_demand("a", {}, minute_s=60)
     assert world.live.read_demand(60) == []
-    for _ in range(2):
-        world.live.count_demand({("IW", EAST): 10.0, ("NIW", EAST): 1.0}, minute_s=120)
+    redis_client.hset("tidepool:demand:120", "IW|org/tide|us-east", 5)  # by a process of the version before
+    for process, tokens in (("a", 10.0), ("b", 20.0), ("a", 30.0), ("a", 30.0), ("a", 10.0)):
+        world.live.count_demand(process, {("IW", EAST): tokens, ("NIW", EAST): 1.0}, minute_s=120)
     counted = {(c.kind, c.endpoint, c.start_s): c.tokens for c in world.live.read_demand(120) or []}
-    assert counted == {("IW", EAST, 120): 20.0, ("NIW", EAST, 120): 2.0}
+    assert counted == {("IW", EAST, 120): 5.0 + 20.0 + 30.0, ("NIW", EAST, 120): 2.0}
     assert 0 < int(str(redis_client.ttl("tidepool:demand:120"))) <= 7200
+    assert 0 < int(str(redis_client.ttl("tidepool:counted:120"))) <= 600
 
 
 def test_a_window_is_shared_by_all_dispatchers(world: World, redis_client: Redis) -> None:
@@ -132,7 +134,7 @@ def test_an_absent_redis_is_said_at_once(settings: Settings, monkeypatch: pytest
         live.ping,
         live.read_view,
         lambda: live.read_demand(0),
-        lambda: live.count_demand({}, minute_s=0),
+        lambda: live.count_demand("a", {}, minute_s=0),
         lambda: live.read_windows([EAST]),
         lambda: live.count_in_flight("a", {EAST: 1}, fresh_s=1),
         lambda: live.exchange_sent("a", {}, after="0-0", now_s=0),
