@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from structlog.testing import capture_logs
 from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.process import Dispatcher, Intervals, run_forever
 from controlplane.dispatcher.release import Releaser
+from controlplane.dispatcher.waiting_groups import WaitingGroups
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.fleet_cache import FleetCache
@@ -468,6 +470,20 @@ def test_no_room_no_release(world: World) -> None:
         world.add_batch(lines=1)
         asyncio.run(run())
     assert (agent.asked, open_rows(world)) == ([], [(False, 0, None)])
+
+
+def test_what_waits_ages_between_two_reads_until_its_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: clock_s)
+    monkeypatch.setattr("controlplane.dispatcher.waiting_groups.time", clock)
+    waiting = WaitingGroups(world.database, poll_s=3600.0)
+    world.add_batch(lines=3, window_s=600)
+    [read] = asyncio.run(waiting.read())
+    clock_s = 500.0
+    [later] = asyncio.run(waiting.read())
+    assert (later.age_s, later.left_s) == (read.age_s + 500, read.left_s - 500)
+    clock_s = 600.0
+    assert asyncio.run(waiting.read()) == ()
 
 
 @pytest.mark.usefixtures("an_hour_ahead")
