@@ -237,8 +237,9 @@ class UnavailableError(TidepoolError):
 
 
 class NodeError(TidepoolError):
-    """A node failed or refused. `retryable`: another instance may do better. `untouched`: the node did nothing with the
-    request, since it was not reached or its instance is not ready, so that the same node may be asked again.
+    """A node failed or refused. `retryable`: another instance may do better. `untouched`: no node did anything with the
+    request, since it was not reached, refused this process's key, or its instance is not ready, so that the same node
+    may be asked again.
     """
 
     status = 502

@@ -43,7 +43,7 @@ _RENEWED_AT_ONCE = 50
 _DEMAND_KEEP_S = 1.0
 _COUNTS_FRESH_S = 10.0
 """How long the requests of a dispatcher that is gone count in flight."""
-_NOT_TRIED = frozenset({"overloaded", "instance_not_ready", "gateway_busy", STALE_EPOCH})
+_NOT_TRIED = frozenset({"overloaded", "gateway_busy", STALE_EPOCH})
 
 
 class Releaser:
@@ -257,9 +257,10 @@ class Releaser:
             await self._give_back(held, error.message, tried=False, delay_s=self._retry_s)
             return None
         except TidepoolError as error:
-            if error.code == "overloaded":
+            untouched = isinstance(error, NodeError) and error.untouched
+            if untouched or error.code == "overloaded":
                 self._refused.add(line.endpoint)
-            tried = error.code not in _NOT_TRIED
+            tried = not untouched and error.code not in _NOT_TRIED
             lost = isinstance(error, NodeError) and error.retryable
             last = held.attempts >= self._settings.niw_attempts_max
             if (lost or isinstance(error, UnknownModelError)) and not (tried and last):

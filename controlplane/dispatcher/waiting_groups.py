@@ -36,13 +36,20 @@ class WaitingGroups:
         self._again_s = min(self._again_s, self._read_s + _SIZES_KEEP_S)
 
     async def read(self) -> tuple[GroupFacts, ...]:
-        """The groups with waiting requests."""
+        """The groups with waiting requests, aged by the time since they were read, without those whose deadline has
+        passed.
+        """
         now_s = time.monotonic()
         if now_s >= self._again_s:
             self._read_s, self._again_s = now_s, now_s + self._poll_s
             groups = await anyio.to_thread.run_sync(self._read)
             self._groups = {(group.batch, group.model): group for group in groups}
-        return tuple(group for group in self._groups.values() if group.waiting)
+        passed_s = time.monotonic() - self._read_s
+        return tuple(
+            structs.replace(group, age_s=group.age_s + passed_s, left_s=group.left_s - passed_s)
+            for group in self._groups.values()
+            if group.waiting and group.left_s > passed_s
+        )
 
     def note_claimed(self, wanted: Mapping[tuple[int, str], int], claims: Sequence[Claim]) -> None:
         """Count the claims of what was `wanted` as no longer waiting."""

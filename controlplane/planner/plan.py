@@ -35,7 +35,7 @@ log = structlog.get_logger()
 def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | None:
     """Make the plan of the hour that begins nearest to now, so that a late task still plans its own hour, and apply it
     if it needs no approval. None if another worker made it already, or an operator applied a plan of that hour: the
-    schedule does not replace it. Scheduled plans of earlier hours that still wait for an operator are superseded.
+    schedule does not replace it. Drafts of earlier hours are superseded.
 
     A failed attempt keeps the plan in force and stores a failed plan with the reason; the next task retries.
     """

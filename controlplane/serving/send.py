@@ -114,8 +114,9 @@ class Sender:
     def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
         """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault, nor
         is what moved a request that another instance had accepted; a claim that is no longer the newest may run on no
-        node.
+        node. An error is no longer `untouched` once an earlier instance has worked on the request.
         """
+        error.untouched &= request.failure is None or request.failure.untouched
         *before, last = (one.instance_id for one in request.routes)
         if error.code == STALE_EPOCH:
             over = True
@@ -201,7 +202,7 @@ class Sender:
     def _url(self, route: Route) -> str:
         url = self._fleet.node_url(route.node_id)
         if url is None:
-            raise NodeError(f"node '{route.node_id}' has no address")
+            raise NodeError(f"node '{route.node_id}' has no address", untouched=True)
         return url
 
 

@@ -78,10 +78,8 @@ def read_progress(session: Session) -> BatchProgress:
 
 
 def read_speeds(session: Session) -> dict[str, SpeedSample]:
-    """The last sample of each model, locked until the transaction ends."""
-    rows = session.scalars(
-        select(BatchSpeed).where(BatchSpeed.at.is_not(None)).order_by(BatchSpeed.model).with_for_update()
-    )
+    """The last sample of each model."""
+    rows = session.scalars(select(BatchSpeed).where(BatchSpeed.at.is_not(None)))
     return {
         row.model: SpeedSample(
             finished=row.finished,
@@ -96,7 +94,9 @@ def read_speeds(session: Session) -> dict[str, SpeedSample]:
 
 
 def write_speeds(session: Session, samples: Mapping[str, SpeedSample]) -> None:
-    """Store the newest sample of each model."""
+    """Store the newest sample of each model. Rows are locked in the order of names alone, as `forget_requests` locks
+    them, so that no two transactions wait for each other; of two predictions at once the second waits here.
+    """
     for model, sample in sorted(samples.items()):
         values = {
             "finished": sample.finished,

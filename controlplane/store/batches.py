@@ -306,7 +306,7 @@ def forget_requests(session: Session, batch: Batch) -> None:
         select(BatchCount.model, func.sum(BatchCount.completed))
         .where(BatchCount.batch_number == batch.number)
         .group_by(BatchCount.model)
-        .order_by(BatchCount.model)  # so that no two wait for each other
+        .order_by(BatchCount.model.collate("C"))  # as Python orders them, so that no two wait for each other
     )
     ended = upsert(BatchSpeed).from_select(["model", "ended"], completed)
     added = {"ended": BatchSpeed.ended + ended.excluded.ended}

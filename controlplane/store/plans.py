@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ForeignKey, Index, delete, func, or_, select, text, update
+from sqlalchemy import CheckConstraint, ForeignKey, Index, case, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Mapped, Session, defer, mapped_column
 
@@ -227,9 +227,10 @@ def reject_plan(session: Session, plan_id: str, *, rejected_by: str, note: str) 
 
 def supersede_drafts(session: Session, *, before_s: int) -> list[str]:
     """End scheduled plans that still wait for an operator and whose window starts before `before_s`: another hour is
-    planned now. Returns their ids.
+    planned now. An operator's own drafts end an hour later, when they can no longer be applied. Returns their ids.
     """
-    waiting = select(Plan).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT, Plan.window_start_s < before_s)
+    ends_s = before_s - case((Plan.origin == SCHEDULE, 0), else_=_HOUR_S)
+    waiting = select(Plan).where(Plan.state == PlanState.DRAFT, Plan.window_start_s < ends_s)
     if session.scalar(waiting.limit(1)) is None:
         return []
     fleet_index(session, lock=True)

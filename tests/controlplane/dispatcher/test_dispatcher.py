@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from structlog.testing import capture_logs
 from controlplane.dispatcher.outcomes import Outcomes
 from controlplane.dispatcher.process import Dispatcher, Intervals, run_forever
 from controlplane.dispatcher.release import Releaser
+from controlplane.dispatcher.waiting_groups import WaitingGroups
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.fleet_cache import FleetCache
@@ -34,6 +36,7 @@ from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_
 from controlplane.store.responses import ResponseRow
 from controlplane.store.session import make_engine
 from dataplane.protocol.messages import Finished, Token, ToolCallDelta
+from ops.local.ports import free_port
 from tests.controlplane.dispatcher.test_ingest import line, submitted
 from tests.controlplane.world import HANGS_S, NODE_KEY, PATIENCE_S, FakeAgent, World, request_line, served
 
@@ -46,6 +49,7 @@ FAST = {
 }
 
 
+HERE = "its own address"
 QUICK = Intervals(release_s=0.02, release_gap_s=0.01, batches_s=0.05, retry_s=0.01)
 
 
@@ -314,12 +318,45 @@ def test_a_defect_of_ours_is_tried_again_but_not_for_ever(
 
 
 def test_a_full_node_costs_no_attempt(world: World, blobs: BlobStore) -> None:
-    agent = FakeAgent(*["overloaded", "not ready"] * 4)
+    agent = FakeAgent(*["overloaded", "not ready", "wrong key"] * 3)
     batch_id = world.add_batch(lines=1)
     batch = finished(world, agent, batch_id, niw_attempts_max=1)
     assert (batch.state, batch.completed, batch.error_file_id) == ("completed", 1, None)
-    assert [asked.epoch for asked in agent.asked] == list(range(1, 18, 2)), "each claim has an epoch of its own"
+    assert [asked.epoch for asked in agent.asked] == list(range(1, 20, 2)), "each claim has an epoch of its own"
     assert {asked.fence for asked in agent.asked} == {f"{batch_id}/1"}
+
+
+def test_a_node_that_is_not_reached_costs_no_attempt_and_gets_fewer_requests(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered_by(monkeypatch, None, f"http://127.0.0.1:{free_port()}", None)
+    batch = finished(world, FakeAgent(), world.add_batch(lines=1), niw_attempts_max=1)
+    assert (batch.state, batch.completed, batch.error_file_id) == ("completed", 1, None)
+    at = Endpoint(model="tide", region="us-east")
+    assert world.live.read_windows([at])[1][at].cut_s > 0
+
+
+def test_a_request_that_a_node_died_of_was_tried_though_others_were_not_reached(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = FakeAgent(then="die later")
+    answered_by(monkeypatch, HERE, *[f"http://127.0.0.1:{free_port()}"] * 1000)
+    batch = finished(world, agent, world.add_batch(lines=1), niw_attempts_max=1, stream_continue_wait_s=1)
+    [line] = lines_of(blobs, batch.error_file_id)
+    assert line["error"]["code"] == "attempts_exhausted"
+    assert "cannot be reached" in line["error"]["message"]
+    assert len(agent.asked) == 1
+
+
+def answered_by(monkeypatch: pytest.MonkeyPatch, *urls: str | None) -> None:
+    """Have nodes these addresses one after the other (None: none; `HERE`: their own), and then their own."""
+    own, left = FleetCache.node_url, list(urls)
+
+    def node_url(fleet: FleetCache, node: str) -> str | None:
+        url = left.pop(0) if left else HERE
+        return own(fleet, node) if url == HERE else url
+
+    monkeypatch.setattr(FleetCache, "node_url", node_url)
 
 
 def test_each_request_is_demand_once_whatever_nodes_do(world: World, blobs: BlobStore, redis_client: Redis) -> None:
@@ -433,6 +470,20 @@ def test_no_room_no_release(world: World) -> None:
         world.add_batch(lines=1)
         asyncio.run(run())
     assert (agent.asked, open_rows(world)) == ([], [(False, 0, None)])
+
+
+def test_what_waits_ages_between_two_reads_until_its_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: clock_s)
+    monkeypatch.setattr("controlplane.dispatcher.waiting_groups.time", clock)
+    waiting = WaitingGroups(world.database, poll_s=3600.0)
+    world.add_batch(lines=3, window_s=600)
+    [read] = asyncio.run(waiting.read())
+    clock_s = 500.0
+    [later] = asyncio.run(waiting.read())
+    assert (later.age_s, later.left_s) == (read.age_s + 500, read.left_s - 500)
+    clock_s = 600.0
+    assert asyncio.run(waiting.read()) == ()
 
 
 @pytest.mark.usefixtures("an_hour_ahead")

@@ -1,15 +1,15 @@
 """Predictions of batches' ends, from what Postgres knows of their lines, their speed and the instances."""
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import select, text
 
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.planner.predict import predict
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store import queue
-from controlplane.store.batch_ends import read_risk
-from controlplane.store.batch_tables import Batch
-from controlplane.store.batches import cancel_batch
+from controlplane.store.batch_ends import read_risk, read_speeds, write_speeds
+from controlplane.store.batch_tables import Batch, BatchSpeed
+from controlplane.store.batches import cancel_batch, forget_requests
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.queue import Outcome
 from tests.controlplane.world import World, claim_waiting
@@ -92,6 +92,23 @@ def test_the_speed_outlives_the_batch_it_was_measured_of(world: World, blobs: Bl
     second = world.add_batch(lines=90)
     look(world, 1000)
     assert left_s(world, second) == pytest.approx(3000.0, rel=0.1)
+
+
+def test_a_batch_is_finalized_while_speeds_are_measured(world: World) -> None:
+    """Neither waits for the other, also where the batch has the first lines of a model."""
+    batch_id = world.add_batch(lines=1)
+    look(world)
+    complete(world, 1)
+    columns = "batch_number, part, completed, failed, input_tokens, output_tokens"
+    run(world, f"INSERT INTO batch_counts (model, {columns}) SELECT 'another', {columns} FROM batch_counts")
+    with world.database.transaction() as measuring:
+        speeds = read_speeds(measuring)
+        with world.database.transaction() as session:
+            session.execute(text("SET LOCAL lock_timeout = '1s'"))
+            forget_requests(session, session.get_one(Batch, batch_id))
+        write_speeds(measuring, {"another": speeds["tide"], **speeds})
+    with world.database.transaction() as session:
+        assert {row.model: row.ended for row in session.scalars(select(BatchSpeed))} == {"another": 1, "tide": 1}
 
 
 def test_cancelled_lines_have_not_completed(world: World) -> None:
