@@ -112,6 +112,19 @@ def test_sql_has_one_home() -> None:
     assert not found, "\n".join(found)
 
 
+def test_the_command_line_quotes_names_in_paths() -> None:
+    """`path_to` of the client does: a name with `#`, `?` or `..` in a path of its own would be another path."""
+    unquoted = re.compile(r"""f["']/(admin|v1)/[^"'?]*{""")
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in _sources()
+        if str(path.relative_to(ROOT)).startswith(("ops/cli/", "ops/client/"))
+        for line in path.read_text().splitlines()
+        if unquoted.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_files_and_functions_stay_readable() -> None:
     long: list[str] = []
     for path in _sources():

@@ -72,8 +72,10 @@ class StoredResponses:
             else:
                 return
 
-    def read_before(self, session: Session, previous_id: str, *, tenant: str) -> list[dict[str, Any]]:
-        """The items of the conversation up to this response, the oldest first.
+    def read_before(
+        self, session: Session, previous_id: str, *, tenant: str, whole: bool = True
+    ) -> list[dict[str, Any]]:
+        """The items of the conversation up to this response, the oldest first; `whole` as in `conversation_before`.
 
         Raises:
             InvalidValueError: as `conversation_before`.
@@ -84,6 +86,7 @@ class StoredResponses:
             tenant=tenant,
             count_max=self._settings.conversation_responses_max,
             bytes_max=self._settings.conversation_bytes_max,
+            whole=whole,
         )
         return [item for each in before for item in each.items]
 

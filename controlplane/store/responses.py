@@ -141,12 +141,13 @@ def delete_response(session: Session, response_id: str, *, tenant: str) -> None:
 
 
 def conversation_before(
-    session: Session, response_id: str, *, tenant: str, count_max: int, bytes_max: int
+    session: Session, response_id: str, *, tenant: str, count_max: int, bytes_max: int, whole: bool = True
 ) -> list[StoredResponse]:
-    """The responses of a conversation, the oldest first, up to and with this one.
+    """The responses of a conversation, the oldest first, up to and with this one. Not `whole`: those that follow the
+    last one that is not there.
 
     Raises:
-        PreviousResponseError: the response, or one before it, is not there, as in `get_response`.
+        PreviousResponseError: the response, or one before it, is not there, as in `get_response`. Only if `whole`.
         InvalidValueError: the conversation has more responses or bytes than these, or the response is in progress.
     """
     chain = _chain(session, response_id, tenant, count_max + 1)
@@ -156,12 +157,12 @@ def conversation_before(
             f" begin a new one with what matters of it",
             param="previous_response_id",
         )
-    if not chain or chain[-1][1] is not None:
+    if whole and (not chain or chain[-1][1] is not None):
         missing = chain[-1][1] if chain else response_id
         raise PreviousResponseError(f"Previous response with id '{missing}' not found.", param="previous_response_id")
     rows = session.scalars(select(ResponseRow).where(ResponseRow.id.in_([each for each, _, _ in chain])))
     found = {row.id: _decoded(row) for row in rows}
-    if found[response_id].response["status"] == ResponseState.IN_PROGRESS:
+    if chain and found[response_id].response["status"] == ResponseState.IN_PROGRESS:
         raise InvalidValueError(
             f"previous_response_id: response '{response_id}' is still in progress", param="previous_response_id"
         )

@@ -7,7 +7,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, print_answer, print_fields, print_json, same
 
 _WEIGHT = 1
@@ -33,7 +33,7 @@ def put_alias(
     """Make an alias, or give it other models or weights. Gateways follow within seconds."""
     body = {"targets": dict(_target(text) for text in targets)}
     with connected(context) as api:
-        answer = api.put(f"/admin/aliases/{name}", body)
+        answer = api.put(path_to("/admin/aliases", name), body)
     print_answer(answer, f"{name} is {targets_text(answer)}", as_json=as_json)
 
 
@@ -50,7 +50,7 @@ def list_aliases(context: typer.Context, as_json: AsJson = False) -> None:
 def show_alias(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Show an alias."""
     with connected(context) as api:
-        answer = api.get(f"/admin/aliases/{name}")
+        answer = api.get(path_to("/admin/aliases", name))
     if as_json:
         print_json(answer)
         return
@@ -62,7 +62,7 @@ def show_alias(context: typer.Context, name: str, as_json: AsJson = False) -> No
 def delete_alias(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Delete an alias. Its models stay."""
     with connected(context) as api:
-        answer = api.delete(f"/admin/aliases/{name}")
+        answer = api.delete(path_to("/admin/aliases", name))
     print_answer(answer, f"alias {name} is deleted", as_json=as_json)
 
 

@@ -39,7 +39,11 @@ def backup(
     from ops.backup.make import make_backup
     from ops.local.reachable import reachable_database
 
-    with _telling_faults(), reachable_database(home.expanduser()) as settings, progress_bar("backing up") as report:
+    with (
+        _telling_faults(),
+        reachable_database(home.expanduser(), new=False) as settings,
+        progress_bar("backing up") as report,
+    ):
         manifest = make_backup(settings, folder.absolute(), with_files=not no_files, report=report)
     parts = len(manifest.parts)
     text = f"{folder} is a backup of {manifest.made_at}: {parts} files, {bytes_text(manifest.total_bytes)}"
@@ -69,7 +73,7 @@ def restore(
             with progress_bar("checking") as report:
                 manifest = check_backup(folder, report)
         else:
-            with reachable_database(home.expanduser()) as settings, progress_bar("restoring") as report:
+            with reachable_database(home.expanduser(), new=True) as settings, progress_bar("restoring") as report:
                 manifest = restore_backup(settings, folder, replace=replace, report=report)
     done = "is complete and undamaged" if check else "is restored"
     print_answer(_summary(folder, manifest), f"the backup of {manifest.made_at} {done}", as_json=as_json)

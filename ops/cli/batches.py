@@ -12,7 +12,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
-from ops.client.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected
+from ops.client.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected, path_to
 from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, progress_bar, time_text
 
 POLL_S = 1.0
@@ -86,7 +86,7 @@ def show(
     """Show a batch."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
-        batch = api.get(f"/v1/batches/{batch_id}")
+        batch = api.get(path_to("/v1/batches", batch_id))
         if watch:
             batch = _watch(api, batch)
     show_batch(batch, as_json=as_json)
@@ -98,7 +98,7 @@ def cancel(context: typer.Context, batch_id: BatchId, as_json: AsJson = False) -
     """Cancel a batch; results that exist are kept."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
-        batch = api.post(f"/v1/batches/{batch_id}/cancel")
+        batch = api.post(path_to("/v1/batches", batch_id, "cancel"))
     show_batch(batch, as_json=as_json)
 
 
@@ -114,7 +114,7 @@ def output(
     """Write a batch's results to a file, or to standard output. The format is JSON lines in any case."""
     with connected(context, as_client=True) as api:
         batch_id = whole_id(api, "batch", batch_id)
-        batch = api.get(f"/v1/batches/{batch_id}")
+        batch = api.get(path_to("/v1/batches", batch_id))
         file_id = batch["error_file_id" if errors else "output_file_id"]
         if file_id is None:
             raise CommandError(f"batch {batch_id} ({batch['status']}) has no {'error' if errors else 'output'} file")
@@ -146,7 +146,7 @@ def _watch(api: Api, batch: dict[str, Any]) -> dict[str, Any]:
             if batch["status"] in _ENDED:
                 return batch
             time.sleep(POLL_S)
-            batch = api.get(f"/v1/batches/{batch['id']}")
+            batch = api.get(path_to("/v1/batches", batch["id"]))
 
 
 def _done(batch: Mapping[str, Any]) -> int:
@@ -155,7 +155,7 @@ def _done(batch: Mapping[str, Any]) -> int:
 
 
 def _save(api: Api, file_id: str, target: Path | None) -> None:
-    with api.stream(f"/v1/files/{file_id}/content") as pieces:
+    with api.stream(path_to("/v1/files", file_id, "content")) as pieces:
         if target is None:
             for piece in pieces:
                 sys.stdout.buffer.write(piece)

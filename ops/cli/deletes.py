@@ -7,7 +7,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.ids import RunId, whole_id
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.drains import drain_endpoint, instances_left, wait_until_none
 from ops.client.screen import AsJson, print_answer
 
@@ -27,13 +27,13 @@ def delete_model(
     """
     _confirm(f"model {name}{' and all its endpoints' if drain else ''}", yes=yes or as_json)
     with connected(context) as api:
-        api.get(f"/admin/models/{name}")
+        api.get(path_to("/admin/models", name))
         if drain:
             for row in api.pages("/admin/endpoints")["data"]:
                 if row["model"] == name:
                     drain_endpoint(api, name, row["region"])
                     _delete_endpoint(api, name, row["region"])
-        answer = api.delete(f"/admin/models/{name}")
+        answer = api.delete(path_to("/admin/models", name))
     print_answer(answer, f"model {name} is deleted", as_json=as_json)
 
 
@@ -53,13 +53,13 @@ def delete_endpoint(
 @examples("tidepool region delete us-east")
 def delete_region(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
     """Delete a region, with its latencies. Refused while it has nodes or endpoints."""
-    _delete(context, f"/admin/regions/{name}", f"region {name}", yes=yes, as_json=as_json)
+    _delete(context, path_to("/admin/regions", name), f"region {name}", yes=yes, as_json=as_json)
 
 
 @examples("tidepool gpu delete H800")
 def delete_gpu(context: typer.Context, name: str, yes: Yes = False, as_json: AsJson = False) -> None:
     """Delete a GPU type, with the profiles of models on it. Refused while nodes have it."""
-    _delete(context, f"/admin/gpu-types/{name}", f"GPU type {name}", yes=yes, as_json=as_json)
+    _delete(context, path_to("/admin/gpu-types", name), f"GPU type {name}", yes=yes, as_json=as_json)
 
 
 @examples("tidepool node delete us-east-1 --drain")
@@ -76,7 +76,7 @@ def delete_node(
     with connected(context) as api:
         if drain:
             _drain_node(api, name)
-        answer = api.delete(f"/admin/nodes/{name}")
+        answer = api.delete(path_to("/admin/nodes", name))
     print_answer(answer, f"node {name} is deleted", as_json=as_json)
 
 
@@ -85,7 +85,7 @@ def delete_run(context: typer.Context, run_id: RunId, yes: Yes = False, as_json:
     """Delete a what-if run, with its figures. Refused while it is queued or running: cancel it first."""
     with connected(context) as api:
         run_id = whole_id(api, "whatif", run_id)
-    _delete(context, f"/admin/what-if/{run_id}", f"what-if run {run_id}", yes=yes, as_json=as_json)
+    _delete(context, path_to("/admin/what-if", run_id), f"what-if run {run_id}", yes=yes, as_json=as_json)
 
 
 def _delete(context: typer.Context, path: str, what: str, *, yes: bool, as_json: bool) -> None:
@@ -106,10 +106,10 @@ def _delete_endpoint(api: Api, model: str, region: str) -> Any:
 
 def _drain_node(api: Api, name: str) -> None:
     """Take a node out of service, and wait until it is empty and its agent is stopped."""
-    api.post(f"/admin/nodes/{name}/drain")
+    api.post(path_to("/admin/nodes", name, "drain"))
 
     def left() -> str | None:
-        node = api.get(f"/admin/nodes/{name}")
+        node = api.get(path_to("/admin/nodes", name))
         holds = [row for row in node["instances"] if row["desired"] != "spot"]
         if holds:
             return f"node {name}: {instances_left(len(holds))}"

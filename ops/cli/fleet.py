@@ -7,7 +7,7 @@ import typer
 from ops.cli.deletes import delete_endpoint, delete_gpu, delete_region
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, bytes_text, print_answer, print_json, print_table, same, unplaced_text
 
 regions = typer.Typer(no_args_is_help=True, help="Regions, in the order that traffic prefers them.")
@@ -35,7 +35,7 @@ def add_region(
 ) -> None:
     """Register a region, or move it in the order."""
     with connected(context) as api:
-        answer = api.put(f"/admin/regions/{name}", {} if position is None else {"position": position})
+        answer = api.put(path_to("/admin/regions", name), {} if position is None else {"position": position})
     print_answer(answer, f"region {name} is registered at position {answer['position']}", as_json=as_json)
 
 
@@ -100,7 +100,7 @@ def add_gpu(
     """Register a GPU type, or change what it costs."""
     body = {"memory_bytes": int(memory_gib * 2**30), "cost_per_hour": cost_per_hour}
     with connected(context) as api:
-        answer = api.put(f"/admin/gpu-types/{name}", body)
+        answer = api.put(path_to("/admin/gpu-types", name), body)
     print_answer(answer, f"GPU type {name} is registered", as_json=as_json)
 
 

@@ -10,7 +10,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
 from ops.client.screen import AsJson, Columns, print_answer, print_json, same
 from ops.client.times import duration_s
@@ -84,7 +84,7 @@ def rotate_key(
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
         role = _kept_role(home, api, key_id)
-        answer = api.post(f"/admin/keys/{key_id}/rotate", {"overlap_s": seconds})
+        answer = api.post(path_to("/admin/keys", key_id, "rotate"), {"overlap_s": seconds})
     if as_json:
         print_json(answer)
     else:
@@ -152,5 +152,5 @@ def revoke_key(context: typer.Context, key_id: KeyId, as_json: AsJson = False) -
     """Revoke a key."""
     with connected(context) as api:
         key_id = whole_id(api, "key", key_id)
-        answer = api.delete(f"/admin/keys/{key_id}")
+        answer = api.delete(path_to("/admin/keys", key_id))
     print_answer(answer, f"key {key_id} is revoked", as_json=as_json)

@@ -8,7 +8,7 @@ import typer
 
 from dataplane.checkpoints.adapters import read_adapter
 from dataplane.protocol.errors import ModelLoadError
-from ops.client.api import Api, CommandError
+from ops.client.api import Api, CommandError, path_to
 from ops.client.screen import Columns, print_answer, same
 
 _FROM_BASE = ("architecture", "kv_bytes_per_token", "context_tokens", "task", "tool_parser", "reasoning_parser")
@@ -45,7 +45,7 @@ def require_no_place(
 
 def put_with_base(api: Api, name: str, body: dict[str, Any], *, as_json: bool) -> None:
     """Register an adapter that the instances of its base serve."""
-    made = {"model": api.put(f"/admin/models/{name}", body)}
+    made = {"model": api.put(path_to("/admin/models", name), body)}
     print_answer(made, f"model {name} is registered: every instance of {body['base']} serves it", as_json=as_json)
 
 
@@ -91,5 +91,5 @@ def taken_over(base: dict[str, Any], parsers: dict[str, str | None], *, with_bas
 
 def sizes_of(api: Api, name: str) -> dict[str, Any]:
     """The sizes by which steps of a model are timed: of an adapter, those of its base."""
-    model: dict[str, Any] = api.get(f"/admin/models/{name}")
-    return model if model["base"] is None else api.get(f"/admin/models/{model['base']}")
+    model: dict[str, Any] = api.get(path_to("/admin/models", name))
+    return model if model["base"] is None else api.get(path_to("/admin/models", model["base"]))

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from ops.client.api import Api, CommandError
+from ops.client.api import Api, CommandError, path_to
 
 
 def profiles_of(api: Api, model: str, *, but: Collection[str]) -> list[dict[str, Any]]:
@@ -12,7 +12,7 @@ def profiles_of(api: Api, model: str, *, but: Collection[str]) -> list[dict[str,
     Raises:
         CommandError: it is not registered.
     """
-    api.get(f"/admin/models/{model}")
+    api.get(path_to("/admin/models", model))
     return [row for row in api.pages("/admin/profiles", model=model)["data"] if row["gpu_type"] not in but]
 
 

@@ -27,7 +27,7 @@ from ops.cli.model_convert import convert_model, folder_of
 from ops.cli.model_copies import copy_endpoints, copy_profiles, profiles_of
 from ops.cli.model_latencies import LatencyFiles, latencies_of
 from ops.cli.model_options import parse_engine_rates, parse_objective, parse_rate, require_choice
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.screen import (
     AsJson,
     Columns,
@@ -175,7 +175,7 @@ def add_model(
     parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
     with connected(context) as api:
         _require_known(api, gpu_types=list(rates), regions=region or [])
-        sizes = body if base is None else api.get(f"/admin/models/{base}")
+        sizes = body if base is None else api.get(path_to("/admin/models", base))
         body |= parsers if base is None else taken_over(sizes, parsers, with_base=with_base)
         if with_base:
             put_with_base(api, name, body, as_json=as_json)
@@ -183,7 +183,7 @@ def add_model(
         latencies = latencies_of(latency or [], list(rates), sizes, gpus=gpus)
         copied = [] if (model := like or base) is None else profiles_of(api, model, but=rates)
         profiled = [*rates, *(row["gpu_type"] for row in copied)] or _require_profiles(api, name)
-        made: dict[str, Any] = {"model": api.put(f"/admin/models/{name}", body)}
+        made: dict[str, Any] = {"model": api.put(path_to("/admin/models", name), body)}
         made["profiles"] = _put_profiles(api, name, rates, latencies, measured, gpus=gpus, load_time_s=load_time_s)
         made["profiles"] += copy_profiles(api, copied, name)
         endpoint = {"model": name, "instances_min": minimum, "instances_max": maximum}
@@ -245,7 +245,7 @@ def list_models(context: typer.Context, as_json: AsJson = False) -> None:
 def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Show a model, its profiles and endpoints, and which engine its instances run on and why."""
     with connected(context) as api:
-        model = api.get(f"/admin/models/{name}")
+        model = api.get(path_to("/admin/models", name))
         summaries = api.pages("/admin/model-summaries", base=name)["data"]
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
         corrections = api.pages("/admin/profile-corrections", model=name)["data"]
@@ -383,9 +383,9 @@ def _sizes_text(model: dict[str, Any]) -> str:
 def _require_known(api: Api, *, gpu_types: list[str], regions: list[str]) -> None:
     """Check that the GPU types and regions exist before anything is registered."""
     for gpu_type in gpu_types:
-        api.get(f"/admin/gpu-types/{gpu_type}")
+        api.get(path_to("/admin/gpu-types", gpu_type))
     for region in regions:
-        api.get(f"/admin/regions/{region}")
+        api.get(path_to("/admin/regions", region))
 
 
 def _require_profiles(api: Api, name: str) -> list[str]:

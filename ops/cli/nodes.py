@@ -13,7 +13,7 @@ from ops.cli.node_bench import bench_node
 from ops.cli.node_check import check_node
 from ops.cli.node_memory import plan_node_memory
 from ops.cli.node_profile import profile_node
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import (
     AsJson,
     Columns,
@@ -75,7 +75,7 @@ def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
 def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Show a node, its desired instances, and their state as the node reports it."""
     with connected(context) as api:
-        node = api.get(f"/admin/nodes/{name}")
+        node = api.get(path_to("/admin/nodes", name))
     if as_json:
         print_json(node)
         return
@@ -111,7 +111,7 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
 def drain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Take a node out of service: nothing new is placed there."""
     with connected(context) as api:
-        answer = api.post(f"/admin/nodes/{name}/drain")
+        answer = api.post(path_to("/admin/nodes", name, "drain"))
     print_answer(answer, f"node {name} is draining", as_json=as_json)
 
 
@@ -120,7 +120,7 @@ def drain_node(context: typer.Context, name: str, as_json: AsJson = False) -> No
 def undrain_node(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Put a node back into service."""
     with connected(context) as api:
-        answer = api.post(f"/admin/nodes/{name}/undrain")
+        answer = api.post(path_to("/admin/nodes", name, "undrain"))
     print_answer(answer, f"node {name} is in service", as_json=as_json)
 
 
@@ -138,10 +138,10 @@ def set_layout(
         raise typer.BadParameter("either LAYOUT or --by-plans is needed", param_hint="LAYOUT")
     with connected(context) as api:
         if layout is None:
-            node = api.delete(f"/admin/nodes/{name}/layout")
+            node = api.delete(path_to("/admin/nodes", name, "layout"))
             said = "keeps its slots until a plan chooses others"
         else:
-            node = api.put(f"/admin/nodes/{name}/layout", {"layout": _sizes(layout)})
+            node = api.put(path_to("/admin/nodes", name, "layout"), {"layout": _sizes(layout)})
             said = "has these slots" if node["layout"] is None else "is regrouped as its slots get empty"
     print_answer(node, f"node {name} {said}", as_json=as_json)
     for warning in node.get("warnings", ()):

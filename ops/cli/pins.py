@@ -8,7 +8,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, print_answer, same
 from ops.client.times import time_of
 
@@ -72,5 +72,5 @@ def remove_pin(
 ) -> None:
     """End a pin now. The endpoint follows the plan and its limits again."""
     with connected(context) as api:
-        answer = api.delete(f"/admin/pins/{whole_id(api, 'pin', pin_id)}")
+        answer = api.delete(path_to("/admin/pins", whole_id(api, "pin", pin_id)))
     print_answer(answer, f"{answer['model']} in {answer['region']} is pinned no more", as_json=as_json)

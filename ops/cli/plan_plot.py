@@ -9,7 +9,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.ids import PlanId, whole_id
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.screen import AsJson, print_answer, time_text
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def plot_plan(
         check_path(out)
         with connected(context) as api:
             plan_id = whole_id(api, "plan", plan_id)
-            answer = api.get(f"/admin/plans/{plan_id}")
+            answer = api.get(path_to("/admin/plans", plan_id))
             panels, endpoints, quantile = plan_panels(api, answer, model=model, region=region, hours=hours)
         if not panels:
             raise CommandError(f"plan {plan_id} has no endpoint of that model and region")
@@ -110,7 +110,7 @@ def plan_panels(
 def _inputs_of(api: Api, plan_id: str) -> Any:
     """None for a plan that no solver made."""
     try:
-        return api.get(f"/admin/plans/{plan_id}/inputs")
+        return api.get(path_to("/admin/plans", plan_id, "inputs"))
     except CommandError as error:
         if error.status == HTTPStatus.NOT_FOUND:
             return None

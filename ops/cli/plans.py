@@ -8,7 +8,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import PlanId, whole_id
 from ops.cli.plan_plot import plot_plan
 from ops.cli.plan_solve import print_schema, solve
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.console import console_link, open_page
 from ops.client.plan import show_plan
 from ops.client.screen import (
@@ -81,7 +81,7 @@ def show(
         if web:
             open_page(console_link(api, "plans", plan_id))
             return
-        answer = api.get(f"/admin/plans/{plan_id}{'/explanation' if explain else ''}")
+        answer = api.get(path_to("/admin/plans", plan_id, *(["explanation"] if explain else [])))
     if explain and not as_json:
         typer.echo(answer["text"])
         return
@@ -107,8 +107,8 @@ def apply(
     """Put a plan in force. Refused if the fleet has changed since the plan was made."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
-        known = api.get(f"/admin/plans/{plan_id}")["index"] if index is None else index
-        answer = api.post(f"/admin/plans/{plan_id}/apply", {"index": known})
+        known = api.get(path_to("/admin/plans", plan_id))["index"] if index is None else index
+        answer = api.post(path_to("/admin/plans", plan_id, "apply"), {"index": known})
     _show(answer, as_json=as_json)
 
 
@@ -122,7 +122,7 @@ def inputs(
 ) -> None:
     """Print the inputs of a plan as JSON: the problem, and the forecasts with their fallbacks."""
     with connected(context) as api:
-        answer = api.get(f"/admin/plans/{whole_id(api, 'plan', plan_id)}/inputs")
+        answer = api.get(path_to("/admin/plans", whole_id(api, "plan", plan_id), "inputs"))
     print_json(answer["problem"] if problem else answer)
 
 
@@ -132,7 +132,7 @@ def approve(context: typer.Context, plan_id: PlanId, as_json: AsJson = False) ->
     """Approve a plan that waits for an operator, and put it in force. Refused if the fleet has changed since."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
-        answer = api.post(f"/admin/plans/{plan_id}/approve")
+        answer = api.post(path_to("/admin/plans", plan_id, "approve"))
     print_answer(answer, f"plan {plan_id} is in force", as_json=as_json)
 
 
@@ -142,7 +142,7 @@ def reject(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: AsJ
     """Reject a draft. The plan in force stays, and the schedule plans that hour no more."""
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
-        answer = api.post(f"/admin/plans/{plan_id}/reject", {"note": note})
+        answer = api.post(path_to("/admin/plans", plan_id, "reject"), {"note": note})
     print_answer(answer, f"plan {plan_id} is rejected", as_json=as_json)
 
 
@@ -156,7 +156,7 @@ def roll_back(context: typer.Context, plan_id: PlanId, note: Why = "", as_json: 
     """
     with connected(context) as api:
         plan_id = whole_id(api, "plan", plan_id)
-        answer = api.post(f"/admin/plans/{plan_id}/rollback", {"note": note})
+        answer = api.post(path_to("/admin/plans", plan_id, "rollback"), {"note": note})
     restored = answer["plan"]
     print_answer(answer, f"plan {restored['id']} is in force: {restored['reason']}", as_json=as_json)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from ops.cli.examples import examples
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, output, print_fields, print_json, print_table, same
 from ops.client.times import since as since_time
 from ops.client.times import utc_text
@@ -40,7 +40,7 @@ def show_request(
 ) -> None:
     """Show a request: where it was sent, how long it took, and its outcome."""
     with connected(context) as api:
-        answer = api.get(f"/admin/requests/{request_id}")
+        answer = api.get(path_to("/admin/requests", request_id))
     if as_json:
         print_json(answer)
         return

@@ -9,7 +9,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
-from ops.client.api import Api, connected
+from ops.client.api import Api, connected, path_to
 from ops.client.screen import AsJson, Columns, print_answer, print_fields, print_json, same
 from ops.client.times import duration_s
 
@@ -85,7 +85,7 @@ def show_rollout(
 ) -> None:
     """Show a roll-out: its share, what it waits for, and how its answers compare."""
     with connected(context) as api:
-        answer = api.get(f"/admin/rollouts/{whole_id(api, 'rollout', rollout_id)}")
+        answer = api.get(path_to("/admin/rollouts", whole_id(api, "rollout", rollout_id)))
         if as_json:
             print_json(answer)
         else:
@@ -124,7 +124,7 @@ def roll_back(context: typer.Context, rollout_id: RolloutId, as_json: AsJson = F
 
 def _change(context: typer.Context, rollout_id: str, what: str, *, as_json: bool) -> None:
     with connected(context) as api:
-        answer = api.post(f"/admin/rollouts/{whole_id(api, 'rollout', rollout_id)}/{what}", {})
+        answer = api.post(path_to("/admin/rollouts", whole_id(api, "rollout", rollout_id), what), {})
     print_answer(answer, _line(answer), as_json=as_json)
 
 
@@ -138,7 +138,7 @@ def _follow(api: Api, rollout: dict[str, Any]) -> None:
         if rollout["state"] in _ENDED:
             raise typer.Exit(int(rollout["state"] == "rolled_back"))
         sleep(_POLL_S)
-        rollout = api.get(f"/admin/rollouts/{rollout['id']}")
+        rollout = api.get(path_to("/admin/rollouts", rollout["id"]))
 
 
 def _print(rollout: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from dataplane.scheduling.profile import load_gpu_profile
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.screen import notes, time_text
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _pooling(api: Api) -> Mapping[str, Any] | None:
     """The pooling settings of the newest applied plan that a solver made."""
     for plan in api.get("/admin/plans", limit=_PLANS_ASKED)["data"]:
         if plan["applied_at"] is not None and plan["status"] != "restored":
-            pooling: Mapping[str, Any] | None = api.get(f"/admin/plans/{plan['id']}/inputs")["pools"]
+            pooling: Mapping[str, Any] | None = api.get(path_to("/admin/plans", plan["id"], "inputs"))["pools"]
             return pooling if pooling is not None and "fill" in pooling else None
     return None
 
@@ -133,7 +133,7 @@ def _kv_bytes(api: Api, nodes: Sequence[Mapping[str, Any]]) -> list[int]:
     reported = []
     for node in nodes[:_NODES_ASKED]:
         gpus = {slot["index"]: slot["gpus"] for slot in node["slots"]}
-        live = api.get(f"/admin/nodes/{node['name']}")["live"] or {"instances": []}
+        live = api.get(path_to("/admin/nodes", node["name"]))["live"] or {"instances": []}
         reported += [one["kv_capacity_bytes"] // gpus[one["slot"]] for one in live["instances"] if one["slot"] in gpus]
     return [kv_bytes for kv_bytes in reported if kv_bytes]
 

@@ -8,7 +8,7 @@ import typer
 from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, print_answer, same
 
 InstanceId = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its id, or the first characters of it.")]
@@ -44,7 +44,7 @@ def lease_spot(
     """Lease a donated instance. The fleet may revoke the lease, with notice, when it needs the GPUs."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
-        answer = api.post(f"/admin/spot/{instance_id}/lease", {"holder": holder, "duration_s": duration_s})
+        answer = api.post(path_to("/admin/spot", instance_id, "lease"), {"holder": holder, "duration_s": duration_s})
     print_answer(
         answer, f"{answer['id']}: {instance_id} is leased to {holder} until {answer['expires_at']}", as_json=as_json
     )
@@ -56,7 +56,7 @@ def return_spot(context: typer.Context, instance_id: InstanceId, as_json: AsJson
     """Return a leased instance to the fleet."""
     with connected(context) as api:
         instance_id = whole_id(api, "inst", instance_id)
-        answer = api.delete(f"/admin/spot/{instance_id}/lease")
+        answer = api.delete(path_to("/admin/spot", instance_id, "lease"))
     print_answer(answer, f"{instance_id} is returned", as_json=as_json)
 
 

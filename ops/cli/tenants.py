@@ -6,7 +6,7 @@ import typer
 
 from ops.cli.examples import examples
 from ops.cli.listing import print_pages
-from ops.client.api import connected
+from ops.client.api import connected, path_to
 from ops.client.screen import AsJson, Columns, print_answer, print_json, print_table, same
 
 tenants = typer.Typer(no_args_is_help=True, help="Tenants and their limits.")
@@ -65,7 +65,7 @@ def list_tenants(context: typer.Context, as_json: AsJson = False) -> None:
 def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Show a tenant's limits, its shares of them by region, and the tokens that its batches have queued."""
     with connected(context) as api:
-        answer = api.get(f"/admin/tenants/{name}")
+        answer = api.get(path_to("/admin/tenants", name))
     if as_json:
         print_json(answer)
         return
@@ -104,8 +104,8 @@ def set_tenant(
     )
     changes = {limit: _limit(text) for limit, text in zip(LIMITS, given, strict=True) if text is not None}
     with connected(context) as api:
-        present = api.get(f"/admin/tenants/{name}")
-        answer = api.put(f"/admin/tenants/{name}", {limit: present[limit] for limit in LIMITS} | changes)
+        present = api.get(path_to("/admin/tenants", name))
+        answer = api.put(path_to("/admin/tenants", name), {limit: present[limit] for limit in LIMITS} | changes)
     if as_json:
         print_json(answer)
         return
@@ -117,5 +117,5 @@ def set_tenant(
 def reset_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> None:
     """Reset a tenant to the default limits."""
     with connected(context) as api:
-        answer = api.delete(f"/admin/tenants/{name}")
+        answer = api.delete(path_to("/admin/tenants", name))
     print_answer(answer, f"tenant {name} has the default limits", as_json=as_json)

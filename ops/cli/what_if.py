@@ -11,7 +11,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import RunId, whole_id
 from ops.cli.listing import Limit, newest
 from ops.cli.simulate_compare import print_lines
-from ops.client.api import Api, CommandError, connected
+from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.console import console_link, open_page
 from ops.client.screen import AsJson, Columns, print_fields, print_json, print_list, print_table, progress_bar
 from ops.client.times import utc_text
@@ -116,7 +116,7 @@ def show(context: typer.Context, run_id: RunId = "latest", web: Web = False, as_
         if web:
             open_page(console_link(api, "what-if", run_id))
             return
-        found = api.get(f"/admin/what-if/{run_id}")
+        found = api.get(path_to("/admin/what-if", run_id))
     _show(found, as_json=as_json)
 
 
@@ -138,7 +138,7 @@ def compare(context: typer.Context, a: RunId, b: RunId, web: Web = False, as_jso
         if web:
             open_page(f"{console_link(api, 'what-if')}?runs={','.join(ids)}")
             return
-        before, after = (api.get(f"/admin/what-if/{each}") for each in ids)
+        before, after = (api.get(path_to("/admin/what-if", each)) for each in ids)
     try:
         lines = lines_of(result_of(before), result_of(after))
     except ResultError as error:
@@ -152,7 +152,7 @@ def compare(context: typer.Context, a: RunId, b: RunId, web: Web = False, as_jso
 def cancel(context: typer.Context, run_id: RunId, as_json: AsJson = False) -> None:
     """Cancel a run: its simulation ends within seconds. One that has ended stays as it is."""
     with connected(context) as api:
-        _show(api.post(f"/admin/what-if/{whole_id(api, 'whatif', run_id)}/cancel"), as_json=as_json)
+        _show(api.post(path_to("/admin/what-if", whole_id(api, "whatif", run_id), "cancel")), as_json=as_json)
 
 
 runs.command("delete")(delete_run)
@@ -165,7 +165,7 @@ def _wait(api: Api, made: dict[str, Any]) -> dict[str, Any]:
             if made["state"] in _ENDED:
                 return made
             time.sleep(POLL_S)
-            made = api.get(f"/admin/what-if/{made['id']}")
+            made = api.get(path_to("/admin/what-if", made["id"]))
 
 
 def _show(found: dict[str, Any], *, as_json: bool) -> None:

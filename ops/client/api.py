@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import typer
 
@@ -20,6 +21,7 @@ PAGE_ROWS = 100
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
 _KEY_REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+_NAMES_WITH_SLASHES = frozenset({"/admin/models", "/admin/aliases"})
 
 
 class CommandError(Exception):
@@ -28,6 +30,18 @@ class CommandError(Exception):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+def path_to(collection: str, name: str, *rest: str) -> str:
+    """The path of one thing in a collection, with its name quoted. `rest`: what of it, such as "drain".
+
+    Raises:
+        CommandError: the path of that name would be the path of something else.
+    """
+    parts = name.split("/")
+    if not {"", ".", ".."}.isdisjoint(parts) or (len(parts) > 1 and collection not in _NAMES_WITH_SLASHES):
+        raise CommandError(f"'{name}' cannot be a name or an id in {collection}")
+    return "/".join([collection, quote(name), *rest])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,10 @@ class EmbeddedPostgres:
         self._fsync = fsync
         self._options = options or {}
 
+    def is_made(self) -> bool:
+        """Whether it has data."""
+        return (self.data / "global" / "pg_control").exists()
+
     def prepare(self, *, leftovers_timeout_s: float = LEFTOVERS_TIMEOUT_S) -> None:
         """Create the data folder if it is missing, and repair its permissions. Waits for a server that is stopping.
 
@@ -59,7 +63,7 @@ class EmbeddedPostgres:
                 or initdb fails.
         """
         make_home(self.home)
-        is_made = (self.data / "global" / "pg_control").exists()
+        is_made = self.is_made()
         if is_made:
             password(self.home, self.name)
         remember(self.home, self.name, self.port)

@@ -55,10 +55,6 @@ class ClusterMember(EmbeddedPostgres):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def is_made(self) -> bool:
-        """Whether it has data."""
-        return (self.data / "global" / "pg_control").exists()
-
     def is_standby(self) -> bool:
         """Whether it starts as a standby."""
         return (self.data / "standby.signal").exists()

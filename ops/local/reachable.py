@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from controlplane.settings import Settings
-from ops.client.home import remembered_port
+from ops.client.home import EmbeddedError, remembered_port
 from ops.local.addresses import installed_settings
 from ops.local.embedded import EmbeddedPostgres
 from ops.local.ports import free_port
@@ -16,11 +16,11 @@ from ops.local.supervisor import Supervisor
 
 
 @contextmanager
-def reachable_database(home: Path) -> Iterator[Settings]:
-    """Settings whose database is up while the block runs.
+def reachable_database(home: Path, *, new: bool) -> Iterator[Settings]:
+    """Settings whose database is up while the block runs. `new`: an embedded one is made where there is none.
 
     Raises:
-        EmbeddedError: the embedded server cannot be prepared.
+        EmbeddedError: there is no embedded server, or it cannot be prepared.
         SupervisorError: it does not start.
     """
     settings = installed_settings(home)
@@ -29,6 +29,8 @@ def reachable_database(home: Path) -> Iterator[Settings]:
         yield settings
         return
     server = EmbeddedPostgres(home, free_port())
+    if not new and not server.is_made():
+        raise EmbeddedError(f"{home} (TIDEPOOL_HOME) holds no installation, and TIDEPOOL_DATABASE_URL is not set")
     server.prepare()
     with Supervisor([server.child()]):
         yield settings.model_copy(update={"database_url": SecretStr(server.url())})

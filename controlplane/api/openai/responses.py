@@ -90,11 +90,13 @@ def input_items(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """The items that the response was made from: those of the conversation before it, and its own."""
+    """The items that the response was made from: those of the conversation before it, up to a response that was
+    deleted, and its own.
+    """
     own = responses.get_response(session, response_id, tenant=caller.tenant)
-    previous_id = own.response["previous_response_id"]
-    before = [] if previous_id is None else state.responses.read_before(session, previous_id, tenant=caller.tenant)
-    items = [*before, *own.input]
+    items = own.input
+    if (previous_id := own.response["previous_response_id"]) is not None:
+        items = state.responses.read_before(session, previous_id, tenant=caller.tenant, whole=False) + items
     if order == "desc":
         items.reverse()
     if after is not None:

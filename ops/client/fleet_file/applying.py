@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
-from urllib.parse import quote
 
-from ops.client.api import Api, CommandError
+from ops.client.api import Api, CommandError, path_to
 from ops.client.drains import drain_endpoint
 from ops.client.fleet_file.changes import Change
 from ops.client.fleet_file.resources import ENDPOINT, PIN, Resource
@@ -56,10 +55,10 @@ def _make(api: Api, change: Change) -> None:
 def _delete(api: Api, resource: Resource) -> None:
     kind = resource.kind
     if kind is PIN:
-        api.delete(f"{kind.path}/{resource.id}")
+        api.delete(path_to(kind.path, str(resource.id)))
         return
     if kind.keys == ("name",):
-        api.delete(f"{kind.path}/{quote(resource.key[0])}")
+        api.delete(path_to(kind.path, resource.key[0]))
         return
     if kind is ENDPOINT:
         drain_endpoint(api, *resource.key)
@@ -70,7 +69,7 @@ def _put(api: Api, resource: Resource) -> None:
     kind = resource.kind
     owner = {} if resource.owner is None else {"owner": resource.owner}
     if kind.keys == ("name",):
-        api.send("PUT", f"{kind.path}/{quote(resource.key[0])}", json=resource.fields, params=owner)
+        api.send("PUT", path_to(kind.path, resource.key[0]), json=resource.fields, params=owner)
         return
     body = dict(zip(kind.keys, resource.key, strict=True)) | resource.fields
     api.send("POST" if kind is PIN else "PUT", kind.path, json=body, params=owner)

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -100,6 +101,21 @@ def test_head_is_known_wherever_get_is(api: TestClient, secrets: dict[str, str],
         assert (head.status_code, head.content) == (get.status_code, b""), path
         assert head.headers.get("content-type") == get.headers.get("content-type"), path
     assert api.head("/v1/chat/completions", headers=headers).status_code == 405
+
+
+def test_the_page_names_what_viewers_are_refused(
+    api: TestClient, secrets: dict[str, str], document: dict[str, Any]
+) -> None:
+    def refused(role: str) -> set[str]:
+        headers = {"Authorization": f"Bearer {secrets[role]}"}
+        gets = [path for path, methods in document["paths"].items() if path.startswith("/admin/") and "get" in methods]
+        gets.remove("/admin/live")  # it has no end
+        return {path.removeprefix("/admin/") for path in gets if api.get(path, headers=headers).status_code == 403}
+
+    page = (Path(__file__).parents[3] / "ops/docs/api.md").read_text()
+    [row] = re.findall(r"^\| `viewer` \|.* except (.*), which only an admin reads, and (.*)$", page, re.MULTILINE)
+    for_admins, for_operators = (set(re.findall("`([^`]*)`", part)) for part in row)
+    assert (for_admins, for_admins | for_operators) == (refused("operator"), refused("viewer"))
 
 
 def test_a_page_of_another_origin_may_call_where_it_is_allowed(api: TestClient, settings: Settings) -> None:

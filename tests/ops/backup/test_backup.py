@@ -144,6 +144,17 @@ def test_a_backup_that_fails_leaves_nothing(filled: Run, tmp_path: Path, monkeyp
     assert not list(tmp_path.glob("backup*"))
 
 
+def test_a_home_without_an_installation_stays_as_it_is(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logs: None
+) -> None:
+    monkeypatch.delenv("TIDEPOOL_DATABASE_URL", raising=False)
+    home = tmp_path / "mistyped"
+    refused = run("backup", tmp_path / "backup", "--home", home)
+    assert refused.status == 1
+    assert f"{home} (TIDEPOOL_HOME) holds no installation, and TIDEPOOL_DATABASE_URL is not set" in refused.err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_program_fits_the_server() -> None:
     old, new = Program(path=Path("/15/pg_dump"), major=15), Program(path=Path("/18/pg_dump"), major=18)
     assert choose_program("pg_dump", [new, old], least=15) == old.path

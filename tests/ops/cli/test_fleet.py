@@ -52,6 +52,28 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     assert served("status", "--json").json["models"] == 1
 
 
+def test_a_name_is_one_name_whatever_is_in_it(fleet: Run, database: Database) -> None:
+    join(database, "n-1")
+    join(database, "n-1#b ?%23")
+    assert fleet("node", "drain", "n-1#b ?%23", "--json").json["name"] == "n-1#b ?%23"
+    assert fleet("node", "show", "n-1#b ?%23", "--json").json["draining"] is True
+    assert fleet("node", "show", "n-1", "--json").json["draining"] is False
+    assert "(400)" in fleet("region", "delete", "us-east#other").err
+    assert "(400)" in fleet("tenant", "set", "team?x", "--requests-per-minute", 5).err
+    assert fleet("alias", "put", "org/m", "m").status == 0
+    assert "alias org/m is deleted" in fleet("alias", "delete", "org/m").out
+    for *command, name, collection in (
+        ("tenant", "show", "../keys", "tenants"),
+        ("tenant", "show", ".", "tenants"),
+        ("node", "show", "../regions/us-east", "nodes"),
+        ("node", "delete", "n-1/layout", "nodes"),
+        ("model", "show", "../nodes", "models"),
+        ("region", "delete", "", "regions"),
+    ):
+        refused = fleet(*command, name)
+        assert refused.err == f"error: '{name}' cannot be a name or an id in /admin/{collection}\n"
+
+
 def test_a_node_is_regrouped(fleet: Run, database: Database) -> None:
     join(database, "n-1", SlotSpec(gpus=4, memory_bytes=4 * GIB, number=0), regroups=True)
     assert "node n-1 is regrouped as its slots get empty" in fleet("node", "layout", "n-1", "2,1,1").out

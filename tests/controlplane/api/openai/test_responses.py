@@ -168,6 +168,25 @@ def test_pages_of_input_items(gateway: Gateway) -> None:
     assert (answer.status_code, assert_error(answer)["param"]) == (400, "after")
 
 
+def test_input_items_are_listed_although_responses_before_them_are_deleted(gateway: Gateway) -> None:
+    api = gateway.client.responses
+    first = api.create(**ASK)
+    second = api.create(model="tide", input="and", previous_response_id=first.id)
+    third = api.create(model="tide", input="then", previous_response_id=second.id)
+
+    def listed() -> list[str]:
+        items: Any = api.input_items.list(third.id, order="asc").data
+        return [item.content[0].text for item in items]
+
+    assert listed() == ["hi", "the tide turns", "and", "the tide turns", "then"]
+    api.delete(first.id)
+    assert listed() == ["and", "the tide turns", "then"]
+    api.delete(second.id)
+    assert listed() == ["then"]
+    with pytest.raises(openai.BadRequestError, match="not found"):
+        api.create(**ASK, previous_response_id=third.id)
+
+
 def test_only_what_runs_in_the_background_can_be_cancelled(gateway: Gateway) -> None:
     made = gateway.client.responses.create(**ASK)
     with pytest.raises(openai.BadRequestError, match="background"):
