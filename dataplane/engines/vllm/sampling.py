@@ -45,7 +45,7 @@ def sampling_params(
         "request": replace(request, prompt=(), generated=(), kv=None),  # vLLM copies it, and has its tokens
         "prompt_tokens": len(request.prompt),
         "eos_ids": tuple(eos_ids),
-        "matcher_id": None if matcher is None else id(matcher),
+        "matcher_id": 0 if matcher is None else id(matcher),
     }
     return SamplingParams(
         temperature=0.0,
@@ -125,13 +125,12 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         return _Choices(prompt or [], output, **given)
 
     def _matcher(
-        self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...], matcher_id: int | None
+        self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...], matcher_id: int
     ) -> Matcher | None:
         """What follows a request's constraint; None without one. Its engine has compiled the constraint before."""
-        if request.constraint is None or matcher_id is None:
-            return None
-        if matcher_id in _MATCHERS:
-            return _MATCHERS[matcher_id]
+        matcher = _MATCHERS.get(matcher_id)
+        if matcher is not None or request.constraint is None:
+            return matcher
         if self._constraints is None:
             model = self._vllm_config.model_config
             self._constraints = ConstraintCompiler(Path(model.model), size=model.get_vocab_size(), eos_ids=eos_ids)
