@@ -8,7 +8,7 @@ import anyio
 import structlog
 from fastapi import Request
 
-from controlplane.api.request_log import log_record, take_record
+from controlplane.api.request_log import log_record, note_failure, take_record
 from controlplane.api.state import state_of
 from controlplane.errors import TidepoolError, UnavailableError
 from controlplane.serving.fan_out import ChoiceStream
@@ -50,6 +50,7 @@ async def _run(
         try:
             await renderer.write_all(events)
         except TidepoolError as error:
+            note_failure(record, error)
             renderer.failure(error)
         except Exception:
             log.exception("a response in the background failed", id=renderer.response_id)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from sqlalchemy import text
 
 from controlplane.store.request_log import find_requests
+from controlplane.store.tenants import Tenant, put_tenant
 from dataplane.protocol.messages import ChatMessage, Finished, StreamEvent, Token, ToolCall, ToolCallDelta
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import FakeAgent, World, until
@@ -310,6 +311,24 @@ def test_a_response_in_the_background_fails(world: World) -> None:
         failed = ended(gateway, gateway.client.responses.create(**ASK, background=True).id)
         strict(failed)
         assert (failed.status, failed.error and failed.error.message) == ("failed", "the worker died")
+
+
+def test_a_response_in_the_background_beyond_a_limit_is_logged_as_refused(world: World) -> None:
+    with world.database.transaction() as session:
+        put_tenant(session, Tenant(name="acme", requests_per_minute=1))
+    with running_gateway(world, FakeAgent()) as gateway:
+        ended(gateway, gateway.client.responses.create(**ASK, background=True).id)
+        headers = {"x-request-id": "second"}
+        refused = ended(gateway, gateway.client.responses.create(**ASK, background=True, extra_headers=headers).id)
+        assert (refused.status, refused.error and refused.error.code) == ("failed", "rate_limit_exceeded")
+
+        def logged() -> list[Any]:
+            with world.database.transaction() as session:
+                return list(find_requests(session, "second"))
+
+        until(logged)
+        [row] = logged()
+        assert (row.outcome, row.status) == ("rate_limit_exceeded", 429)
 
 
 def test_a_response_whose_gateway_stops_has_failed(world: World) -> None:
