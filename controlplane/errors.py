@@ -238,8 +238,7 @@ class UnavailableError(TidepoolError):
 
 class NodeError(TidepoolError):
     """A node failed or refused. `retryable`: another instance may do better. `untouched`: no node did anything with the
-    request, since it was not reached, refused this process's key, or its instance is not ready, so that the same node
-    may be asked again.
+    request, since it was not reached or its instance is not ready, so that the same node may be asked again.
     """
 
     status = 502

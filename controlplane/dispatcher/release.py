@@ -35,7 +35,7 @@ from controlplane.store.demand import IW, NIW
 from controlplane.store.queue import Claim, Outcome
 from controlplane.store.redis.live import LiveStore, WindowTaken
 from controlplane.store.session import Database
-from dataplane.protocol.messages import STALE_EPOCH
+from dataplane.protocol.messages import INSTANCE_NOT_READY, STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_MAX_S = 60.0
@@ -43,7 +43,8 @@ _RENEWED_AT_ONCE = 50
 _DEMAND_KEEP_S = 1.0
 _COUNTS_FRESH_S = 10.0
 """How long the requests of a dispatcher that is gone count in flight."""
-_NOT_TRIED = frozenset({"overloaded", "gateway_busy", STALE_EPOCH})
+_REFUSED = frozenset({"overloaded", "invalid_node_key"})
+_NOT_TRIED = frozenset({*_REFUSED, "gateway_busy", STALE_EPOCH})
 
 
 class Releaser:
@@ -258,7 +259,7 @@ class Releaser:
             return None
         except TidepoolError as error:
             untouched = isinstance(error, NodeError) and error.untouched
-            if untouched or error.code == "overloaded":
+            if error.code in _REFUSED or (untouched and error.code != INSTANCE_NOT_READY):
                 self._refused.add(line.endpoint)
             tried = not untouched and error.code not in _NOT_TRIED
             lost = isinstance(error, NodeError) and error.retryable

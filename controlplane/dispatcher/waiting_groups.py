@@ -41,9 +41,9 @@ class WaitingGroups:
         """
         now_s = time.monotonic()
         if now_s >= self._again_s:
-            self._read_s, self._again_s = now_s, now_s + self._poll_s
+            self._again_s = now_s + self._poll_s
             groups = await anyio.to_thread.run_sync(self._read)
-            self._groups = {(group.batch, group.model): group for group in groups}
+            self._read_s, self._groups = now_s, {(group.batch, group.model): group for group in groups}
         passed_s = time.monotonic() - self._read_s
         return tuple(
             structs.replace(group, age_s=group.age_s + passed_s, left_s=group.left_s - passed_s)

@@ -42,7 +42,7 @@ def plan_hour(database: Database, settings: Settings, *, now_s: float) -> str | 
     window_start_s = hour_nearest(now_s)
     with database.transaction() as session:
         for plan_id in supersede_drafts(session, before_s=window_start_s):
-            log.warning("plan not approved in its hour", plan=plan_id)
+            log.warning("plan not applied in its hour", plan=plan_id)
         for plan_id in fail_stale_drafts(session, window_start_s=window_start_s):
             log.warning("plan went stale before it was approved; planning anew", plan=plan_id)
     of = DraftOf(window_start_s=window_start_s, origin=SCHEDULE, created_by=SCHEDULE)

@@ -18,7 +18,6 @@ _REFUSAL_BYTES_MAX = 1 << 20
 _WHOLE_BYTES_MAX = 64 << 20
 """Of a line, and of an answer that is no stream."""
 _REQUEST_AT_FAULT = frozenset({400, 413})
-_UNTOUCHED = frozenset({INSTANCE_NOT_READY, "invalid_node_key"})
 _STATUS_FOR_CLIENTS = {400: 400, 409: 503, 413: 413, 429: 429, 503: 503}
 
 
@@ -237,5 +236,5 @@ def error_of(event: Failed) -> NodeError:
         code=event.code,
         param=event.param,
         retryable=event.retryable or event.status not in _REQUEST_AT_FAULT,
-        untouched=event.code in _UNTOUCHED,
+        untouched=event.code == INSTANCE_NOT_READY,
     )

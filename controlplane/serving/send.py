@@ -116,6 +116,7 @@ class Sender:
         is what moved a request that another instance had accepted; a claim that is no longer the newest may run on no
         node. An error is no longer `untouched` once an earlier instance has worked on the request.
         """
+        may_try_again = error.untouched and time.monotonic() < request.wait_until_s
         error.untouched &= request.failure is None or request.failure.untouched
         *before, last = (one.instance_id for one in request.routes)
         if error.code == STALE_EPOCH:
@@ -126,8 +127,7 @@ class Sender:
             over = request.continuations >= self._settings.stream_continuations_max
         else:
             over = not error.retryable or (
-                len(request.excluded) + 1 >= self._settings.request_attempts_max
-                and not (error.untouched and time.monotonic() < request.wait_until_s)
+                len(request.excluded) + 1 >= self._settings.request_attempts_max and not may_try_again
             )
         if over:
             raise error

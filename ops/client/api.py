@@ -39,7 +39,7 @@ def path_to(collection: str, name: str, *rest: str) -> str:
         CommandError: the path of that name would be the path of something else.
     """
     parts = name.split("/")
-    if not {"", ".", ".."}.isdisjoint(parts) or (len(parts) > 1 and collection not in _NAMES_WITH_SLASHES):
+    if not name or not {".", ".."}.isdisjoint(parts) or (len(parts) > 1 and collection not in _NAMES_WITH_SLASHES):
         raise CommandError(f"'{name}' cannot be a name or an id in {collection}")
     return "/".join([collection, quote(name), *rest])
 

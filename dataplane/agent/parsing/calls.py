@@ -118,7 +118,7 @@ class JsonCallReader:
         if self._key in _NAME:
             self._name = value if isinstance(value, str) else ""
             self.failed = not self._reported and not self._accepts(self._name)
-        elif self._key in _ARGUMENTS and not self._reported:
+        elif self._key in _ARGUMENTS and not self._reported and self._early is None:
             # Arguments as text are JSON twice; null stands for none.
             self._early = value if isinstance(value, str) else "{}" if value is None else self._value
         if self._name and self._early is not None and not self.failed:

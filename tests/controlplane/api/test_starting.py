@@ -101,3 +101,25 @@ def test_a_node_that_worked_on_it_is_not_asked_again(world: World) -> None:
     with running_gateway(world, agent, request_start_wait_s=10 * PATIENCE_S) as gateway:
         gateway.chat(503)
         assert len(agent.asked) == 1
+
+
+def test_after_one_that_worked_on_it_others_that_did_nothing_are_no_attempts(world: World) -> None:
+    agent = FakeAgent("worker lost", "not ready", "not ready")
+    with (
+        served(agent.app) as url,
+        running_gateway(world, request_attempts_max=3, request_start_wait_s=PATIENCE_S) as gateway,
+    ):
+        for node in ("n1", "n2", "n3", "n4"):
+            world.join(node, url=url)
+            report(world, node, world.place(node), "ready", url)
+        until(lambda: len(gateway.state.fleet.instances(MODEL)) == 4)
+        assert "turns" in gateway.chat().text
+    assert len(agent.asked) == 4
+
+
+def test_a_node_that_refuses_the_key_is_not_waited_for(world: World) -> None:
+    """The wait would outlast the test."""
+    agent = FakeAgent(then="wrong key")
+    with running_gateway(world, agent, request_start_wait_s=10 * PATIENCE_S) as gateway:
+        assert gateway.chat(502).json()["error"]["code"] == "invalid_node_key"
+        assert len(agent.asked) == 1

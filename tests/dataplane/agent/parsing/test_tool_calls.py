@@ -74,6 +74,7 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"c', ("", [("weather", '{"c')])),
     ("hermes", "  plain text \n", ("  plain text \n", [])),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "parameters": {{"b": 2}}}}', ("", ONE)),
+    ("hermes", f'<tool_call>{{"arguments": {ARGUMENTS}, "parameters": {{"b": 2}}, "name": "weather"}}', ("", ONE)),
     ("hermes", f'<tool_call>{{"id": [<tool_call>{CALL}]}}', ('<tool_call>{"id": []}', ONE)),
     ("llama3_json", LLAMA_CALL, ("", ONE)),
     ("llama3_json", f"<|python_tag|>{LLAMA_CALL}", ("", ONE)),
