@@ -17,11 +17,12 @@ from dataplane.protocol.messages import Constraint
 from ops.local.tiny_models import build_tiny_models
 from tests.dataplane.constraints.answers import answers, asked, schema_constraint, spec
 from tests.dataplane.engines.torch.drive import drain, request
-from tests.vllm.test_constraints import SCHEMA
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 pytestmark = pytest.mark.timeout(240)
+
+SCHEMA = {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]}
 
 
 @pytest.fixture(scope="module")
