@@ -156,14 +156,16 @@ class NamedCallReader:
         pieces: list[Piece] = []
         if self._scanner is None:
             before, brace, after = text.partition("{")
+            left = HEADER_CHARS_MAX - len(self._before)
+            if len(before) > left:
+                self.failed, self.rest = True, text[left:]
+                return pieces
             self._before += before
-            if len(self._before) > HEADER_CHARS_MAX:
-                self.failed = True
-            if not brace or self.failed:
+            if not brace:
                 return pieces
             found = self._header.fullmatch(self._before)
             if found is None or not self._accepts(found[1]):
-                self.failed = True
+                self.failed, self.rest = True, brace + after
                 return pieces
             pieces.append((found[1], ""))
             self._scanner, text = ValueScanner(), brace + after

@@ -259,9 +259,9 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
                 self.requests.end_all([mine[name]], f"{model.name}: the pooled states are not numbers")
         for name in step.ended.keys() - made.keys():
             self.requests.end_all([mine[name]], f"vLLM ended it too early: {step.ended[name]}")
-        for sequence in map(mine.__getitem__, made):
-            if sequence.matcher is not None:
-                sequence.matcher.mask(sequence.tokens)  # where other processes chose, nobody has waited for it
+        for name in made:
+            if (matcher := mine[name].matcher) is not None:
+                matcher.mask(mine[name].tokens)  # where other processes chose, nobody has waited for it
         return self._without_unmatched(list(made.values()))
 
     def _observe(self, step: Step, mine: Mapping[str, VllmSequence], model: VllmModel, took_s: float) -> None:

@@ -120,12 +120,12 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         chosen_by_us = (params.extra_args or {}).get(_KEY)
         if chosen_by_us is None:
             return None
-        given = {**chosen_by_us, "matcher": self._matcher(**chosen_by_us)}
-        del given["matcher_id"]
-        return _Choices(prompt or [], output, **given)
+        given = dict(chosen_by_us)
+        matcher = self._matcher(given.pop("matcher_id"), **given)
+        return _Choices(prompt or [], output, matcher=matcher, **given)
 
     def _matcher(
-        self, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...], matcher_id: int
+        self, matcher_id: int, *, request: EngineRequest, prompt_tokens: int, eos_ids: tuple[int, ...]
     ) -> Matcher | None:
         """What follows a request's constraint; None without one. Its engine has compiled the constraint before."""
         matcher = _MATCHERS.get(matcher_id)

@@ -55,15 +55,18 @@ def test_prompts_count_once_each_whether_or_not_their_answers_end(world: World) 
             return tuple(rows[0][name] for name in COUNTED) if rows else ()
 
         gateway.client.completions.create(model="tide", prompt=["a", "b"], n=2)
-        until(lambda: counted() == (1, 0, 2 * 7, 4 * 3))
+        until(lambda: counted()[:2] == (1, 0))
+        assert counted()[2:] == (2 * 7, 4 * 3)
         agent.then = "hang later"
         body = {"model": "tide", "prompt": "x", "stream": True}
         with gateway.http.stream("POST", "/v1/completions", json=body) as answer:
             next(answer.iter_lines())
-        until(lambda: counted() == (2, 1, 3 * 7, 4 * 3 + 2))
+        until(lambda: counted()[:2] == (2, 1))
+        assert counted()[2:] == (3 * 7, 4 * 3 + 2)
         agent.then = "die later"
         gateway.chat(502)
-        until(lambda: counted() == (3, 2, 4 * 7, 4 * 3 + 2 * 2))
+        until(lambda: counted()[:2] == (3, 2))
+        assert counted()[2:] == (4 * 7, 4 * 3 + 2 * 2)
 
 
 def test_more_is_written_than_one_statement_has_parameters(database: Database) -> None:

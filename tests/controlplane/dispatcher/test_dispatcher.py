@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -336,6 +337,13 @@ def test_a_node_that_is_not_reached_costs_no_attempt_and_gets_fewer_requests(
     assert world.live.read_windows([at])[1][at].cut_s > 0
 
 
+def test_an_instance_that_is_not_ready_cuts_no_window(world: World) -> None:
+    batch = finished(world, FakeAgent("not ready"), world.add_batch(lines=1), niw_attempts_max=1)
+    assert (batch.state, batch.completed) == ("completed", 1)
+    at = Endpoint(model="tide", region="us-east")
+    assert world.live.read_windows([at])[1][at].cut_s <= 0
+
+
 def test_a_request_that_a_node_died_of_was_tried_though_others_were_not_reached(
     world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,6 +490,11 @@ def test_what_waits_ages_between_two_reads_until_its_deadline(world: World, monk
     clock_s = 500.0
     [later] = asyncio.run(waiting.read())
     assert (later.age_s, later.left_s) == (read.age_s + 500, read.left_s - 500)
+    waiting.forget()
+    monkeypatch.setattr(waiting, "_read", Mock(side_effect=ConnectionError))
+    with pytest.raises(ConnectionError):
+        asyncio.run(waiting.read())
+    assert asyncio.run(waiting.read()) == (later,), "a read that failed makes nothing younger"
     clock_s = 600.0
     assert asyncio.run(waiting.read()) == ()
 

@@ -62,6 +62,8 @@ def test_a_name_is_one_name_whatever_is_in_it(fleet: Run, database: Database) ->
     assert "(400)" in fleet("tenant", "set", "team?x", "--requests-per-minute", 5).err
     assert fleet("alias", "put", "org/m", "m").status == 0
     assert "alias org/m is deleted" in fleet("alias", "delete", "org/m").out
+    assert fleet("alias", "put", "org//m", "m").status == 0
+    assert fleet("alias", "show", "org//m", "--json").json["name"] == "org//m"
     for *command, name, collection in (
         ("tenant", "show", "../keys", "tenants"),
         ("tenant", "show", ".", "tenants"),

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dataplane.agent.parsing import tool_calls
 from dataplane.agent.parsing.calls import JsonCallReader, Piece
 from dataplane.agent.parsing.families import TOOL_FAMILIES
 from dataplane.agent.parsing.tool_calls import REREAD_CHARS_MAX, ToolCallParser
@@ -131,11 +133,19 @@ def test_no_chunking_changes_anything(case: tuple[str, str, Parsed], cuts: list[
         max_size=12,
     ),
     cuts=st.lists(st.integers(0, 100), max_size=8),
+    reread_max=st.sampled_from([0, 5, REREAD_CHARS_MAX]),
 )  # fmt: skip
-def test_any_text_gives_the_same_whatever_its_pieces(family: str, parts: list[str], cuts: list[int]) -> None:
+@example(family="mistral", parts=["[TOOL_CALLS]no call{", f"[TOOL_CALLS]weather{ARGUMENTS}"], cuts=[20], reread_max=0)
+@example(
+    family="mistral", parts=["[TOOL_CALLS]", "x" * 300, f"[TOOL_CALLS]weather{ARGUMENTS}"], cuts=[290], reread_max=0
+)
+def test_any_text_gives_the_same_whatever_its_pieces(
+    family: str, parts: list[str], cuts: list[int], reread_max: int
+) -> None:
     text = "".join(parts)
-    whole = parse(family, [text])
-    assert parse(family, pieces(text, cuts)) == whole
+    with patch.object(tool_calls, "REREAD_CHARS_MAX", reread_max):
+        whole = parse(family, [text])
+        assert parse(family, pieces(text, cuts)) == whole
     if not whole[1]:
         assert whole[0] == text, "text without a call is content, all of it"
 
