@@ -68,6 +68,11 @@ def wait_ready(admin: Api, count: int) -> None:
     )
 
 
+def wait_seen(client: openai.OpenAI, model: str) -> None:
+    """Until the gateway, which reads what nodes report a few times a second, knows a ready instance of the model."""
+    wait_until(lambda: (client.models.retrieve(model).model_extra or {})["state"] == "ready", "the gateway sees it")
+
+
 def admin_of(stack: LocalStack) -> AbstractContextManager[Api]:
     """The admin API."""
     return open_api(stack.url, stack.keys["admin"])

@@ -10,7 +10,7 @@ import openai
 
 from ops.client.api import Api
 from ops.local.sample_fleet import REGIONS, live_instances
-from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready
+from tests.flows.conftest import REPLAY_NODES, admin_of, client_of, register, replay_stack, wait_ready, wait_seen
 from tests.flows.waiting import wait_until
 
 REGION = REGIONS[0]
@@ -61,6 +61,7 @@ def test_a_node_that_leaves_is_not_missed(tmp_path: Path) -> None:
     with replay_stack(tmp_path, NODES) as stack, client_of(stack) as client, admin_of(stack) as admin:
         register(admin, ("tide",), (REGION,))
         wait_ready(admin, 1)
+        wait_seen(client, "tide")
         (first,) = nodes_serving(admin)
         other = next(node.name for node in NODES if node.name != first)
         with Asking(client) as asking:

@@ -14,7 +14,7 @@ from ops.client.api import Api
 from ops.local.replay_stack import replayed_model
 from ops.local.sample_fleet import REGIONS, TOKENS_PER_S, offer_model
 from ops.local.stack import LocalStack
-from tests.flows.conftest import REPLAY_NODES, StackMaker, admin_of, client_of, register, wait_ready
+from tests.flows.conftest import REPLAY_NODES, StackMaker, admin_of, client_of, register, wait_ready, wait_seen
 from tests.flows.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -29,10 +29,11 @@ EAST = REGIONS[:1]
 def stack(make_stack: StackMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
     quick = {"TIDEPOOL_ROLLOUT_EVERY_S": "1"}
     with make_stack(tmp_path_factory.mktemp("rollout"), REPLAY_NODES[:1], environment=quick) as stack:
-        with admin_of(stack) as admin:
+        with admin_of(stack) as admin, client_of(stack) as client:
             register(admin, ("tide",), EAST, instances_min=2)
             admin.put("/admin/models/tide", replayed_model("tide", 512) | {"slo": EASY})
             wait_ready(admin, 2)
+            wait_seen(client, "tide")
         yield stack
 
 
