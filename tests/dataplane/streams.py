@@ -1,8 +1,9 @@
 """Streams of a node under test, read to their end or left in the middle."""
 
+import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -28,12 +29,15 @@ def kill(node: Node, kind: str, *, at_work: bool = True) -> bool:
     return False
 
 
-async def stream(node: Node, body: Generate) -> AsyncGenerator[StreamEvent, None]:
+async def stream(
+    node: Node, body: Generate, on_admitted: Callable[[], None] = lambda: None
+) -> AsyncGenerator[StreamEvent, None]:
     """The events of a stream, or its refusal."""
     async with node.client.stream("POST", "/generate", content=msgspec.json.encode(body)) as response:
         if response.status_code != 200:
             yield msgspec.json.decode(await response.aread(), type=Failed)
             return
+        on_admitted()
         async for line in response.aiter_lines():
             yield decode_lines(line.encode())[0]
 
@@ -51,3 +55,25 @@ async def read(
             if len(events) == events_max:
                 break
     return events
+
+
+async def read_together(
+    node: Node, bodies: Sequence[Generate], *, kill_at: tuple[int, int] | None = None, kind: str = "both"
+) -> list[list[StreamEvent]]:
+    """The events of several streams at once. `kill_at`: the place of a stream, and the number of its event after which a
+    worker dies. It dies only once the node has admitted all of them, which it would refuse while
+    the worker starts again.
+    """
+    admitted: set[int] = set()
+
+    async def read_one(place: int, body: Generate) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        async with aclosing(stream(node, body, lambda: admitted.add(place))) as streamed:
+            async for event in streamed:
+                events.append(event)
+                if (place, len(events)) == kill_at:
+                    await node.until(lambda: len(admitted) == len(bodies))
+                    assert kill(node, kind)
+        return events
+
+    return await asyncio.gather(*(read_one(place, body) for place, body in enumerate(bodies)))

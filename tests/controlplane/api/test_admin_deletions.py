@@ -41,7 +41,7 @@ def test_gateways_forget_a_deleted_model(ask: Ask, api: TestClient, secrets: dic
     assert answer() != "model_not_found"
     ask("DELETE", "/admin/endpoints", params={"model": "llama", "region": "us-east"})
     ask("DELETE", "/admin/models/llama")
-    until(lambda: answer() == "model_not_found", timeout_s=10.0)
+    until(lambda: answer() == "model_not_found")
     assert [model["id"] for model in api.get("/v1/models", headers=client).json()["data"]] == ["Qwen/Qwen3-8B"]
 
 

@@ -53,9 +53,14 @@ def test_an_alarm_rings_once_at_each_time_that_is_set() -> None:
         alarm = Alarm(lambda: rung.put_nowait(clock() - began_s))
         for delay_s in (0.6, *[0.1] * 100, 0.0):
             alarm.ring_in(delay_s)
+        times = [0.0]
         async with asyncio.timeout(PATIENCE_S):
-            times = [await rung.get() for _ in range(3)]
-        assert times[0] < 0.1 <= times[1] < 0.6 <= times[2]
+            while times[-1] < 0.6:
+                times.append(await rung.get())
         assert rung.empty()
+        now, *soon, _last = times[1:]
+        assert now <= min(soon)
+        assert all(0.1 <= each for each in soon)
+        assert len(soon) in {1, 2}, "the hundred calls may have been on both sides of a quarter of a second"
 
     asyncio.run(run())

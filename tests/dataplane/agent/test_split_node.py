@@ -10,7 +10,7 @@ import pytest
 from dataplane.agent.settings import AgentSettings
 from dataplane.protocol.messages import DesiredInstance, Failed, Finished, Generate, Sampling
 from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings, workers
-from tests.dataplane.streams import kill, read, token_ids
+from tests.dataplane.streams import kill, read, read_together, token_ids
 from tests.event_loop import asynchronous
 
 INSTANCES = (instance(), instance("i2", name="ebb"))
@@ -44,7 +44,7 @@ async def calm_answers(count: int) -> dict[tuple[str, int | None], list[int]]:
         alone = tuple(DesiredInstance(instance_id=i.instance_id, slot=0, gpus=1, model=i.model) for i in INSTANCES)
         await node.hold(1, *alone)
         wanted = bodies(count)
-        answers = await asyncio.gather(*(read(node, one) for one in wanted))
+        answers = await read_together(node, wanted)
         return {same_request(one): token_ids(events) for one, events in zip(wanted, answers, strict=True)}
 
 
@@ -56,7 +56,7 @@ async def test_streams_equal_those_of_one_worker() -> None:
         await hold_on_every_worker(node)
         assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
         wanted = bodies(5)
-        answers = await asyncio.gather(*(read(node, one) for one in wanted))
+        answers = await read_together(node, wanted)
         for one, events in zip(wanted, answers, strict=True):
             assert token_ids(events) == calm[same_request(one)]
             tokens = one.sampling.max_tokens or 0
@@ -74,7 +74,7 @@ async def test_workers_that_do_both_serve_together() -> None:
         await hold_on_every_worker(node)
         assert [report.slot for report in node.agent.reports()] == [0, 0], "one report for each instance"
         wanted = bodies(5)
-        answers = await asyncio.gather(*(read(node, one) for one in wanted))
+        answers = await read_together(node, wanted)
         for one, events in zip(wanted, answers, strict=True):
             assert token_ids(events) == calm[same_request(one)]
         await node.until(node.idle)
@@ -130,12 +130,9 @@ async def test_a_killed_worker_loses_nothing(kind: str) -> None:
         await node.hold(1, *INSTANCES)
         for losses in (1, 2):
             wanted = bodies(5)
-            killing = chance.randrange(len(wanted)), chance.randrange(1, 30)
-            streams = (
-                read(node, one, kill_at=killing[1] if number == killing[0] else None, kind=kind)
-                for number, one in enumerate(wanted)
-            )
-            for one, events in zip(wanted, await asyncio.gather(*streams), strict=True):
+            kill_at = chance.randrange(len(wanted)), chance.randrange(1, 30)
+            answers = await read_together(node, wanted, kill_at=kill_at, kind=kind)
+            for one, events in zip(wanted, answers, strict=True):
                 assert token_ids(events) == calm[same_request(one)]
             await node.until(lambda losses=losses: _restarts(node) == losses)  # a loss is not noticed at once
             await node.until(lambda: set(node.states().values()) == {"ready"})
@@ -170,7 +167,7 @@ async def test_an_instance_is_ready_when_each_kind_of_worker_has_it() -> None:
         assert (await node.post(body(2))).status_code == 503
         await node.until(lambda: node.states()["i1"] == "ready")
 
-        draining = asyncio.create_task(read(node, body(3)))
+        draining = asyncio.create_task(read(node, body(3, sampling=Sampling(max_tokens=900, temperature=0.0))))
         await node.until(lambda: node.in_flight() == 1)
         node.agent.apply(desired(2, instance(draining=True), INSTANCES[1]))
         assert isinstance((await draining)[-1], Finished)

@@ -25,7 +25,7 @@ async def refused(node: Node, body: Generate) -> Failed:
 async def test_a_spot_instance_drains_stays_loaded_and_comes_back_at_once() -> None:
     async with running_node() as node:
         await node.hold(1, instance())
-        running = asyncio.create_task(node.post(generate(max_tokens=200)))
+        running = asyncio.create_task(node.post(generate(max_tokens=1000)))
         await node.until(lambda: node.in_flight() == 1)
         node.agent.apply(desired(2, lent()))
         assert node.states() == {"i1": "draining"}, "a request is left"
@@ -33,12 +33,12 @@ async def test_a_spot_instance_drains_stays_loaded_and_comes_back_at_once() -> N
         assert (await running).status_code == 200, "it is finished, not cut off"
         await node.until(lambda: node.states() == {"i1": "spot"})
         worker = node.agent.workers[0]
-        await node.until(lambda: worker.stats.tokens_total == 200)
+        await node.until(lambda: worker.stats.tokens_total == 1000)
         switches = worker.switches_total
         node.agent.apply(desired(3, instance()))
         assert node.states() == {"i1": "ready"}, "no load lies between"
         assert (await node.post(generate("r3"))).status_code == 200
-        await node.until(lambda: worker.stats.tokens_total > 200)
+        await node.until(lambda: worker.stats.tokens_total > 1000)
         assert worker.switches_total == switches
 
 
@@ -48,7 +48,7 @@ async def test_the_lessee_uses_it_until_the_lease_ends() -> None:
         await node.hold(1, instance())
         node.agent.apply(desired(2, lent("lease_1")))
         await node.until(lambda: node.states() == {"i1": "spot"})
-        running = asyncio.create_task(node.post(generate(lease_id="lease_1", max_tokens=200)))
+        running = asyncio.create_task(node.post(generate(lease_id="lease_1", max_tokens=1000)))
         await node.until(lambda: node.in_flight() == 1)
         assert node.states() == {"i1": "spot"}, "what its lessee does is not draining"
         assert (await running).status_code == 200

@@ -29,7 +29,7 @@ from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.engines.torch.tiny import save_tiny
 from tests.dataplane.replay_node import desired, generate, running_node, settings
-from tests.dataplane.streams import kill, read, token_ids
+from tests.dataplane.streams import read, read_together, token_ids
 from tests.event_loop import asynchronous
 
 CONTEXT_TOKENS = 256
@@ -157,12 +157,10 @@ async def test_split_torch_slots_change_no_token_whatever_dies(tmp_path: Path) -
     async with running_node(torch_settings(2, split=True)) as node:
         await node.hold(1, *instances(specs))
         for kind in (None, "prefill", "decode"):
-            whole = asyncio.gather(*(read(node, body(f"split-{kind}", seed, name)) for name, seed in seeds))
-            if kind is not None:
-                await node.until(lambda: node.in_flight() == len(seeds))
-                await asyncio.sleep(chance.uniform(0.0, 0.3))
-                assert kill(node, kind)
-            assert [token_ids(events) for events in await whole] == calm
+            asked = [body(f"split-{kind}", seed, name) for name, seed in seeds]
+            kill_at = None if kind is None else (chance.randrange(len(seeds)), chance.randrange(1, 30))
+            answers = await read_together(node, asked, kill_at=kill_at, kind=kind or "both")
+            assert [token_ids(events) for events in answers] == calm
             await node.until(lambda: set(node.states().values()) == {"ready"})
             left = (read(node, body(f"left-{kind}", seed, name), events_max=seed + 2) for name, seed in seeds)
             await asyncio.gather(*left)
@@ -181,11 +179,9 @@ async def test_adapters_and_their_base_answer_at_once_and_after_a_lost_worker(tm
         assert len({tuple(tokens) for tokens in alone}) == len(specs)
         for kill_at in (None, 5):
             asked = [body(f"together-{kill_at}", 2, spec.name) for spec in specs]
-            together = await asyncio.gather(
-                read(node, asked[0], kill_at=kill_at), *(read(node, one) for one in asked[1:])
-            )
+            together = await read_together(node, asked, kill_at=None if kill_at is None else (0, kill_at))
             assert [token_ids(events) for events in together] == alone
-        assert node.agent.workers[0].restarts_total == 1
+        await node.until(lambda: node.agent.workers[0].restarts_total == 1)
 
 
 @asynchronous

@@ -74,7 +74,7 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up() -> None:
 
     found = examine(
         {"disk": hang, "net": breaks, "rest": lambda: [good("rest", "well")]},
-        timeout_s=0.5,
+        timeout_s=5.0,
         report=lambda name, done, of: told.append((name, done, of)),
     )
     never.set()
@@ -83,6 +83,6 @@ def test_what_hangs_is_a_finding_and_holds_nobody_up() -> None:
         ("net", Level.FAILURE),
         ("rest", Level.OK),
     ]
-    assert "no answer within 0.5 s" in found[0].found
+    assert "no answer within 5 s" in found[0].found
     assert found[1].found == "cannot reach postgresql://me:***@db"
     assert {name for name, _, _ in told} == {"net", "rest"}
