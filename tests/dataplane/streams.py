@@ -60,9 +60,8 @@ async def read(
 async def read_together(
     node: Node, bodies: Sequence[Generate], *, kill_at: tuple[int, int] | None = None, kind: str = "both"
 ) -> list[list[StreamEvent]]:
-    """The events of several streams at once. `kill_at`: the place of a stream, and the number of its event after which a
-    worker dies. It dies only once the node has admitted all of them, which it would refuse while
-    the worker starts again.
+    """The events of several streams at once. `kill_at`: the place of a stream, and the number of its event after which
+    a worker dies; but only once the node has admitted all of them, since it refuses requests until the worker is back.
     """
     admitted: set[int] = set()
 
