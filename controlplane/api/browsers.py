@@ -66,7 +66,9 @@ def require_own_page(request: Request, settings: Settings, *, secret: str | None
     if secret is not None:
         given = request.headers.get(CSRF_HEADER, "")
         if not hmac.compare_digest(given.encode(), csrf_token(secret).encode()):
-            raise PermissionDeniedError(f"{CSRF_HEADER}: it must be the session's token, which GET /ui/session tells")
+            raise PermissionDeniedError(
+                f"{CSRF_HEADER}: it must be the session's token, which GET /ui/session tells", param=CSRF_HEADER
+            )
 
 
 def _is_own(origin: str, request: Request, settings: Settings) -> bool:

@@ -56,6 +56,26 @@ def test_signing_out_everywhere_ends_other_browsers(signed_in: SignIn, admin: Ap
     assert entry["after"]["ended"] >= 2
 
 
+def test_who_signs_in_again_in_another_tab_goes_on_in_the_first(
+    signed_in: SignIn, admin: Api, keys: dict[str, str]
+) -> None:
+    person = signed_in("operator")
+    page = person.page
+    person.open("#/nodes/us-west-1")
+    page.get_by_role("button", name="Drain", exact=True).click()
+    again = page.context.request.post(f"{person.base}/ui/session", data={"key": keys["operator"]})
+    assert again.ok, again.text()
+    person.expected = ["403"]
+    dialog = page.get_by_role("dialog")
+    with page.expect_response("**/ui/session"):
+        dialog.get_by_role("button", name="Drain", exact=True).click()
+    dialog.get_by_text("signed in again in another tab").wait_for()
+    dialog.get_by_role("button", name="Drain", exact=True).click()
+    dialog.wait_for(state="hidden")
+    assert admin.get("/admin/nodes/us-west-1")["draining"]
+    admin.post("/admin/nodes/us-west-1/undrain")
+
+
 def test_keys_lead_to_pages(signed_in: SignIn) -> None:
     person = signed_in("viewer")
     person.open("#/nowhere")

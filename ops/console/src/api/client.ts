@@ -8,6 +8,7 @@ export type Schemas = components["schemas"];
 
 /** The code of a refusal for want of an instance, while every server answers. */
 const NO_CAPACITY = "no_capacity";
+export const CSRF_HEADER = "X-CSRF-Token";
 const SAFE = new Set(["GET", "HEAD"]);
 
 /** What the API said instead of an answer (RFC 9457), in words that a person can act on. */
@@ -28,8 +29,14 @@ export class Problem extends Error {
     return this.status === 0 || (this.status === 503 && this.code !== NO_CAPACITY);
   }
 
+  /** Whether the session is another one than this page knows: the person has signed in again in another tab. */
+  get isOfAnotherSession(): boolean {
+    return this.status === 403 && this.param === CSRF_HEADER;
+  }
+
   /** What to try, where the status alone says it. */
   get advice(): string {
+    if (this.isOfAnotherSession) return "You have signed in again in another tab. Try again.";
     if (this.code === NO_CAPACITY) return "No instance can take this now: wait for one, or choose another model.";
     if (this.status === 0) return "The gateway does not answer. What you see may be old until it does.";
     if (this.status === 403) return "Your role may not do this. An administrator can change it.";
@@ -54,13 +61,13 @@ export async function problemOf(response: Response): Promise<Problem> {
 
 const credentials: Middleware = {
   onRequest({ request }) {
-    if (!SAFE.has(request.method)) request.headers.set("X-CSRF-Token", session.csrf);
+    if (!SAFE.has(request.method)) request.headers.set(CSRF_HEADER, session.csrf);
     return request;
   },
   async onResponse({ response }) {
     if (response.ok) return response;
     const problem = await problemOf(response);
-    if (response.status === 401) session.ended(problem);
+    session.note(problem);
     throw problem;
   },
   onError() {

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { amount, bytes, counted, distance, duration, percent, price, shortId, someOf } from "./format";
+import { amount, bytes, counted, distance, duration, moment, percent, price, shortId, someOf } from "./format";
 
 const plain = (text: string) => text.replaceAll("\u202f", " ");
 
@@ -31,6 +31,14 @@ describe("what people read", () => {
     expect(someOf(["a", "b", "c"], 2)).toBe("a, b and 1 more");
     expect(someOf(["a", "b"], 2)).toBe("a, b");
     expect(someOf([], 2)).toBe("–");
+  });
+
+  it("leaves out what a moment has in common with now", () => {
+    const at = (...day: [number, number, number]) => new Date(...day, 12, 0).getTime() / 1000;
+    const now = at(2026, 10, 29);
+    expect(moment(at(2026, 10, 29), now)).toBe("12:00");
+    expect(moment(at(2026, 10, 30), now)).toBe("30 Nov, 12:00");
+    expect(moment(at(2036, 10, 30), now)).toBe("30 Nov 2036, 12:00");
   });
 
   it("says how far a moment is", () => {

@@ -85,11 +85,20 @@ export function unixSeconds(time: number | string): number {
 const local = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle: "medium" });
 const clock = new Intl.DateTimeFormat("en-GB", { timeStyle: "short" });
 const dayAndClock = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
+const yearToClock = new Intl.DateTimeFormat("en-GB", {
+  day: "numeric",
+  month: "short",
+  year: "numeric",
+  hour: "2-digit",
+  minute: "2-digit",
+});
 
-/** A moment in the viewer's zone: today's without its day. */
+/** A moment in the viewer's zone: today's without its day, this year's without its year. */
 export function moment(seconds: number, now = Date.now() / 1000): string {
   const date = new Date(seconds * 1000);
-  return date.toDateString() === new Date(now * 1000).toDateString() ? clock.format(date) : dayAndClock.format(date);
+  const today = new Date(now * 1000);
+  if (date.toDateString() === today.toDateString()) return clock.format(date);
+  return (date.getFullYear() === today.getFullYear() ? dayAndClock : yearToClock).format(date);
 }
 
 /** The same moment in full, in the viewer's zone and in UTC. */

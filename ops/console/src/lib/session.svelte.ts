@@ -1,5 +1,5 @@
 /** Who is signed in, and what that person may do. */
-import { Problem, problemOf } from "../api/client";
+import { CSRF_HEADER, Problem, problemOf } from "../api/client";
 
 export type Role = "viewer" | "operator" | "admin";
 
@@ -72,8 +72,14 @@ class Session {
     this.#seenAt = Date.now();
     this.#send("POST", "session/seen").then(
       (person) => this.#signedIn(person),
-      (problem: unknown) => problem instanceof Problem && problem.status === 401 && this.ended(problem),
+      (problem: unknown) => problem instanceof Problem && this.note(problem),
     );
+  }
+
+  /** What a refusal says of the session: it is over, or another one. */
+  note(problem: Problem): void {
+    if (problem.status === 401) this.ended(problem);
+    else if (problem.isOfAnotherSession) void this.load();
   }
 
   /** The session is over, or there was none. `answer`: the refusal that names the ways to sign in. */
@@ -94,7 +100,7 @@ class Session {
   }
 
   async #send<Data = Person>(method: string, path: string, body?: object): Promise<Data> {
-    const headers: Record<string, string> = { "X-CSRF-Token": this.csrf };
+    const headers: Record<string, string> = { [CSRF_HEADER]: this.csrf };
     if (body !== undefined) headers["Content-Type"] = "application/json";
     let response: Response;
     try {
