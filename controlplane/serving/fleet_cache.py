@@ -159,7 +159,8 @@ class FleetCache:
         if any(each.accepting and each.age_s <= stale_s for each in instances):
             return "ready"
         reports = (report for node in self._view.nodes.values() for report in node.heartbeat.instances)
-        return "starting" if any(each.model == model and each.state == "loading" for each in reports) else "none"
+        loading = any(each.model == model and each.state == "loading" for each in reports)
+        return "starting" if loading or self._is_placed(model) else "none"
 
     def preference(self, origin: str | None) -> tuple[str, ...]:
         """The regions in the order in which a request from `origin` prefers them."""
@@ -214,10 +215,15 @@ class FleetCache:
         return _cache_salt("" if self._settings.prefix_cache_shared else tenant, given)
 
     def is_starting(self, model: str, within_s: float) -> bool:
-        """Whether an instance of the model is on some node, or was within so many seconds: it may soon be ready, and a
-        node may restart. A process that has just started answers yes.
+        """Whether an instance of the model is on some node, or was within so many seconds, or is placed and not yet
+        reported: it may soon be ready, and a node may restart. A process that has just started answers yes.
         """
-        return time.monotonic() - self._placed_s.get(model, self._made_s) <= within_s
+        return time.monotonic() - self._placed_s.get(model, self._made_s) <= within_s or self._is_placed(model)
+
+    def _is_placed(self, model: str) -> bool:
+        known = self._catalog.models.get(model)
+        host = known.base if known is not None and known.with_base else model
+        return host in self._catalog.placed
 
     def objective(self, model: Model, tier: Tier) -> Objective | None:
         """The objective of a model and tier; None for deferred requests."""

@@ -7,6 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.adapters import check_adapter, check_base, check_own_endpoint, check_with_base, tell_hosts
 from controlplane.store.aliases import all_aliases, require_free
 from controlplane.store.profile_corrections import drop_correction
@@ -30,7 +31,7 @@ from controlplane.store.tables import (
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
     """What a gateway must know to serve: models by name, regions in their order, and the latencies between them.
-    `aliases`: the weights of models by alias.
+    `aliases`: the weights of models by alias. `placed`: models with an instance that serves or shall soon.
     """
 
     models: dict[str, Model]
@@ -38,6 +39,7 @@ class Catalog:
     nodes: dict[str, str]
     aliases: dict[str, dict[str, int]] = field(default_factory=dict)
     latencies_ms: dict[tuple[str, str], float] = field(default_factory=dict)
+    placed: frozenset[str] = frozenset()
 
 
 def bump_index(session: Session) -> int:
@@ -239,6 +241,13 @@ def load_catalog(session: Session) -> Catalog:
         nodes=dict(session.execute(select(Node.name, Node.url)).all()),
         aliases=all_aliases(session),
         latencies_ms=all_latencies(session),
+        placed=frozenset(
+            session.scalars(
+                select(Instance.model)
+                .where(Instance.desired == Desired.RUNNING, Instance.observed != InstanceState.FAILED)
+                .distinct()
+            )
+        ),
     )
 
 

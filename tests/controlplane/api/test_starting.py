@@ -6,6 +6,8 @@ from collections.abc import Callable
 import httpx2 as httpx
 import pytest
 
+from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.tables import Instance
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import KV_BYTES, MODEL, PATIENCE_S, FakeAgent, World, served, until
@@ -75,6 +77,20 @@ def test_the_wait_has_a_limit_and_says_why(world: World) -> None:
         assert (error["code"], error["message"]) == ("no_capacity", f"no instance of '{MODEL}' is ready yet")
 
 
+def test_a_request_waits_for_an_instance_that_no_node_has_reported_yet(world: World) -> None:
+    """The gateway has been up for long. An instance that `/admin/instances` calls ready is not refused either."""
+    agent = FakeAgent()
+    with served(agent.app) as url, running_gateway(world, request_start_wait_s=PATIENCE_S) as gateway:
+        gateway.state.fleet._made_s -= 20 * PATIENCE_S
+        world.join("n1", url=url)
+        assert not gateway.state.fleet.is_starting(MODEL, PATIENCE_S)
+        made = world.place("n1")
+        until(lambda: gateway.state.fleet.is_starting(MODEL, PATIENCE_S))
+        assert gateway.state.fleet.state_of(MODEL) == "starting"
+        answer = answer_while(gateway, lambda: report(world, "n1", made, "ready", url))
+        assert "turns" in answer.text
+
+
 def test_a_gateway_that_has_just_started_waits_for_the_first_heartbeats(world: World) -> None:
     agent = FakeAgent()
     with served(agent.app) as url, running_gateway(world, request_start_wait_s=PATIENCE_S) as gateway:
@@ -91,7 +107,10 @@ def test_what_is_not_on_its_way_is_not_waited_for(world: World, state: str) -> N
         gateway.state.fleet._made_s -= 20 * PATIENCE_S
         if state == "failed":
             world.join("n1")
-            report(world, "n1", world.place("n1"), "failed", NOBODY)
+            made = world.place("n1")
+            with world.database.transaction() as session:
+                session.get_one(Instance, made).observed = InstanceState.FAILED
+            report(world, "n1", made, "failed", NOBODY)
             until(lambda: gateway.state.fleet.instances(MODEL))
         assert gateway.chat(503).json()["error"]["code"] == "no_capacity"
 
