@@ -66,8 +66,8 @@ class EmbeddedPostgres:
         is_made = self.is_made()
         if is_made:
             password(self.home, self.name)
-        remember(self.home, self.name, self.port)
         self._await_leftovers(leftovers_timeout_s)
+        remember(self.home, self.name, self.port)  # not before: a server that runs is known by the port that is kept
         self._drop_stale_pid_file()
         if not is_made:
             self._initdb()

@@ -17,6 +17,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from ops.client.home import remembered_port
 from ops.local.embedded import EmbeddedError, EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
 from ops.local.privileges import as_user
@@ -139,6 +140,7 @@ def test_a_second_start_on_a_running_home_is_refused(stack: Stack) -> None:
     with pytest.raises(EmbeddedError, match=r"still runs on .*stop the other Tidepool"):
         EmbeddedPostgres(stack.postgres.home, free_port()).prepare(leftovers_timeout_s=0.2)
     assert stack.postgres.ping()
+    assert remembered_port(stack.postgres.home, stack.postgres.name) == stack.postgres.port, "others find it still"
 
 
 @linux
