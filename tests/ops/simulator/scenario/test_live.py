@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from controlplane.settings import Settings
+from ops.simulator.kernel.scenario_values import Part
 from ops.simulator.run import simulate
 from ops.simulator.scenario.live import LiveDemand, LiveError, LiveFleet, LiveScenario, live_scenario
 from ops.simulator.scenario.live_settings import SETTINGS
@@ -259,7 +260,7 @@ SCALES_AND_PLANS = ("scale_", "spot_", "forecast_", "placement_", "pool", "plan_
 
 def test_no_setting_of_scaling_and_planning_is_forgotten() -> None:
     """A new key, or a new setting, is taken over or named here as one that is not."""
-    parts = {"scaling": ScalingPart, "planning": PlanningPart, "provisioning": ProvisioningPart}
+    parts: dict[str, type[Part]] = {"scaling": ScalingPart, "planning": PlanningPart, "provisioning": ProvisioningPart}
     keys = {f"{table}.{key}" for table, part in parts.items() for key in part.model_fields}
     taken = {key for key in SETTINGS if key.partition(".")[0] in parts}
     assert taken | OTHERWISE | {f"planning.{key}" for key in AS_PLANNED} | ASSUMED == keys
@@ -314,3 +315,7 @@ def test_starts_take_what_plans_count() -> None:
 def test_models_without_an_endpoint_are_refused() -> None:
     with pytest.raises(LiveError, match=r"no endpoint is left of the models that could be simulated: m, n"):
         scenario(node("A", 2), endpoints=[])
+    base = {"name": "base", "weights_bytes": 10**10, "kv_bytes_per_token": 1, "context_tokens": 9}
+    models = [base, base | {"name": "m", "base": "base"}]
+    with pytest.raises(LiveError, match=r"could be simulated: base"):
+        scenario(node("A", 2), models=models, profiles=[profile("base", "A", 5.0)], instances=running("base", 1))
