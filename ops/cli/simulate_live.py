@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,19 @@ def _fleet(api: Api, gpu_types: Sequence[str]) -> "LiveFleet":
         prices={row["name"]: row["cost_per_hour"] for row in api.pages("/admin/gpu-types")["data"]},
         kv_bytes={name: _kv_bytes(api, [node for node in nodes if node["gpu_type"] == name]) for name in chosen},
         pooling=_pooling(api),
+        settings=_settings(api),
     )
+
+
+def _settings(api: Api) -> dict[str, Any]:
+    """The settings in force by their names; none where the key may not read them, as a viewer's may not."""
+    try:
+        rows = api.get("/admin/settings")["data"]
+    except CommandError as error:
+        if error.status == HTTPStatus.FORBIDDEN:
+            return {}
+        raise
+    return {row["name"].removeprefix("TIDEPOOL_").lower(): row["value"] for row in rows}
 
 
 def _profiles(api: Api) -> list[dict[str, Any]]:

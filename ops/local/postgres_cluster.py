@@ -127,7 +127,7 @@ class PostgresCluster:
             member.home.mkdir(parents=True, exist_ok=True)
             remember(member.home, member.name, member.port, password(primary.home, primary.name))
         copies = [member for member in rest if not (member.is_made() and member.is_standby())]
-        alone = EmbeddedPostgres(primary.home, primary.port, fsync=self._fsync, options=_KEEPING)
+        alone = self.alone()
         if copies:
             with Supervisor([replace(alone.child(), ready=alone.ready)], report=lambda _line: None):
                 first(alone.url())
@@ -135,6 +135,11 @@ class PostgresCluster:
                     member.copy_from(self._conninfo(member, primary, primary.port))
         for member in rest:
             member.follow(self._conninfo(member, primary))
+
+    def alone(self) -> EmbeddedPostgres:
+        """The primary of servers that do not run, as a server by itself: its commits wait for no standby."""
+        primary = self._primary_at_rest()
+        return EmbeddedPostgres(primary.home, primary.port, fsync=self._fsync, options=_KEEPING)
 
     def rejoin(self, region: str) -> None:
         """Have a server that does not run follow whoever is the primary now, if there is one; prepares its start.

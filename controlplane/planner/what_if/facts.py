@@ -54,7 +54,7 @@ def write_facts(
     with database.transaction() as session:
         inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
         factors = profiles_in_force(session, settings).factors
-        fleet = _fleet(session, inventory, changes, factors)
+        fleet = _fleet(session, inventory, changes, factors) | {"settings": _settings(settings)}
         until_s = (latest_demand_s(session) or 0) + 60
     fleet["kv_bytes"] = _kv_bytes(live, inventory)
     minutes = len(inventory.endpoints) * hours * 60
@@ -119,6 +119,12 @@ def _profile(row: Profile, factors: Mapping[ModelGpu, float]) -> Row:
     return stated | {"tokens_per_s": factor * row.tokens_per_s}
 
 
+def _settings(settings: Settings) -> Row:
+    """Those that are numbers or switches, and the strategy: no secret is among them."""
+    plain = {name: value for name, value in settings if value is None or isinstance(value, bool | int | float)}
+    return plain | {"scale_strategy": settings.scale_strategy}
+
+
 def _nodes(inventory: FleetInventory) -> list[Row]:
     slots: Mapping[str, list[Row]] = defaultdict(list)
     for slot in inventory.slots:
@@ -127,7 +133,7 @@ def _nodes(inventory: FleetInventory) -> list[Row]:
 
 
 def _node(node: Node, inventory: FleetInventory, slots: list[Row]) -> Row:
-    named = _of(node, "name", "region", "gpu_type", "host_bytes")
+    named = _of(node, "name", "region", "gpu_type", "host_bytes", "regroups", "layout_held")
     return named | {"alive": node.name in inventory.alive, "draining": not node.accepting, "slots": slots}
 
 

@@ -8,11 +8,15 @@ import csv
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomlkit
+
+from controlplane.policies.placement.facts import StartTimes
+from ops.simulator.scenario.live_settings import add_settings
+from ops.simulator.scenario.live_slots import Place, Slots, lacks_layout, placed, slots_of_node
 
 DAY_S = 86_400
 HOUR_S = 3600
@@ -28,7 +32,7 @@ class LiveError(ValueError):
 class LiveFleet:
     """Answers of the admin API. `gpu_types`: those wanted. `prices`: of a GPU hour, `kv_bytes`: reported by instances,
     both by GPU type. `pooling`: settings of pools in the plan in force; None: it has none. `lost_regions`: regions that
-    fail after `after_s` seconds of the traffic, for `down_s`.
+    fail after `after_s` seconds of the traffic, for `down_s`. `settings`: of the service, by name; empty: not known.
     """
 
     gpu_types: Sequence[str]
@@ -44,6 +48,7 @@ class LiveFleet:
     kv_bytes: Mapping[str, Sequence[int]]
     pooling: Row | None = None
     lost_regions: Sequence[Row] = ()
+    settings: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +113,9 @@ def live_scenario(
         LiveError: the fleet serves nothing that could be simulated.
     """
     kept = _kept(fleet, demand)
-    names = {row["name"] for row in kept.models}
     running = [row for row in fleet.instances if row["desired"] == "running"]
-    instances = _instances(kept, [row for row in running if not row["pooled"]])
-    limits = [row for row in fleet.endpoints if row["model"] in names]
-    slow_s = max(row["load_time_s"] for row in kept.rates.values())
-    first = kept.gpu_types[0]
+    wanted = _wanted(kept, running)
+    there = _there(fleet, kept, wanted)
     document: dict[str, Any] = {
         "name": f"the live fleet of {fleet.taken_at}",
         "seed": 1,
@@ -128,30 +130,20 @@ def live_scenario(
             "prompt_tokens": {"mean": 1000, "spread": 1.0, "most": 16_384},
             "output_tokens": {"mean": 200, "spread": 0.8, "most": 4096},
         },
-        "fleet": {
-            "serving": "dedicated",
-            "profile": profiles[first],
-            **_memory(fleet, kept, first),
-            "cost_per_hour": {gpu_type: fleet.prices[gpu_type] for gpu_type in kept.gpu_types},
-            "nodes": _nodes(fleet, kept, profiles),
-            "instances": instances,
-            **_adapters(kept),
-        },
+        "fleet": _fleet(fleet, kept, there, profiles),
         "policy": {"rerouting": True},
-        "scaling": {
-            "strategy": "lt-i",
-            "instances_min": min(row["instances_min"] for row in limits),
-            "instances_max": max(1, *(row["instances_max"] for row in limits)),
-        },
+        "scaling": {"strategy": "lt-i", **_limits(fleet, kept)},
         "planning": {"learn_s": demand.learn_s, **_pooling(kept)},
-        "provisioning": {"local_s": slow_s, "spot_other_s": slow_s},
+        "provisioning": _provisioning(fleet, kept),
         "models": [_model(row, kept) for row in kept.models],
         "failures": [
             {"region": lost["region"], "at_s": demand.learn_s + lost["after_s"], "down_s": lost["down_s"]}
             for lost in fleet.lost_regions
         ],
     }
-    return LiveScenario(document=document, notes=list(_notes(fleet, demand, kept, running)))
+    _add_settings(document, fleet)
+    notes = (*_notes(fleet, demand, kept), *_notes_of_slots(fleet, kept, running, wanted - there))
+    return LiveScenario(document=document, notes=notes)
 
 
 def read_demand(path: Path) -> list[tuple[int, str, str, float, str]]:
@@ -215,15 +207,81 @@ def _whole(adapter: Row, base: Row) -> Row:
     return {**adapter, "base": None, "weights_bytes": adapter["weights_bytes"] + base["weights_bytes"]}
 
 
-def _instances(kept: _Kept, running: Iterable[Row]) -> list[dict[str, Any]]:
-    places = [(row["model"], row["region"], row["gpu_type"]) for row in running]
-    counts = Counter(place for place in places if (place[0], place[2]) in kept.rates)
-    if not counts and kept.pooling is None:
-        raise LiveError(f"no instance of them runs on GPUs of its own of type {' or '.join(kept.gpu_types)}")
-    return [
-        {"model": model, "region": region, "count": count} | ({"gpu_type": gpu_type} if kept.several else {})
-        for (model, region, gpu_type), count in sorted(counts.items())
+def _add_settings(document: dict[str, Any], fleet: LiveFleet) -> None:
+    """Set what the service is set to. A file cannot say that spot instances have no greatest age: it is then the whole
+    time. Plans regroup only where a node lets them.
+    """
+    add_settings(document, fleet.settings)
+    if fleet.settings.get("spot_max_age_s", 0) is None:
+        document["scaling"]["spot_max_age_s"] = document["traffic"]["until_s"]
+    if not any("layout" in node for node in document["fleet"]["nodes"]):
+        document["planning"].pop("layouts", None)
+
+
+def _limits(fleet: LiveFleet, kept: _Kept) -> dict[str, int]:
+    """One minimum and maximum of instances for all endpoints."""
+    names = {row["name"] for row in kept.models}
+    limits = [row for row in fleet.endpoints if row["model"] in names]
+    if not limits:
+        raise LiveError(f"no endpoint is left of the models that could be simulated: {', '.join(sorted(names))}")
+    return {
+        "instances_min": min(row["instances_min"] for row in limits),
+        "instances_max": max(1, *(row["instances_max"] for row in limits)),
+    }
+
+
+def _provisioning(fleet: LiveFleet, kept: _Kept) -> dict[str, Any]:
+    """Start times as plans count them, those of the slowest. Plans take a region to hold a model's weights where it has
+    instances, of whatever kind.
+    """
+    times = StartTimes.of_load(max(row["load_time_s"] for row in kept.rates.values()))
+    held = {(row["model"], row["region"]) for row in fleet.instances}
+    return {
+        "local_s": times.local_s,
+        "remote_s": times.remote_s,
+        "spot_same_s": times.donated_same_s,
+        "spot_other_s": times.donated_other_s,
+        "weights": {
+            row["name"]: sorted(region for model, region in held if model == row["name"]) for row in kept.models
+        },
+    }
+
+
+def _fleet(fleet: LiveFleet, kept: _Kept, there: Counter[Place], profiles: Mapping[str, str]) -> dict[str, Any]:
+    first = kept.gpu_types[0]
+    return {
+        "serving": "dedicated",
+        "profile": profiles[first],
+        **_memory(fleet, kept, first),
+        "cost_per_hour": {gpu_type: fleet.prices[gpu_type] for gpu_type in kept.gpu_types},
+        "nodes": _nodes(fleet, kept, profiles),
+        "instances": [
+            {"model": place.model, "region": place.region, "count": count}
+            | ({"gpu_type": place.gpu_type} if kept.several else {})
+            for place, count in sorted(there.items())
+        ],
+        **_adapters(kept),
+    }
+
+
+def _wanted(kept: _Kept, running: Iterable[Row]) -> Counter[Place]:
+    """The instances on GPUs of their own that can be simulated."""
+    places = (Place(row["model"], row["region"], row["gpu_type"]) for row in running if not row["pooled"])
+    return Counter(place for place in places if (place.model, place.gpu_type) in kept.rates)
+
+
+def _there(fleet: LiveFleet, kept: _Kept, wanted: Counter[Place]) -> Counter[Place]:
+    """Those of the instances that the nodes have slots for."""
+    slots = [
+        {"region": node["region"], "gpu_type": node["gpu_type"], "gpus": gpus}
+        for node in _alive(fleet)
+        for gpus in slots_of_node(node).layout
     ]
+    gpus = {place: kept.rates[place.model, place.gpu_type]["gpus"] for place in wanted}
+    found = placed(wanted.elements(), gpus, slots)
+    if not found and kept.pooling is None:
+        raise LiveError(f"no instance of them runs on GPUs of its own of type {' or '.join(kept.gpu_types)}")
+    return found
 
 
 def _pooling(kept: _Kept) -> dict[str, Any]:
@@ -261,22 +319,19 @@ def _alive(fleet: LiveFleet) -> Iterable[Row]:
 
 
 def _nodes(fleet: LiveFleet, kept: _Kept, profiles: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Nodes of a kind, by region. Workers that serve together are slots of their own here, and slots smaller than a
-    node's largest are not there. What is not of the first GPU type says of which it is.
-    """
-    kinds: Counter[tuple[str, str, int, int, int]] = Counter()
+    """Nodes of a kind, by region. What is not of the first GPU type says of which it is."""
+    kinds: Counter[tuple[str, str, Slots, int]] = Counter()
     for node in _alive(fleet):
-        sizes = [slot["gpus"] // slot["workers"] for slot in node["slots"] for _ in range(slot["workers"])]
-        gpus, host_bytes = max(sizes), (node["host_bytes"] or 0) if kept.pooling else 0
-        kinds[node["region"], node["gpu_type"], sizes.count(gpus), gpus, host_bytes] += 1
+        host_bytes = (node["host_bytes"] or 0) if kept.pooling else 0
+        kinds[node["region"], node["gpu_type"], slots_of_node(node), host_bytes] += 1
     own = {
         gpu_type: {"profile": profiles[gpu_type], **_memory(fleet, kept, gpu_type)} for gpu_type in kept.gpu_types[1:]
     }
     return [
-        {"region": region, "count": count, "slots": slots, "gpus": gpus}
+        {"region": region, "count": count, **slots.keys()}
         | ({"host_bytes": host_bytes} if host_bytes else {})
         | own.get(gpu_type, {})
-        for (region, gpu_type, slots, gpus, host_bytes), count in sorted(kinds.items())
+        for (region, gpu_type, slots, host_bytes), count in sorted(kinds.items())
         if gpu_type in kept.gpu_types
     ]
 
@@ -308,19 +363,41 @@ def _largest_bytes(kept: _Kept, gpu_type: str) -> int:
     return largest_bytes
 
 
-def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[Row]) -> Iterable[str]:
+def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept) -> Iterable[str]:
+    """What is assumed, and which models are other ones here."""
     yield f"Made of the running fleet on {fleet.taken_at}; edit it and run `tidepool simulate` on it."
     simulated, learned = (f"{seconds / HOUR_S:.4g} h" for seconds in (demand.simulated_s, demand.learn_s))
     yield f"The last {simulated} of demand come again; forecasts learn from {learned} before."
-    yield "Assumed, as the API does not tell: lengths of prompts and answers, shares of IW-F and IW-N, the strategy."
-    yield "Objectives are the tiers' defaults; one minimum and maximum of instances holds for all endpoints."
+    yield "Assumed, as the API does not tell: lengths of prompts and answers, shares of IW-F and IW-N."
+    yield "Not taken over: models' own objectives, pinned counts of instances, refusals, settings without a key here."
+    yield "One minimum and maximum of instances holds for all endpoints."
+    if not fleet.settings:
+        yield "The settings of the service may not be read with this key: strategy and thresholds are the defaults."
     if len({row["load_time_s"] for row in kept.rates.values()}) > 1:
         yield "One start time holds for all models and GPU types: that of the slowest."
     for gpu_type in kept.gpu_types:
         if not fleet.kv_bytes.get(gpu_type):
             yield f"No instance on {gpu_type} reported its KV memory: it is what the largest model leaves of 9/10 GPU."
-    if any(slot["workers"] > 1 for node in _alive(fleet) for slot in node["slots"]):
+    adapters = {row["name"] for row in fleet.models if row.get("base")}
+    if whole := sorted(row["name"] for row in kept.models if row["name"] in adapters and not row["base"]):
+        yield f"Adapters that take other GPUs than their bases are whole models here: {', '.join(whole)}."
+    if left := sorted({row["name"] for row in fleet.models} - {row["name"] for row in kept.models}):
+        types = " or ".join(kept.gpu_types)
+        yield f"Models without demand or without a profile on {types} are left out: {', '.join(left)}."
+
+
+def _notes_of_slots(fleet: LiveFleet, kept: _Kept, running: Iterable[Row], unplaced: Counter[Place]) -> Iterable[str]:
+    """Which nodes, slots and instances are other ones here. `unplaced`: instances without a slot."""
+    nodes = list(_alive(fleet))
+    if any(slot["workers"] > 1 for node in nodes for slot in node["slots"]):
         yield "Workers that serve together are taken as slots of their own."
+    if odd := sum(map(lacks_layout, nodes)):
+        yield f"Of {odd} nodes only the largest slots are there: sizes that differ must be powers of two."
+    if others := sorted({row["gpu_type"] for row in fleet.nodes} - set(kept.gpu_types)):
+        yield f"Nodes of other GPU types are left out: {', '.join(others)}."
+    if unplaced:
+        told = ", ".join(f"{count} of {at.model} in {at.region}" for at, count in sorted(unplaced.items()))
+        yield f"Instances for which no node that takes any has a free slot are left out: {told}."
     pooled = sum(row["pooled"] for row in running if row["gpu_type"] in kept.gpu_types)
     if kept.pooling is not None:
         yield "Plans pool as the plan in force did; a pool's slot has for weights what KV leaves of 9/10 of a GPU."
@@ -328,11 +405,3 @@ def _notes(fleet: LiveFleet, demand: LiveDemand, kept: _Kept, running: Iterable[
             yield f"{pooled} pooled instances are not there at the beginning: the first plan starts them."
     elif pooled:
         yield f"{pooled} pooled instances are left out: the plan in force does not say how, or a node's host memory."
-    adapters = {row["name"] for row in fleet.models if row.get("base")}
-    if whole := sorted(row["name"] for row in kept.models if row["name"] in adapters and not row["base"]):
-        yield f"Adapters that take other GPUs than their bases are whole models here: {', '.join(whole)}."
-    if others := sorted({row["gpu_type"] for row in fleet.nodes} - set(kept.gpu_types)):
-        yield f"Nodes of other GPU types are left out: {', '.join(others)}."
-    if left := sorted({row["name"] for row in fleet.models} - {row["name"] for row in kept.models}):
-        types = " or ".join(kept.gpu_types)
-        yield f"Models without demand or without a profile on {types} are left out: {', '.join(left)}."

@@ -18,10 +18,10 @@ Strategy = Literal["lt-i", "lt-u", "lt-ua", "lt-d", "reactive", "siloed", "chiro
 
 class NodesPart(Part):
     """Nodes of a region, each with so many slots of so many GPUs, or with the slots of a `layout`, in the order of
-    their GPUs, which plans may regroup (`planning.layouts`). They are called REGION-0, REGION-1 and so on.
-    `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV, `weights_bytes` for weights where it
-    is pooled; left out, they are the fleet's. `host_bytes`: host memory of each node for the models of its pools,
-    needed where `planning.pools` is set.
+    their GPUs, which plans may regroup (`planning.layouts`) unless `regroups` is false. They are called REGION-0,
+    REGION-1 and so on. `profile` says of which GPU type they are, `kv_bytes` what each GPU has for KV, `weights_bytes`
+    for weights where it is pooled; left out, they are the fleet's. `host_bytes`: host memory of each node for the
+    models of its pools, needed where `planning.pools` is set.
     """
 
     region: str
@@ -29,6 +29,7 @@ class NodesPart(Part):
     slots: Count = 8
     gpus: Count = 1
     layout: tuple[Count, ...] | None = None
+    regroups: bool = True
     profile: str | None = None
     kv_bytes: Count | None = None
     weights_bytes: Count | None = None

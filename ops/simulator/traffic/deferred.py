@@ -47,10 +47,12 @@ class Deferred:
         self._interactive_s[Endpoint(model=request.model, region=request.origin)] = request.arrived_s
 
     def put_back(self, request: Request) -> None:
-        """Queue a released request again, first."""
+        """Queue a released request again, in the order of arrival: the first of a queue is its oldest."""
         self._leave(request)
         self._again.add(request.number)
-        self._queues[request.model].appendleft(request)
+        queue = self._queues[request.model]
+        place = next((at for at, one in enumerate(queue) if one.number > request.number), len(queue))
+        queue.insert(place, request)
         self._tokens[request.model] += request.prompt_tokens
 
     def waiting(self, now_s: float) -> dict[str, tuple[int, float]]:

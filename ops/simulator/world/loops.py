@@ -7,6 +7,7 @@ of the simulated fleet, which applies the decision.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.facts import SlotFacts, SlotSettings
@@ -47,18 +48,29 @@ class Loops:
             world.recorder.planned, world.recorder.planned_pools = planner.planned, planner.planned_pools
 
     def begin_with(self, steps: Iterable[ScaleStep]) -> None:
-        """Start the instances of the beginning, on the slots that `choose_slots` assigns.
+        """Start the instances of the beginning, on the slots that `choose_slots` assigns; those of the most GPUs first,
+        so that small ones leave them the large slots.
 
         Raises:
             ValueError: the fleet has too few GPUs for them.
         """
-        empty = self._plan.snapshot(self._fleet, {})
-        facts = SlotFacts(steps=tuple(steps), slots=empty.rooms, instances=(), gpus=empty.gpus)
-        decision = choose_slots(facts, self._now_s, self._settings.slots)
-        if decision.unplaced:
-            first = decision.unplaced[0]
-            raise ValueError(f"fleet.instances: {first.count} of {first.endpoint.model}: {first.reason}")
-        self._fleet.begin_with(decision.adds)
+        for _, same in groupby(sorted(steps, key=self._gpus_of, reverse=True), self._gpus_of):
+            present = self._plan.snapshot(self._fleet, {})
+            facts = SlotFacts(steps=tuple(same), slots=present.rooms, instances=(), gpus=present.gpus)
+            decision = choose_slots(facts, self._now_s, self._settings.slots)
+            if decision.unplaced:
+                first = decision.unplaced[0]
+                raise ValueError(f"fleet.instances: {first.count} of {first.endpoint.model}: {first.reason}")
+            self._fleet.begin_with(decision.adds)
+
+    def _gpus_of(self, step: ScaleStep) -> int:
+        """The most GPUs that an instance of a step may take."""
+        wanted = (
+            profile.gpus
+            for key, profile in self._plan.profiles.items()
+            if key.model == step.endpoint.model and step.gpu_type in {None, key.gpu_type}
+        )
+        return max(wanted, default=0)
 
     def begin(self, begins_s: float) -> None:
         """Forecast and plan at once, then hourly; scale every `every_s` seconds."""

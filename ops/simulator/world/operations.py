@@ -97,7 +97,7 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[F
                 region=part.region,
                 gpu_type=gpu_type,
                 layout=part.layout or (part.gpus,) * part.slots,
-                regroups=part.layout is not None and scenario.planning.layouts,
+                regroups=part.layout is not None and part.regroups and scenario.planning.layouts,
                 host_bytes=part.host_bytes,
             )
 

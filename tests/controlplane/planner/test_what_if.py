@@ -132,6 +132,9 @@ def test_what_changes_is_in_the_facts(fleet: World, settings: Settings, tmp_path
     assert facts["prices"]["H800"] == 0.5
     assert facts["lost_regions"] == [{"region": "us-east", "after_s": 1800, "down_s": 900}]
     assert len(facts["instances"]) == 1
+    assert facts["settings"]["spot_enabled"] is settings.spot_enabled
+    assert facts["settings"]["scale_strategy"] == settings.scale_strategy
+    assert (facts["nodes"][0]["regroups"], facts["nodes"][0]["layout_held"]) == (False, False)
     secret = settings.database_url.get_secret_value()
     assert secret not in path.read_text()
 

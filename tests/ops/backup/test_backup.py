@@ -19,6 +19,7 @@ from controlplane.store.terms import current_term, newest_known, note_reported, 
 from ops.backup.manifest import MANIFEST, Manifest
 from ops.backup.programs import BackupError, Program, choose_program
 from ops.backup.restore import restore_fault
+from ops.local.postgres_cluster import PostgresCluster
 from tests.controlplane.conftest import blobs
 from tests.controlplane.databases import Databases
 from tests.ops.cli.conftest import restored_logs, run
@@ -153,6 +154,19 @@ def test_a_home_without_an_installation_stays_as_it_is(
     assert refused.status == 1
     assert f"{home} (TIDEPOOL_HOME) holds no installation, and TIDEPOOL_DATABASE_URL is not set" in refused.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_of_several_regions_is_backed_up(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_logs: None
+) -> None:
+    """From the primary, which is started for the command; files and keys are shared by the regions."""
+    monkeypatch.delenv("TIDEPOOL_DATABASE_URL", raising=False)
+    home = tmp_path / "home"
+    PostgresCluster(home, ("us-east", "us-west"), fsync=False).prepare(migrations.upgrade)
+    made = run("backup", tmp_path / "backup", "--home", home, "--json")
+    assert made.status == 0, made.err
+    assert made.json["schema"] == migrations.revisions()[0]
+    assert not (home / "postgres").exists(), "no server of another home is made"
 
 
 def test_the_program_fits_the_server() -> None:

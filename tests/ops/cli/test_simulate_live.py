@@ -10,8 +10,9 @@ from sqlalchemy import select
 from controlplane.settings import Settings
 from controlplane.store.fleet import touch_node
 from controlplane.store.instances import add_instance
+from controlplane.store.keys import make_key
 from controlplane.store.session import Database
-from controlplane.store.tables import Node
+from controlplane.store.tables import Node, Role
 from dataplane.protocol.joining import SlotSpec
 from ops.cli.simulate_live import profiles_by_type
 from ops.simulator.scenario.live import LiveError, cut_demand
@@ -23,8 +24,8 @@ HOUR_S = 3600
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    """A node heard of once stays alive, however slow the machine is."""
-    return settings.model_copy(update={"heartbeat_stale_s": 3600.0})
+    """A node heard of once stays alive, however slow the machine is; what is let go is not lent out."""
+    return settings.model_copy(update={"heartbeat_stale_s": 3600.0, "spot_enabled": False, "scale_out_above": 0.6})
 
 
 @pytest.fixture
@@ -67,6 +68,8 @@ def test_the_running_fleet_becomes_a_scenario_and_is_simulated(fleet: Run, tmp_p
     assert scenario["fleet"]["cost_per_hour"] == {"H800": 2}, "as it is told here, not the profile's"
     assert scenario["planning"]["learn_s"] == HOUR_S
     assert [model["name"] for model in scenario["models"]] == ["org/m"]
+    assert scenario["provisioning"]["weights"] == {"org/m": ["east", "west"]}
+    assert (scenario["scaling"]["spot"], scenario["scaling"]["out_above"]) == (False, 0.6)
     result = json.loads(out.read_text())
     assert result["strategy"] == "lt-i"
     arrived = sum(row["input_tokens"] for row in result["rows"])
@@ -127,7 +130,7 @@ def test_how_the_plan_in_force_pools_is_carried_over(fleet: Run, database: Datab
     outcome = fleet("simulate", "--from-live", "--hours", "1", "--save", saved, "--json", out)
     assert outcome.status == 0, outcome.err
     scenario = tomllib.loads(saved.read_text())
-    assert {key: value for key, value in scenario["planning"].items() if key != "learn_s"} == {
+    assert {key: value for key, value in scenario["planning"].items() if key.startswith("pool")} == {
         "pools": True,
         "pool_fill": 0.8,
         "pool_prompt_tokens": 512.0,
@@ -137,6 +140,16 @@ def test_how_the_plan_in_force_pools_is_carried_over(fleet: Run, database: Datab
     }
     assert {node["host_bytes"] for node in scenario["fleet"]["nodes"]} == {512 * GIB}
     assert json.loads(out.read_text())["totals"]["gpu_hours"].keys() >= {"serving"}
+
+
+def test_a_viewer_simulates_with_default_settings(fleet: Run, database: Database, tmp_path: Path) -> None:
+    with database.transaction() as session:
+        secret = make_key(session, name="viewer", role=Role.VIEWER, tenant="default").secret
+    saved = tmp_path / "live.toml"
+    outcome = fleet("--key", secret, "simulate", "--from-live", "--hours", "1", "--save", saved)
+    assert outcome.status == 0, outcome.err
+    assert "The settings of the service may not be read with this key" in outcome.err
+    assert "spot" not in tomllib.loads(saved.read_text())["scaling"]
 
 
 def test_what_cannot_be_meant_is_said(fleet: Run, tmp_path: Path) -> None:
