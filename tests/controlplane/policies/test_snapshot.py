@@ -165,6 +165,36 @@ def test_kinds_follow_the_strategy() -> None:
     assert decision.kinds == {"b0": InstanceKind.IW, "c1": InstanceKind.MIXED}
 
 
+def test_an_instance_that_serves_again_has_no_successor_any_more() -> None:
+    """Its node was to go, then that of its successor, which it succeeds now. Else they would stand for each other, and
+    both would drain once both nodes are to go.
+    """
+    there = NodeSlot(number=0, gpus=1)
+    stays = NodeFacts(name="n1", region="east", gpu_type="H800", slots=(there,))
+    goes = NodeFacts(name="n2", region="east", gpu_type="H800", slots=(there,), accepting=False)
+    first, second = own(B, draining=True), own(B, node_id="n2", leaving="n2 goes", succeeds="b0")
+    second = structs.replace(second, instance_id="b1")
+    for of in (first, structs.replace(first, draining=False, ready=False, donation=Donation(age_s=1.0))):
+        decision = choose(fleet({B: 1}, of, second, nodes=(stays, goes), pools=PlanPools()))
+        again = (*decision.slots.revives, *decision.slots.reclaims)
+        assert [(change.instance_id, change.succeeds) for change in again] == [("b0", "b1")]
+        assert decision.successors == {"b0": "b1", "b1": None}
+
+
+def test_an_instance_whose_successor_finds_no_slot_stays_wanted() -> None:
+    """Without a plan its endpoint would be settled at one instance fewer, and it would go although it has no successor."""
+    nodes = tuple(
+        NodeFacts(
+            name=name, region="east", gpu_type="H800", slots=(NodeSlot(number=0, gpus=1),), accepting=name != "n2"
+        )
+        for name in ("n1", "n2")
+    )
+    left = structs.replace(own(B, node_id="n2", leaving="n2 goes"), instance_id="b1")
+    decision = choose(fleet(None, own(B), left, nodes=nodes, pools=PlanPools()))
+    assert len(decision.slots.unplaced) == 1
+    assert decision.settled[B] == {"H800": 2}
+
+
 RESERVE = PlanPools(gpus={POOL: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
 
 
