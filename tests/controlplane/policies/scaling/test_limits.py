@@ -38,6 +38,24 @@ def test_unknown_utilization_lets_nothing_go_that_serves(facts: EndpointScaleFac
 
 @settings(max_examples=100)
 @any_case
+def test_somebody_serves_while_those_that_stay_start(facts: EndpointScaleFacts, strategy: str) -> None:
+    """A step takes instances of its kind that do not serve before those that do."""
+    gone, serving_gone = 0, 0
+    for step in decide(strategy, facts).steps:
+        part = facts.of_kind(step.kind)
+        unready = [
+            count
+            for counts in (part.starting, part.stuck)
+            for gpu_type, count in counts.items()
+            if step.gpu_type in {None, gpu_type}
+        ]
+        gone += max(0, -step.delta)
+        serving_gone += max(0, -step.delta - sum(unready))
+    assert serving_gone < facts.ready or gone >= facts.working or not facts.ready
+
+
+@settings(max_examples=100)
+@any_case
 def test_below_the_minimum_is_scaled_out_at_once(facts: EndpointScaleFacts, strategy: str) -> None:
     if facts.working < facts.min and not any(facts.stuck.values()):
         steps = decide(strategy, facts).steps
