@@ -99,8 +99,8 @@ class _Starts:
         self.missing: dict[ScaleStep, int] = {}
 
     def place(self, step: ScaleStep, filling: Filling) -> None:
-        """Assign one instance. A successor that finds nothing on its GPU type is tried on the others; one of an instance
-        that can stay is not, and no lease ends for it.
+        """Assign one instance. A successor that finds nothing on its GPU type is tried on the others; that of an
+        instance that can stay is not, and no lease ends for it.
         """
         if revived := filling.take_draining(step):
             self.revives.append(_change(revived, step))

@@ -309,8 +309,8 @@ class Filling:
         return (here in self._stuck, larger, self._serving_on[here], self._room(slot))
 
     def _is_no_better(self, step: ScaleStep, slot: SlotRoom, gpus: int) -> bool:
-        """Whether an instance that can stay would gain nothing on a slot, which is for larger models too: it would move,
-        and load its weights, every time that scaling decides.
+        """Whether an instance that can stay would gain nothing on a slot, since that is for larger models too: it would
+        move, and load its weights, every time that scaling decides.
         """
         return self.can_stay(step) and _is_for_larger(slot, gpus)
 
