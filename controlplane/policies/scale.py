@@ -10,12 +10,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from controlplane.policies.assignment.choose import choose_slots, moved_endpoints, settled_endpoints
-from controlplane.policies.assignment.evacuation import (
-    choose_evacuation,
-    choose_overdue,
-    leaving_larger_slots,
-    without_larger_slots,
-)
+from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue, leaving_larger_slots
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings
 from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool_slots
 from controlplane.policies.facts import Endpoint
@@ -33,7 +28,8 @@ class ScaleDecision:
         slots: instances that start and go, on their slots.
         dedicated: GPUs that pooled instances get for themselves, by id.
         kinds: the requests that each serving instance with GPUs of its own is for, by id.
-        successors: the instance that each of these succeeds from now on.
+        successors: the instance that each of these succeeds from now on; None: it is an ordinary one. The successors of
+            an instance that serves again are: one instance never stands for two.
         scaled: endpoints whose count changes.
         settled: what each endpoint is settled at, see `EndpointScaleFacts`.
     """
@@ -65,7 +61,7 @@ def choose_scale(
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
     slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
-    leaving = choose_evacuation(instances, slots, stale_s=stale_s)
+    leaving = choose_evacuation(instances)
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
     counts = choose_scaling(facts, now_s, scaling)
     slot_facts = SlotFacts(
@@ -77,18 +73,18 @@ def choose_scale(
         sizes=snapshot.sizes,
     )
     chosen = _joined(choose_slots(slot_facts, now_s, placing), pooling)
-    chosen = replace(chosen, adds=without_larger_slots(chosen.adds, snapshot.dedicated, slots))
     let_go = {change.instance_id for change in (*chosen.drains, *chosen.donates)}
     drains = tuple(change for change in leaving.drains if change.instance_id not in let_go)
     let_go |= {change.instance_id for change in drains}
     chosen = replace(chosen, drains=(*chosen.drains, *drains, *choose_overdue(snapshot.instances, let_go)))
     changed_kinds = {change.instance_id: change.kind for change in chosen.changed_kinds}
     taken = {change.instance_id: change.succeeds for change in (*chosen.revives, *chosen.reclaims)}
+    unlinked = [each.instance_id for each in instances if each.serving and each.succeeds in taken]
     return ScaleDecision(
         slots=chosen,
         dedicated=dedicated,
         kinds={each.instance_id: each.kind for each in instances if each.serving} | changed_kinds,
-        successors={**dict.fromkeys(leaving.settled), **taken},
+        successors={**dict.fromkeys((*leaving.settled, *unlinked)), **taken},
         scaled=moved_endpoints((*counts.steps, *leaving.steps), chosen.unplaced),
         settled=settled_endpoints(counts.settled, chosen.unplaced),
     )

@@ -200,23 +200,28 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
         leaving=frozenset(key for key in snapshot.pools.held if not wanted.get(key)),
         slots=snapshot.rooms,
         instances=snapshot.pooled,
-        served=frozenset(_served(planned, snapshot.limits_in_force, serving)),
+        served=frozenset(_served(snapshot, serving)),
         dedicated=snapshot.dedicated,
         sizes=snapshot.sizes,
         missing={key: count - present[key] for key, count in wanted.items() if count > present[key]},
     )
 
 
-def _served(
-    planned: Mapping[Endpoint, Counts], limits: Mapping[Endpoint, tuple[int, int]], serving: Iterable[PlacedInstance]
-) -> Iterable[Endpoint]:
-    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start."""
+def _served(snapshot: FleetSnapshot, serving: Iterable[PlacedInstance]) -> Iterable[Endpoint]:
+    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start. Where a
+    reserve is to hold one that shall have none, an instance of that is ready, on a slot that stays.
+    """
     ready: Counter[Endpoint] = Counter()
     starting: Counter[Endpoint] = Counter()
     for each in serving:
         (ready if each.ready else starting)[each.endpoint] += 1
-    for endpoint, (fewest, most) in limits.items():
+    planned, pools = snapshot.planned or {}, snapshot.pools
+    staying = (each for each in snapshot.pooled if each.serving and each.ready and each.leaving is None)
+    awaited = set(pools.reserved) - {each.endpoint for each in staying if each.key in pools.held}
+    for endpoint, (fewest, most) in snapshot.limits_in_force.items():
         wanted = min(most, max(fewest, sum(planned.get(endpoint, {}).values())))
+        if not wanted and most and endpoint in awaited:
+            continue
         if ready[endpoint] >= wanted or (ready[endpoint] and not starting[endpoint]):
             yield endpoint
 
@@ -285,12 +290,13 @@ def _held_facts(
     facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reports: list[InstanceFacts]
 ) -> EndpointScaleFacts:
     """An endpoint that a reserve of this GPU type holds, with so many ready instances there. `reports`: of all its
-    instances.
+    instances. Without a minimum, one of its own stays until there is such an instance.
     """
+    fewest = max(facts.min, min(1, facts.working, facts.max))
     waits = [wait_s for one in reports if (wait_s := _outlook_s(one)) is not None]
     return replace(
         facts,
-        min=max(0, facts.min - in_reserve),
+        min=max(0, fewest - in_reserve),
         reserve=gpu_type,
         in_flight=sum(one.requests for one in reports),
         batch_max=min((one.batch_max for one in reports if one.batch_max is not None), default=None),

@@ -1,8 +1,8 @@
 """The peak of the coming hour, by a combination of forecasters with little recent error, with the reason for it.
 
 Inputs are one endpoint's demand up to the origin (the end of the series) and the state of the last forecast. One step
-runs for each hour since then, or for the last two days without a state, so that a live forecast and a replayed one are
-the same computation:
+runs for each hour since then, or without a state for each since there has been enough history, but for at most
+`origins_max` past hours, so that a live forecast and a replayed one are the same computation:
 
     score past forecasts   ->   refit those due   ->   run all   ->   correct, combine, calibrate
 """

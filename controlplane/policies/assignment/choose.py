@@ -9,6 +9,7 @@ it. No GPU is assigned twice.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from controlplane.policies.assignment.facts import (
     InstanceChange,
@@ -98,7 +99,9 @@ class _Starts:
         self.missing: dict[ScaleStep, int] = {}
 
     def place(self, step: ScaleStep, filling: Filling) -> None:
-        """Assign one instance."""
+        """Assign one instance. A successor that finds nothing on its GPU type is tried on the others; that of an
+        instance that can stay is not, and no lease ends for it.
+        """
         if revived := filling.take_draining(step):
             self.revives.append(_change(revived, step))
         elif reclaimed := filling.take_donated(step):
@@ -109,10 +112,14 @@ class _Starts:
             self.redeploys.append(redeployed)
         elif added := filling.add(step):
             self.adds.append(added)
+        elif filling.can_stay(step):
+            return
         elif mine := filling.await_donated(step, noticed=False):
             self.notices.append(_change(mine, step))
         elif (leased := filling.wait_for_leases(step)) is not None:
             self.notices += [_change(each, step) for each in leased if each.leased and not each.noticed]
+        elif step.succeeds is not None and step.gpu_type is not None:
+            self.place(replace(step, gpu_type=None), filling)
         else:
             self.missing[step] = self.missing.get(step, 0) + 1
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRoom
+from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
 from controlplane.policies.fit import ModelSize, WeightsMemory, fits
 from controlplane.policies.scaling.facts import ScaleStep
 
@@ -75,40 +75,19 @@ def leaving_larger_slots(
     )
 
 
-def without_larger_slots(
-    adds: Iterable[SlotAdd], instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom]
-) -> tuple[SlotAdd, ...]:
-    """The starts without successors on slots for larger models of instances that only leave such a slot: another start
-    has taken the one of their size, and they stay where they are.
-
-    Args:
-        adds: all starts.
-        instances: all dedicated instances, as they were before `leaving_larger_slots`.
-        rooms: all slots.
-    """
-    larger = {room.ref: room.worker_gpus for room in rooms if room.regroups}
-    may_stay = {each.instance_id for each in instances if each.leaving is None}
-    return tuple(
-        add for add in adds if add.succeeds not in may_stay or larger.get((add.node_id, add.slot), 0) <= add.gpus
-    )
-
-
-def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotRoom], *, stale_s: float) -> Evacuation:
+def choose_evacuation(instances: Iterable[PlacedInstance]) -> Evacuation:
     """Successors and drains for the instances that leave their nodes.
 
     A stuck successor is replaced by the rules of scaling (`policies.scaling.limits`), not by another successor, so a
-    broken model starts no chain of them. Where a region has no accepting slot of the same GPU type, the successor may
-    start on any profiled type.
+    broken model starts no chain of them. A successor is of the same GPU type; where that has no slot for it,
+    `choose_slots` starts it on any other profiled type.
 
     Args:
         instances: all dedicated instances; `leaving` is the reason why an instance must leave its node.
-        rooms: all slots.
-        stale_s: no instance starts on a node that is silent for longer.
     """
     serving = sorted((each for each in instances if each.serving), key=lambda each: each.instance_id)
     successors = {each.succeeds: each for each in serving if each.succeeds is not None}
     staying = {each.instance_id for each in serving if each.leaving is None}
-    open_types = {(room.region, room.gpu_type) for room in rooms if room.accepting and room.age_s <= stale_s}
     steps: list[ScaleStep] = []
     drains: list[InstanceChange] = []
     succeeded: set[str] = set()
@@ -121,11 +100,10 @@ def choose_evacuation(instances: Iterable[PlacedInstance], rooms: Iterable[SlotR
             if successor.ready or not each.ready:
                 drains.append(InstanceChange(instance_id=each.instance_id, reason=each.leaving, kind=each.kind))
         elif not each.stuck:
-            same_type = (each.endpoint.region, each.gpu_type) in open_types
             steps.append(
                 ScaleStep(
                     endpoint=each.endpoint,
-                    gpu_type=each.gpu_type if same_type else None,
+                    gpu_type=each.gpu_type,
                     delta=1,
                     reason=each.leaving,
                     kind=each.kind,

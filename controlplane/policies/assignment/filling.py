@@ -44,6 +44,8 @@ class Filling:
         self._promised: dict[SlotRef, int] = {}
         self._changed: set[str] = set()
         instances = sorted(facts.instances, key=lambda each: each.instance_id)
+        kept = {slot.ref for slot in alive}
+        self._can_stay = {each.instance_id for each in instances if each.ref in kept}
         self._serving_on = Counter((each.endpoint, each.node_id) for each in instances if each.serving)
         self._stuck = {(each.endpoint, each.node_id) for each in instances if each.stuck}
         self._of_endpoint: dict[Endpoint, list[PlacedInstance]] = {}
@@ -66,6 +68,10 @@ class Filling:
         for rooms in emptiest.values():
             heapq.heapify(rooms)
         return emptiest
+
+    def can_stay(self, step: ScaleStep) -> bool:
+        """Whether the instance that the step succeeds can stay: its slot is only meant for larger models."""
+        return step.succeeds in self._can_stay
 
     def take_draining(self, step: ScaleStep) -> PlacedInstance | None:
         """The draining instance with the most tokens left, on a node that accepts instances."""
@@ -184,7 +190,7 @@ class Filling:
             if slot.gpu_type not in gpu_types:
                 continue
             need = self._need(step, slot)
-            if need > slot.worker_gpus or not self._holds_weights(step, slot):
+            if need > slot.worker_gpus or not self._holds_weights(step, slot) or self._is_no_better(step, slot, need):
                 continue
             spare: tuple[PlacedInstance, ...] = ()
             promised = self._promised.get(ref, 0) if leased else 0
@@ -271,6 +277,8 @@ class Filling:
             need = self._need(step, slot)
             if need > min(self._free[slot.ref], slot.worker_gpus) or not self._holds_weights(step, slot):
                 continue
+            if self._is_no_better(step, slot, need):
+                continue
             found.append(slot)
             here = (step.endpoint, slot.node_id)
             if here not in self._stuck and not self._serving_on[here]:
@@ -297,8 +305,14 @@ class Filling:
         for larger models, then instances spread.
         """
         here = (step.endpoint, slot.node_id)
-        larger = slot.regroups and slot.worker_gpus > self._need(step, slot)
+        larger = _is_for_larger(slot, self._need(step, slot))
         return (here in self._stuck, larger, self._serving_on[here], self._room(slot))
+
+    def _is_no_better(self, step: ScaleStep, slot: SlotRoom, gpus: int) -> bool:
+        """Whether an instance that can stay would gain nothing on a slot, since that is for larger models too: it would
+        move, and load its weights, every time that scaling decides.
+        """
+        return self.can_stay(step) and _is_for_larger(slot, gpus)
 
     def _is_open(self, instance: PlacedInstance) -> bool:
         return instance.ref in self._open
@@ -307,8 +321,15 @@ class Filling:
         return [
             each
             for each in self._of_endpoint.get(step.endpoint, [])
-            if step.gpu_type in {None, each.gpu_type} and each.instance_id not in self._changed
+            if step.gpu_type in {None, each.gpu_type}
+            and each.instance_id not in self._changed
+            and not (each.ref in self._open and self._is_no_better(step, self._open[each.ref], each.gpus))
         ]
+
+
+def _is_for_larger(slot: SlotRoom, gpus: int) -> bool:
+    """Whether plans make a slot for models that take more GPUs."""
+    return slot.regroups and slot.worker_gpus > gpus
 
 
 def _donation_rank(instance: PlacedInstance) -> tuple[bool, bool, float, str]:

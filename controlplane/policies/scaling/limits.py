@@ -1,7 +1,7 @@
 """The limits of every strategy's proposal.
 
 - An endpoint below its minimum is scaled out at once. No step leads past the maximum or below the minimum.
-- While utilization is unknown, no serving instance is removed.
+- While utilization is unknown, no serving instance is removed; nor is the last one while others, which stay, start.
 - Stuck instances are replaced, by at most one more instance at a time, and removed when all that is wanted serves; the
   other instances of the endpoint are scaled meanwhile.
 - A replacement is not replaced in turn: the model itself may be broken. Where it is stuck too, or finds no slot, all
@@ -59,8 +59,29 @@ def _outs(facts: EndpointScaleFacts, steps: list[ScaleStep]) -> list[ScaleStep]:
 
 
 def _ins(facts: EndpointScaleFacts, steps: list[ScaleStep]) -> list[ScaleStep]:
-    """Drains down to the minimum. Instances started in the same call do not count: they may find no slot."""
-    return [] if facts.utilization is None else _cut(steps, max(0, facts.working - facts.min))
+    """Drains down to the minimum, so that somebody serves while those that stay start. Instances started in the same
+    call do not count: they may find no slot.
+    """
+    if facts.utilization is None:
+        return []
+    drains = _cut(steps, max(0, facts.working - facts.min))
+    serving = [max(0, -step.delta - _unready(facts, step)) for step in drains]
+    if not facts.ready or sum(serving) < facts.ready or facts.working + sum(step.delta for step in drains) <= 0:
+        return drains
+    last = max(number for number, count in enumerate(serving) if count)
+    drains[last] = replace(drains[last], delta=drains[last].delta + 1)
+    return [step for step in drains if step.delta]
+
+
+def _unready(facts: EndpointScaleFacts, step: ScaleStep) -> int:
+    """Instances that a drain takes before any that serves."""
+    part = facts.of_kind(step.kind)
+    return sum(
+        count
+        for counts in (part.starting, part.stuck)
+        for gpu_type, count in counts.items()
+        if step.gpu_type in {None, gpu_type}
+    )
 
 
 def _cut(steps: list[ScaleStep], most: int) -> list[ScaleStep]:

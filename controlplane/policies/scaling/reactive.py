@@ -8,7 +8,8 @@ from dataplane.protocol.tiers import InstanceKind
 
 def scale_on_utilization(facts: EndpointScaleFacts, moment: Moment) -> tuple[ScaleStep, ...]:
     """Reactive, unified: out by one above a threshold, in by one below another. Starting instances count as if they
-    served, so a second one is started only if the first does not suffice; none is removed while one starts.
+    served, so a second one is started only if the first does not suffice; none is removed while one starts, nor the
+    last while requests arrive, which would start it again.
     """
     return _scale(facts, moment, InstanceKind.MIXED)
 
@@ -79,6 +80,7 @@ def _scale(facts: EndpointScaleFacts, moment: Moment, kind: InstanceKind) -> tup
     percent = f"utilization{silo} {100 * pressure:.0f} %"
     if pressure > settings.out_above and working < facts.max:
         return (step_of(facts, 1, f"{percent} is above {100 * settings.out_above:.0f} %", kind=kind),)
-    if pressure < settings.in_below and facts.ready == working > facts.min:
+    fewest = max(facts.min, 1 if facts.observed_tokens_per_s else 0)
+    if pressure < settings.in_below and facts.ready == working > fewest:
         return (step_of(facts, -1, f"{percent} is below {100 * settings.in_below:.0f} %", kind=kind),)
     return ()

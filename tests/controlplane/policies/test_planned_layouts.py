@@ -200,6 +200,22 @@ def test_who_leaves_a_slot_for_larger_models_never_moves_to_another_such_slot() 
     assert starts(heavy, 1) == [], "the slot of one GPU is too small for its weights"
 
 
+@pytest.mark.parametrize(
+    "there",
+    [
+        instance("2", SMALL, "c", 0, draining=True),
+        instance("2", SMALL, "c", 0, donation=Donation(age_s=9.0)),
+        instance("2", LARGE, "c", 0, donation=Donation(age_s=9.0)),
+    ],
+)
+def test_nor_does_it_take_an_instance_there_that_drains_or_is_lent(there: PlacedInstance) -> None:
+    nodes = node("a", (1,)), node("b", (4,)), node("c", (4,))
+    fleet = snapshot(*nodes, instances=(instance("1", SMALL, "b", 0), there), planned={SMALL: {"H800": 1}})
+    slots = choose_scale(fleet, 60.0, ScalingSettings(), SlotSettings()).slots
+    assert [(add.node_id, add.succeeds) for add in slots.adds] == [("a", "1")]
+    assert (slots.revives, slots.reclaims, slots.redeploys) == ((), (), ())
+
+
 def test_an_instance_takes_a_slot_of_its_size_before_it_spreads() -> None:
     nodes = node("a", (1, 1)), node("b", (4,))
     fleet = snapshot(*nodes, instances=(instance("1", SMALL, "a", 0),))

@@ -165,6 +165,36 @@ def test_kinds_follow_the_strategy() -> None:
     assert decision.kinds == {"b0": InstanceKind.IW, "c1": InstanceKind.MIXED}
 
 
+def test_an_instance_that_serves_again_has_no_successor_any_more() -> None:
+    """Its node was to go, then that of its successor, which it succeeds now. Else they would stand for each other, and
+    both would drain once both nodes are to go.
+    """
+    there = NodeSlot(number=0, gpus=1)
+    stays = NodeFacts(name="n1", region="east", gpu_type="H800", slots=(there,))
+    goes = NodeFacts(name="n2", region="east", gpu_type="H800", slots=(there,), accepting=False)
+    first, second = own(B, draining=True), own(B, node_id="n2", leaving="n2 goes", succeeds="b0")
+    second = structs.replace(second, instance_id="b1")
+    for of in (first, structs.replace(first, draining=False, ready=False, donation=Donation(age_s=1.0))):
+        decision = choose(fleet({B: 1}, of, second, nodes=(stays, goes), pools=PlanPools()))
+        again = (*decision.slots.revives, *decision.slots.reclaims)
+        assert [(change.instance_id, change.succeeds) for change in again] == [("b0", "b1")]
+        assert decision.successors == {"b0": "b1", "b1": None}
+
+
+def test_an_instance_whose_successor_finds_no_slot_stays_wanted() -> None:
+    """Without a plan its endpoint would be settled at one instance fewer, and it would go without a successor."""
+    nodes = tuple(
+        NodeFacts(
+            name=name, region="east", gpu_type="H800", slots=(NodeSlot(number=0, gpus=1),), accepting=name != "n2"
+        )
+        for name in ("n1", "n2")
+    )
+    left = structs.replace(own(B, node_id="n2", leaving="n2 goes"), instance_id="b1")
+    decision = choose(fleet(None, own(B), left, nodes=nodes, pools=PlanPools()))
+    assert len(decision.slots.unplaced) == 1
+    assert decision.settled[B] == {"H800": 2}
+
+
 RESERVE = PlanPools(gpus={POOL: 2}, held=frozenset({ON_H800[A], ON_H800[B]}))
 
 
@@ -184,8 +214,10 @@ def test_the_plan_may_give_a_held_endpoint_no_instance_of_its_own() -> None:
     assert found[C].planned is None
 
 
-def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint() -> None:
-    """The minimum of `b` is one: its own instance stays until the reserve's is ready."""
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint(fewest: int) -> None:
+    """Its own instance stays until the reserve's is ready, also where the minimum of `b` is none."""
+    limits = {A: (0, 4), B: (fewest, 4), C: (0, 1)}
     report = InstanceFacts(
         instance_id="b3",
         node_id="n1",
@@ -198,8 +230,25 @@ def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint() -> None:
         remaining_tokens=0,
     )
     mine = own(B, 3, report=report)
-    waits = choose(fleet({B: 0}, mine, pools=RESERVE)).slots
+    waits = choose(fleet({B: 0}, mine, pools=RESERVE, limits=limits)).slots
     assert (waits.drains, waits.donates) == ((), ())
     assert {(add.endpoint.model, add.gpus) for add in waits.adds} == {("a", 0), ("b", 0)}
-    goes = choose(fleet({B: 0}, mine, pooled(B, 0), pools=RESERVE)).slots
+    goes = choose(fleet({B: 0}, mine, pooled(B, 0), pools=RESERVE, limits=limits)).slots
     assert [change.instance_id for change in (*goes.drains, *goes.donates)] == ["b3"]
+
+
+@pytest.mark.parametrize("gpu_type", ["H200", "H800"])
+def test_a_pooled_instance_leaves_for_a_reserve_that_serves_its_endpoint(gpu_type: str) -> None:
+    """`a` shall have none of its own, and is in a pool of another GPU type, or in the reserve on a node that goes."""
+    before = pooled(A, 0, node_id="n2", gpu_type=gpu_type, leaving="n2 goes")
+    slot = (NodeSlot(number=0, gpus=1),)
+    nodes = (
+        NodeFacts(name="n1", region="east", gpu_type="H800", slots=slot),
+        NodeFacts(name="n2", region="east", gpu_type=gpu_type, slots=slot, accepting=False),
+    )
+    reserve = PlanPools(gpus={POOL: 1}, held=frozenset({ON_H800[A]}))
+    waits = choose(fleet({}, before, nodes=nodes, pools=reserve)).slots
+    assert ([add.node_id for add in waits.adds], waits.drains) == (["n1"], ())
+    after = structs.replace(pooled(A, 0), instance_id="after")
+    goes = choose(fleet({}, before, after, nodes=nodes, pools=reserve)).slots
+    assert [change.instance_id for change in goes.drains] == [before.instance_id]

@@ -1,9 +1,12 @@
 """Instances that must leave their node: successors first, drains after."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from controlplane.policies.assignment.choose import choose_slots
 from controlplane.policies.assignment.evacuation import (
     Evacuation,
     NodePresence,
@@ -11,19 +14,20 @@ from controlplane.policies.assignment.evacuation import (
     choose_leaving,
     choose_overdue,
 )
-from controlplane.policies.assignment.facts import PlacedInstance, SlotRoom
-from tests.controlplane.policies.assignment.test_choose import donated, instance, names, slot
+from controlplane.policies.assignment.facts import PlacedInstance, SlotFacts, SlotRoom, SlotSettings
+from controlplane.policies.facts import ModelGpu
+from controlplane.policies.fit import ModelSize, WeightsMemory
+from tests.controlplane.policies.assignment.test_choose import B, donated, instance, names, slot
 
 GOES = "node n1 is being drained"
-ROOMS = (slot("n1", accepting=False), slot("n2"))
 
 
 def leaving(name: str, **changes: Any) -> PlacedInstance:
     return instance(name, leaving=GOES, **changes)
 
 
-def evacuate(*instances: PlacedInstance, rooms: tuple[SlotRoom, ...] = ROOMS) -> Evacuation:
-    return choose_evacuation(instances, rooms, stale_s=5.0)
+def evacuate(*instances: PlacedInstance) -> Evacuation:
+    return choose_evacuation(instances)
 
 
 def test_each_gets_one_successor_of_its_own_gpu_type() -> None:
@@ -79,10 +83,32 @@ def test_what_is_overdue_drains_unless_its_successor_is_being_started(
     assert choose_overdue(instances, {"i1"}) == (), "another decision lets it go"
 
 
-def test_another_gpu_type_where_the_region_has_no_open_slot_of_the_same() -> None:
-    for rooms in ((slot("n1", accepting=False), slot("n2", gpu_type="L")), (slot("n1", age_s=9), slot("n2", age_s=9))):
-        (step,) = evacuate(leaving("i1"), rooms=rooms).steps
-        assert step.gpu_type is None
+@pytest.mark.parametrize(
+    ("same_type", "node"),
+    [
+        (slot("n2"), "n2"),  # preferred, although less is free there
+        (slot("n2", free=0), "n3"),
+        (slot("n2", workers=4), "n3"),  # each of one GPU, and it takes two
+        (structs.replace(slot("n2"), weights=WeightsMemory(weights_bytes=1)), "n3"),  # too small for its weights
+        (structs.replace(slot("n2"), pooled=True), "n3"),
+        (slot("n2", accepting=False), "n3"),
+        (slot("n2", age_s=9.0), "n3"),
+    ],
+)
+def test_another_gpu_type_where_the_same_has_no_slot_for_it(same_type: SlotRoom, node: str) -> None:
+    mine = leaving("i1", endpoint=B, gpus=2)
+    facts = SlotFacts(
+        steps=evacuate(mine).steps,
+        slots=(slot("n1", accepting=False), same_type, structs.replace(slot("n3", gpu_type="L"), gpus=8, gpus_free=8)),
+        instances=(mine,),
+        gpus={ModelGpu(model="b", gpu_type=gpu_type): 2 for gpu_type in "HL"},
+        sizes={"b": ModelSize(weights_bytes=9)},
+    )
+    assert [add.node_id for add in choose_slots(facts, 0.0, SlotSettings()).adds] == [node]
+    nowhere = choose_slots(replace(facts, slots=facts.slots[:1]), 0.0, SlotSettings())
+    assert [each.reason for each in nowhere.unplaced] == [
+        "GPUs full in west: 0 of 4 H or L free, needs 2 in one slot; 1 nodes silent or draining"
+    ]
 
 
 def test_a_node_that_stays_after_all_settles_its_successors() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controlplane.policies.scaling.facts import EndpointScaleFacts, KindStep
+from controlplane.policies.scaling.facts import EndpointScaleFacts, KindFacts, KindStep
 from dataplane.protocol.tiers import InstanceKind
 from tests.controlplane.policies.scaling.endpoints import HERE, NOW, by_kind, decide, endpoint, kinds
 
@@ -51,6 +51,29 @@ def test_batch_instances_come_before_a_deadline_is_missed(
     tokens: float, left_s: float, expected: dict[str, int]
 ) -> None:
     facts = chiron(10, 5, 0, observed=900.0, backlog_tokens=tokens, backlog_due_s=NOW + left_s)
+    assert by_kind(decide("chiron", facts)) == expected
+
+
+@pytest.mark.parametrize(
+    ("mixed", "iw_starting", "observed", "expected"),
+    [
+        (1, 2, 100.0, {}),  # two would do, and neither serves yet
+        (1, 0, 0.0, {"mixed": -1}),  # none is wanted
+        (2, 2, 100.0, {"mixed": -1}),
+    ],
+)
+def test_the_last_that_serves_stays_until_another_does(
+    mixed: int, iw_starting: int, observed: float, expected: dict[str, int]
+) -> None:
+    iw = KindFacts(present={"H": iw_starting}, starting={"H": iw_starting})
+    facts = endpoint(
+        {"H": mixed + iw_starting},
+        starting={"H": iw_starting},
+        kinds={InstanceKind.IW: iw, InstanceKind.MIXED: KindFacts(present={"H": mixed}, utilization=0.5)},
+        limits=(0, 3),
+        tokens_per_s={"H": THETA},
+        observed_tokens_per_s=observed,
+    )
     assert by_kind(decide("chiron", facts)) == expected
 
 

@@ -1,11 +1,14 @@
 """What holds for every strategy, on whatever it is given."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controlplane.policies.scaling.choose import STRATEGIES
 from controlplane.policies.scaling.facts import EndpointScaleFacts, StrategyName
+from dataplane.protocol.tiers import InstanceKind
 from tests.controlplane.policies.scaling.endpoints import HERE, NOW, any_endpoint, decide, deltas, endpoint
 
 ALL = sorted(STRATEGIES)
@@ -34,6 +37,30 @@ def test_unknown_utilization_lets_nothing_go_that_serves(facts: EndpointScaleFac
     if facts.utilization is None:
         gone = -sum(step.delta for step in decide(strategy, facts).steps if step.delta < 0)
         assert not gone or (facts.ready == 0 and gone <= sum(facts.stuck.values()))
+
+
+@settings(max_examples=100)
+@any_case
+def test_somebody_serves_while_those_that_stay_start(facts: EndpointScaleFacts, strategy: str) -> None:
+    """A step takes instances of its kind that do not serve before those that do. All are of kinds that the strategy
+    knows, as scaling sees to.
+    """
+    if strategy == "siloed" and any(facts.of_kind(InstanceKind.MIXED).present.values()):
+        return
+    if strategy not in {"siloed", "chiron"}:
+        facts = replace(facts, kinds={})
+    gone, serving_gone = 0, 0
+    for step in decide(strategy, facts).steps:
+        part = facts.of_kind(step.kind)
+        unready = [
+            count
+            for counts in (part.starting, part.stuck)
+            for gpu_type, count in counts.items()
+            if step.gpu_type in {None, gpu_type}
+        ]
+        gone += max(0, -step.delta)
+        serving_gone += max(0, -step.delta - sum(unready))
+    assert serving_gone < facts.ready or gone >= facts.working or not facts.ready
 
 
 @settings(max_examples=100)

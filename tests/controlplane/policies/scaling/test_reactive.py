@@ -1,5 +1,7 @@
 """Reactive and Siloed as SageServe 4 tells them."""
 
+from dataclasses import replace
+
 import pytest
 
 from controlplane.policies.scaling.choose import kind_for
@@ -27,6 +29,9 @@ from tests.controlplane.policies.scaling.endpoints import NOW, by_kind, decide, 
         (endpoint({"H": 0}, utilization=None, limits=(2, 4), last_scaled_s=NOW - 1), {None: 2}),  # below min: always
         (endpoint({"H": 6}, limits=(2, 4)), {None: -2}),
         (endpoint({"H": 6}, limits=(2, 4), utilization=None), {}),
+        (endpoint({"H": 2}, utilization=0.01, observed_tokens_per_s=1.0), {None: -1}),
+        (endpoint({"H": 1}, utilization=0.01, observed_tokens_per_s=1.0), {}),  # else it would start again at once
+        (endpoint({"H": 1}, utilization=0.01, observed_tokens_per_s=0.0), {None: -1}),
         (endpoint({}, utilization=None, observed_tokens_per_s=0.0), {}),
         (endpoint({}, utilization=None, observed_tokens_per_s=1.0), {None: 1}),  # requests and nobody there
     ],
@@ -56,6 +61,14 @@ def siloed(limits: tuple[int, int] = (2, 20), **found: tuple[int, float | None])
     ],
 )
 def test_silos_scale_apart(facts: EndpointScaleFacts, expected: dict[str, int]) -> None:
+    assert by_kind(decide("siloed", facts)) == expected
+
+
+@pytest.mark.parametrize(("observed", "backlog", "expected"), [(1.0, 0.0, {"NIW": -1}), (0.0, 1.0, {"IW": -1})])
+def test_the_last_of_a_silo_stays_while_its_requests_come(
+    observed: float, backlog: float, expected: dict[str, int]
+) -> None:
+    facts = replace(siloed((0, 20), iw=(1, 0.1), niw=(1, 0.1)), observed_tokens_per_s=observed, backlog_tokens=backlog)
     assert by_kind(decide("siloed", facts)) == expected
 
 
