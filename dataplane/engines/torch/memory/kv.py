@@ -281,16 +281,16 @@ class KvStore:
     def reused_tokens(self, kv: SequenceKv) -> int:
         return kv.reused * kv.shape.block_tokens
 
-    def awaits_prefix(self, kv: SequenceKv) -> bool:
+    def awaited(self, kv: SequenceKv) -> SequenceKv | None:
         if kv.chain is None or not self._computing:
-            return False
+            return None
         keys = kv.chain.keys(kv.chain.reusable_blocks)
         missing = list(dropwhile(self._prefixes.knows, keys))
         computing = self._computing.get(missing[0]) if missing else None
         if computing is None:
-            return False
+            return None
         awaited = sum(1 for _ in takewhile(self._computing.__contains__, missing))
-        return 2 * awaited > max(len(missing), len(computing.computing) // 2)
+        return computing if 2 * awaited > max(len(missing), len(computing.computing) // 2) else None
 
     def computed(self, kv: SequenceKv, tokens: int) -> None:
         full = tokens // kv.shape.block_tokens
