@@ -29,7 +29,8 @@ class KvEvent(Struct, frozen=True, kw_only=True):
 class KvHandle(Struct, frozen=True, kw_only=True):
     """The KV of a prefilled request: `blocks` of one shape in the host KV file of the slot that computed it.
 
-    `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
+    `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize) on each of the slot's `ranks`; the first `tokens`
+    tokens have keys and values.
     `event`: what has to pass before they can be read; None: they are there. Of replayed KV, `passes_s` is when that is,
     by the machine's monotonic clock or that of the simulation.
     """
@@ -39,6 +40,7 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     shape: tuple[int, int, int, int, int]
     blocks: tuple[int, ...]
     tokens: int
+    ranks: int = 1
     event: KvEvent | None = None
     passes_s: float = 0.0
 
