@@ -223,7 +223,8 @@ class Engine(Protocol):
 
     def prepare(self, model: ModelSpec) -> None:
         """Do the slow part of a `load`: read the model's weights into host memory. May run on another thread while the
-        owner continues to step; idempotent. A prepared model that is never loaded stays until host memory is short.
+        owner continues to step; idempotent. A prepared model that is never loaded stays in the node's model cache until
+        host memory is short; on a slot without one it stays.
 
         Raises:
             ModelLoadError: the checkpoint cannot be used, or can never fit; nothing is kept of it.
@@ -242,7 +243,8 @@ class Engine(Protocol):
         model its weights.
 
         Raises:
-            ModelLoadError: the id is in use, or the checkpoint cannot be used or can never fit; nothing is kept of it.
+            ModelLoadError: the id is in use, or the checkpoint cannot be used or can never fit; nothing is kept of it,
+                but for the base of an adapter, as of one that was only prepared.
         """
 
     def unload(self, instance_id: str) -> None:
