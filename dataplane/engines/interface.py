@@ -30,9 +30,8 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     """The KV of a prefilled request: `blocks` of one shape in the host KV file of the slot that computed it.
 
     `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize) on each of the slot's `ranks`; the first `tokens`
-    tokens have keys and values.
-    `event`: what has to pass before they can be read; None: they are there. Of replayed KV, `passes_s` is when that is,
-    by the machine's monotonic clock or that of the simulation.
+    tokens have keys and values. `event`: what has to pass before they can be read; None: they are there. Of replayed
+    KV, `passes_s` is when that is, by the machine's monotonic clock or that of the simulation.
     """
 
     file: str
