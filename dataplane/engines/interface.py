@@ -29,9 +29,9 @@ class KvEvent(Struct, frozen=True, kw_only=True):
 class KvHandle(Struct, frozen=True, kw_only=True):
     """The KV of a prefilled request: `blocks` of one shape in the host KV file of the slot that computed it.
 
-    `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize); the first `tokens` tokens have keys and values.
-    `event`: what has to pass before they can be read; None: they are there. Of replayed KV, `passes_s` is when that is,
-    by the machine's monotonic clock or that of the simulation.
+    `shape` is (layers, kv_heads, head_dim, block_tokens, itemsize) on each of the slot's `ranks`; the first `tokens`
+    tokens have keys and values. `event`: what has to pass before they can be read; None: they are there. Of replayed
+    KV, `passes_s` is when that is, by the machine's monotonic clock or that of the simulation.
     """
 
     file: str
@@ -39,6 +39,7 @@ class KvHandle(Struct, frozen=True, kw_only=True):
     shape: tuple[int, int, int, int, int]
     blocks: tuple[int, ...]
     tokens: int
+    ranks: int = 1
     event: KvEvent | None = None
     passes_s: float = 0.0
 
@@ -221,7 +222,8 @@ class Engine(Protocol):
 
     def prepare(self, model: ModelSpec) -> None:
         """Do the slow part of a `load`: read the model's weights into host memory. May run on another thread while the
-        owner continues to step; idempotent. A prepared model that is never loaded stays until host memory is short.
+        owner continues to step; idempotent. A prepared model that is never loaded stays in the node's model cache until
+        host memory is short; on a slot without one it stays.
 
         Raises:
             ModelLoadError: the checkpoint cannot be used, or can never fit; nothing is kept of it.
@@ -240,7 +242,8 @@ class Engine(Protocol):
         model its weights.
 
         Raises:
-            ModelLoadError: the id is in use, or the checkpoint cannot be used or can never fit; nothing is kept of it.
+            ModelLoadError: the id is in use, or the checkpoint cannot be used or can never fit; nothing is kept of it,
+                but for the base of an adapter, as of one that was only prepared.
         """
 
     def unload(self, instance_id: str) -> None:

@@ -385,6 +385,8 @@ def test_handed_over_kv_is_kept_until_release(subject: Subject) -> None:
     hand_over(subject, [ask("r", 20), ask("s", 20)])
     assert not subject.prefiller.has_work()
     both = _host_kv_bytes(subject.prefiller)
+    with pytest.raises(BadRequestError, match="id r is in use"):
+        subject.prefiller.add(ask("r", 20))
     subject.prefiller.release("r")
     subject.prefiller.release("unheard-of")
     _end_transfers(subject.prefiller)

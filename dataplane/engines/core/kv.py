@@ -96,9 +96,9 @@ class KvMemory(Protocol[KvT_contra]):
     def reused_tokens(self, kv: KvT_contra) -> int:
         """Tokens whose KV was taken over from the cache when its memory was allocated."""
 
-    def awaits_prefix(self, kv: KvT_contra) -> bool:
-        """Whether another sequence's prefill computes most of what this one, which has not begun, would compute, and
-        not much else.
+    def awaited(self, kv: KvT_contra) -> Kv | None:
+        """The KV of another sequence whose prefill computes most of what this one, which has not begun, would compute,
+        and not much else; None if there is none.
         """
 
     def computed(self, kv: KvT_contra, tokens: int) -> None:
@@ -119,8 +119,8 @@ class WithoutPrefixCache(Generic[KvT]):
     def reused_tokens(self, kv: KvT) -> int:
         return 0
 
-    def awaits_prefix(self, kv: KvT) -> bool:
-        return False
+    def awaited(self, kv: KvT) -> Kv | None:
+        return None
 
     def computed(self, kv: KvT, tokens: int) -> None:
         """See `KvMemory`."""

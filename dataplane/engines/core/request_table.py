@@ -89,16 +89,17 @@ class RequestTable(Generic[KvT]):
         """Queue a request, or let it decode at once if its KV can be read.
 
         Raises:
-            BadRequestError: an id in use, an empty prompt, max_tokens below 1, a token outside of the vocabulary, an
-                answer that is not of the model's task, or a constraint that cannot be compiled.
+            BadRequestError: an id in use, also by exported KV that was not released; an empty prompt, max_tokens below
+                1 where tokens are made, a token outside of the vocabulary, an answer that is not of the model's task,
+                or a constraint that cannot be compiled.
             ContextLengthError: prompt + max_tokens exceed the context or `kv_tokens_max`.
         """
         request_id = request.request_id
-        if request_id in self._sequences or request_id in self._ended:
+        if any(request_id in used for used in (self._sequences, self._ended, self._exported)):
             raise BadRequestError(f"request id {request_id} is in use", param="request_id")
         _check(request, model, kv_tokens_max)
         matcher = model.matcher(request)
-        if len(request.generated) >= request.max_tokens:
+        if not request.pooling and len(request.generated) >= request.max_tokens:
             self._ended[request_id] = EngineOutput(request_id=request_id, finish_reason="length")
             return
         self._arrivals += 1
@@ -253,7 +254,7 @@ def _check(request: EngineRequest, model: ServedModel[KvT], kv_tokens_max: int) 
     if request.pooling != (model.task != "generate"):
         answers = "it answers with pooled states" if request.pooling is False else "it generates tokens"
         raise BadRequestError(f"{model.name} cannot answer this request: {answers}", param="pooling")
-    if request.max_tokens < 1:
+    if not request.pooling and request.max_tokens < 1:
         raise BadRequestError(f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens")
     if model.vocabulary is not None:
         tokens = (*request.prompt, *request.generated)

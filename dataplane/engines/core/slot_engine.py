@@ -187,19 +187,25 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if instance_id in self._model_of:
             raise ModelLoadError(f"instance {instance_id} is loaded already", param="instance_id")
         self.prepare(model)
-        checkpoint = model.checkpoint
+        try:
+            loaded = self._loaded(model.checkpoint, gpus)
+            if model.base is not None:
+                self._load_adapter(loaded, model)
+        except ModelLoadError:
+            self.forget(model)
+            if model.checkpoint.name in self.models:
+                self._forget_unused(self.models[model.checkpoint.name])
+            raise
+        self._model_of[instance_id] = loaded
+        loaded.instances[instance_id] = "" if model.base is None else model.name
+
+    def _loaded(self, checkpoint: ModelSpec, gpus: int) -> ModelT:
+        """The model of a prepared checkpoint, which another instance may have loaded."""
         loaded = self.models.get(checkpoint.name)
         if loaded is None:
             loaded = self.models[checkpoint.name] = self._new_model(checkpoint, gpus)
             loaded.load_order = self._loads = self._loads + 1
-        if model.base is not None:
-            try:
-                self._load_adapter(loaded, model)
-            except ModelLoadError:
-                self._forget_unused(loaded)
-                raise
-        self._model_of[instance_id] = loaded
-        loaded.instances[instance_id] = "" if model.base is None else model.name
+        return loaded
 
     def unload(self, instance_id: str) -> None:
         model = self._model_of.pop(instance_id, None)

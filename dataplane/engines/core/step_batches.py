@@ -70,40 +70,51 @@ class StepBatches(Generic[KvT]):
         rank = min([sequence.key[0] for sequence in group])
         keep = [sequence for sequence in self._allocator.decoding if sequence.key[0] <= rank]
         tokens = choose_prefill_tokens(facts)
-        chunks = self._prefill(group, tokens, keep)
-        if chunks:
-            self.blocked.discard(model.name)
-        else:
-            self.blocked.add(model.name)
-        chunks = chunks or self._prefill(model.half_prefilled, tokens, keep)
+        self.blocked.discard(model.name)
+        chunks = self._prefill(group, tokens, keep) or self._prefill(model.half_prefilled, tokens, keep)
         return [chunk for chunk in batch if chunk.sequence.kv.location is DEVICE] + chunks
 
     def prefill(self, group: Sequence[TokenSequence[KvT]], model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """The next tokens of a group of a model's sequences, in order. If there is no memory for the group, the model's
         partly prefilled sequences, which have theirs, continue: the first of the group may be waiting for them.
         """
-        self.blocked.discard(model.name)
         tokens = self._prefill_tokens_max
-        return self._prefill(group, tokens, []) or self._prefill(model.half_prefilled, tokens, [])
+        chunks = self._prefill(group, tokens, []) or self._prefill(model.half_prefilled, tokens, [])
+        self.blocked.discard(model.name)  # that is for mixed steps
+        return chunks
 
     def _prefill(
         self, sequences: Sequence[TokenSequence[KvT]], tokens: int, others: list[TokenSequence[KvT]]
     ) -> list[Chunk[KvT]]:
-        """As many sequences, in order, as `tokens` allow; the last one perhaps in part. Passed over are those whose
-        cached prefix is being transferred, or computed by another. Neither they nor `others` are preempted for it.
+        """As many sequences, in order, as `tokens` allow; the last one perhaps in part. One whose prefix another
+        computes gives its place to that one; passed over are those whose cached prefix is being transferred. Neither
+        the sequences of the step nor `others` are preempted for it.
         """
         chunks: list[Chunk[KvT]] = []
-        for sequence in sequences:
-            if _is_arriving(sequence) or (not sequence.begun and self._kv.awaits_prefix(sequence.kv)):
+        for waiting in sequences:
+            if tokens <= 0:
+                break
+            sequence, chosen = self._first_for(waiting), [chunk.sequence for chunk in chunks]
+            if sequence is None or sequence in chosen:
                 continue
-            keep = [*others, *(chunk.sequence for chunk in chunks)]
-            if tokens <= 0 or not self._allocator.grow(sequence, sequence.kv_tokens, keep):
+            if not self._allocator.grow(sequence, sequence.kv_tokens, [*others, *chosen]):
+                if not chunks:
+                    self.blocked.add(sequence.model)
                 break
             if _is_arriving(sequence):
                 continue
             chunks.append(Chunk(sequence=sequence, count=min(tokens, sequence.pending)))
             tokens -= chunks[-1].count
         return chunks
+
+    def _first_for(self, sequence: TokenSequence[KvT]) -> TokenSequence[KvT] | None:
+        """The sequence whose prefill goes on in the place of this one: the one that computes its prefix, if another
+        does. None: a cached prefix must be transferred before.
+        """
+        awaited = None if sequence.begun else self._kv.awaited(sequence.kv)
+        if awaited is not None:
+            return next((half for half in self._allocator.half_prefilled if half.kv is awaited), None)
+        return None if _is_arriving(sequence) else sequence
 
     def decode(self, model: ServedModel[KvT]) -> list[Chunk[KvT]]:
         """One token of each sequence whose KV is on the device. KV in host memory is swapped in, in order; none takes

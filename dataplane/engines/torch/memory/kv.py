@@ -103,7 +103,7 @@ class KvStore:
         self.device_cache = KvCache(arena, slab_bytes)
         self._host_slabs = HostSlabs(host_bytes // slab_bytes)
         self.host_cache = KvCache(self._host_slabs, slab_bytes)
-        self._host_file = host_file
+        self._host_file, self._ranks = host_file, ranks
         self.imports, self._exports = imports or KvImports(buffer.device, None), exports
         size_bytes = self._host_slabs.slabs * slab_bytes
         memory = host_memory(size_bytes if host_file is None else ranks * size_bytes, host_file)[:size_bytes]
@@ -281,16 +281,16 @@ class KvStore:
     def reused_tokens(self, kv: SequenceKv) -> int:
         return kv.reused * kv.shape.block_tokens
 
-    def awaits_prefix(self, kv: SequenceKv) -> bool:
+    def awaited(self, kv: SequenceKv) -> SequenceKv | None:
         if kv.chain is None or not self._computing:
-            return False
+            return None
         keys = kv.chain.keys(kv.chain.reusable_blocks)
         missing = list(dropwhile(self._prefixes.knows, keys))
         computing = self._computing.get(missing[0]) if missing else None
         if computing is None:
-            return False
+            return None
         awaited = sum(1 for _ in takewhile(self._computing.__contains__, missing))
-        return 2 * awaited > max(len(missing), len(computing.computing) // 2)
+        return computing if 2 * awaited > max(len(missing), len(computing.computing) // 2) else None
 
     def computed(self, kv: SequenceKv, tokens: int) -> None:
         full = tokens // kv.shape.block_tokens
@@ -409,17 +409,21 @@ class KvStore:
             shape=(shape.layers, shape.kv_heads, shape.head_dim, shape.block_tokens, shape.itemsize),
             blocks=tuple(kv.host),
             tokens=tokens,
+            ranks=self._ranks,
             event=None if under_way is None or self._exports is None else self._exports.announced(under_way),
         )
 
     def adopt(self, kv: SequenceKv, handle: KvHandle) -> bool:
-        """See `KvMemory`; also False if it has another shape."""
-        opened = self.imports.open(handle)
+        """See `KvMemory`; also False if it has another shape, or is divided among another number of ranks: the shapes
+        are the same then where ranks have copies of a KV head.
+        """
         layers, kv_heads, head_dim, block_tokens, itemsize = handle.shape
         shape = KvShape(
             layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, itemsize=itemsize
         )
-        if opened is None or shape != kv.shape:
+        same = (shape, handle.ranks) == (kv.shape, self._ranks)
+        opened = self.imports.open(handle) if same else None
+        if opened is None:
             return False
         file, source = opened
         slabs = file.bytes.numel() // file.slab_bytes

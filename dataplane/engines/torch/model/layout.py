@@ -12,8 +12,8 @@ from dataplane.engines.torch.model.checkpoint import Part, can_convert, read_par
 from dataplane.engines.torch.model.skeleton import PlacedTensor, Skeleton
 from dataplane.protocol.errors import ModelLoadError
 
-LAYOUT_VERSION = 2
-"""Part of the cache key: increment it when the layout changes."""
+LAYOUT_VERSION = 3
+"""Part of the cache key: increment it when the layout changes, or what is repacked."""
 REPACK_THREADS = 4
 
 

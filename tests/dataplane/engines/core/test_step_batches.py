@@ -4,16 +4,23 @@ import math
 
 import pytest
 
-from dataplane.engines.core.kv import DEVICE, HOST, SWAPPING_IN, SWAPPING_OUT, KvLocation
+from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_OUT, KvLocation
 from dataplane.engines.core.step_batches import StepBatches
 from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import ReplaySequence
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.schedule import Turn
 from tests.dataplane.engines.core.test_kv_allocator import Slot
 
 
 def batches(slot: Slot, left_s: float) -> StepBatches[SequenceKv]:
     return StepBatches(slot.allocator, slot.kv, batch_max=8, prefill_tokens_max=64, left_s=lambda: left_s)
+
+
+def mixed(step: StepBatches[SequenceKv], slot: Slot, *group: ReplaySequence) -> list[ReplaySequence]:
+    """What a mixed step of model a runs, beside one decoding sequence or more."""
+    turn = Turn(kind="decode", model="a", budget_s=math.inf, started_s=0.0, next_model=None, alpha=0.0, reason="")
+    return [chunk.sequence for chunk in step.form(turn, slot.models["a"], group)]
 
 
 def in_host_memory(slot: Slot, request_id: str, tier: Tier) -> ReplaySequence:
@@ -124,3 +131,29 @@ def test_a_batch_in_host_memory_that_waits_for_a_prompt_is_stuck() -> None:
     settled(slot)
     assert step.decode(slot.models["a"])
     assert step.stuck == set()
+
+
+def test_a_prompt_whose_prefix_another_computes_gives_its_place_to_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt in between has to wait: 64 tokens are 24 and 40."""
+    slot = Slot()
+    half = slot.half_prefilled("half", "a", "NIW")
+    urgent, between = slot.waiting("urgent", "a", "IW-F"), slot.waiting("between", "a", "IW-N")
+    monkeypatch.setattr(slot.kv, "awaited", lambda kv: half.kv if kv is urgent.kv else None)
+    chunks = batches(slot, math.inf).prefill([urgent, between, half], slot.models["a"])
+    assert [(chunk.sequence, chunk.count) for chunk in chunks] == [(half, 24), (between, 40)]
+
+
+def test_only_prompts_that_found_no_memory_are_blocked() -> None:
+    slot = Slot()
+    decoding, waiting = slot.decoding("decoding", "a", "IW-N"), slot.waiting("waiting", "a", "IW-N")
+    step = batches(slot, math.inf)
+    waiting.kv.location = SWAPPING_IN
+    assert mixed(step, slot, waiting) == [decoding]
+    assert step.blocked == set(), "its cached prefix is being transferred"
+    waiting.kv.location = NONE
+    slot.decoding("other", "b", "IW-F")
+    assert mixed(step, slot, waiting) == [decoding]
+    assert step.blocked == {"a"}
+    slot.requests.forget("other")
+    assert mixed(step, slot, waiting) == [decoding, waiting]
+    assert step.blocked == set()

@@ -311,6 +311,17 @@ def test_an_adapter_that_was_prepared_for_nothing_is_read_again_once_it_is_forgo
     assert drain(engine).tokens["r"] == greedy_tokens(whole, prompt, MAX_TOKENS)
 
 
+def test_an_adapter_whose_base_does_not_fit_is_read_again(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Nothing is kept of it: its files may be replaced before it is loaded again."""
+    base = checkpoint("llama")
+    adapter = build_tiny_adapter(tmp_path / "one", base)
+    engine = engine_of(kv_bytes=1000)
+    for message in ("kv_bytes is less than a slab", str(adapter)):
+        with pytest.raises(ModelLoadError, match=message):
+            engine.load("a", adapter_spec("one", adapter, base))
+        (adapter / WEIGHTS_FILE).unlink(missing_ok=True)
+
+
 def test_files_that_were_replaced_have_another_key_though_their_size_and_time_are_the_same(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

@@ -173,6 +173,15 @@ def test_pooled_and_generating_models_take_turns_on_a_slot_for_one(checkpoint: C
     engine.close()
 
 
+def test_the_limit_of_an_answers_tokens_has_no_effect(tmp_path: Path) -> None:
+    folder = save_embedding("llama", tmp_path / "model")
+    engine = engine_of(pooled_spec("model", folder, "embed"))
+    engine.add(asked(18, max_tokens=0))
+    values = torch.tensor(drain(engine).values["r18"])
+    engine.close()
+    assert torch.allclose(values, reference_embedding(folder, prompt_of(18)), atol=CLOSE)
+
+
 def test_a_mean_starts_over_with_its_prompt(tmp_path: Path) -> None:
     """Two long prompts whose KV does not fit together: one is dropped in the middle of its prefill."""
     folder = save_embedding("llama", tmp_path / "model", pooled="mean")

@@ -4,8 +4,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace as replace_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -13,8 +14,10 @@ from msgspec.structs import replace
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.scheduling.deadlines import TimeSlices
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
+from tests.dataplane.engines.torch.deep import Ticks
 from tests.dataplane.engines.torch.drive import Gathered, drain, request, stepped
 from tests.dataplane.engines.torch.faults import FaultyStream
 from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
@@ -32,10 +35,10 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 def slot(checkpoint: Checkpoint, *names: str, slabs: int = 16, **changes: Any) -> TorchEngine:
     """An arena for the weights of one of the models, and slabs of KV: 7 blocks of llama's, or 3 of starcoder2's."""
-    make_stream = changes.pop("make_copy_stream", None)
+    make_stream, clock = changes.pop("make_copy_stream", None), changes.pop("clock", time.monotonic)
     given = {"kv_bytes": slabs * SLAB_BYTES, "block_tokens": BLOCK_TOKENS, "turns": QUICK, **changes}
     settings = slot_for_one([checkpoint(name) for name in names], **given)
-    engine = TorchEngine(settings, time.monotonic, make_stream)
+    engine = TorchEngine(settings, clock, make_stream)
     for name in names:
         engine.load(name, spec_of(name, checkpoint(name)))
     return engine
@@ -190,6 +193,40 @@ def test_one_that_waits_for_anothers_prefix_goes_on_if_that_leaves(checkpoint: C
         engine.cancel("leaves")
         assert drain(engine).tokens == {"stays": alone(checkpoint, ask("stays", [*shared, 5]))}
         engine.check()
+
+
+@pytest.mark.parametrize("time_slices", get_args(TimeSlices))
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prefix_that_a_less_urgent_prompt_computes_is_computed_first_however_many_others_come(
+    seed: int, mixed: bool, time_slices: TimeSlices, checkpoint: Checkpoint
+) -> None:
+    """As many tokens as a step prefills arrive with each step, before the less urgent prompt in the order of service.
+    A third prompt may wait for the same prefix.
+    """
+    chance, step_tokens = random.Random(seed), 16
+    first, others = chance.choice([("NIW", "IW-N"), ("NIW", "IW-F"), ("IW-N", "IW-F")])
+    shared = prompt_of(seed, chance.randrange(60, 160))
+    long = ask("long", [*shared, *prompt_of(seed + 100, chance.randrange(60))], tier=first)
+    urgent = ask("urgent", [*shared, *prompt_of(seed + 200, chance.randrange(1, 30))], tier="IW-F")
+    turns = replace_fields(QUICK, mixed_batches=mixed, time_slices=time_slices)
+    changes = {"clock": Ticks(), "turns": turns, "prefill_tokens_per_step_max": step_tokens}
+    with closing(slot(checkpoint, "llama", slabs=128, **changes)) as engine:
+        engine.add(long)
+        for _ in range(chance.randint(1, 3)):
+            engine.step()
+        if chance.random() < 0.5:
+            engine.add(ask("third", [*shared, *prompt_of(seed + 300, 20)], tier=others))
+        engine.add(urgent)
+        gathered, needed = Gathered(), -(-len(long.prompt) // step_tokens) + -(-len(urgent.prompt) // step_tokens)
+        for number in range(needed):
+            prompt = prompt_of(1000 + number, step_tokens)
+            engine.add(ask(f"other-{number}", prompt, tier=others, max_tokens=chance.randint(1, 3)))
+            gathered.take(engine.step())
+        assert gathered.tokens.get("urgent"), f"no token in {needed} steps"
+        gathered.take([output for step in steps_of(engine) for output in step])
+        for one in (long, urgent):
+            assert gathered.tokens[one.request_id] == alone(checkpoint, one)
 
 
 def test_keys_and_values_that_are_not_numbers_reach_nobody_else(checkpoint: Checkpoint) -> None:

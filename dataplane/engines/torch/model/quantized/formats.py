@@ -4,6 +4,7 @@ Formats of published checkpoints; q are packed integers, z zero points, s scales
 
     awq    W[i, o] = (q - z[g(i), o]) s[g(i), o]          4 bits; eight outputs to an int32, interleaved
     gptq   W[i, o] = (q - z[g(i), o] - 1) s[g(i), o]      4 or 8 bits; 32 / bits inputs to an int32; `gptq_v2`: no - 1
+           that 1 is taken from z as they lie packed, as GPTQModel does: a zero point of 0 borrows from the next one
     fp8    W[o, i] = q s[o // rows, i // columns]         E4M3 with a scale for each block, or one for the tensor
 
 On several ranks each has whole groups, blocks and packed integers: its part of a tensor follows from its part of the
@@ -213,8 +214,13 @@ class GptqFormat(GroupedFormat):
 
     def zeros(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The zero points `[groups, outputs]`."""
-        stored = _integers(tensors["qzeros"], self.quantization.bits).flatten(1).to(dtype)
-        return stored + 1 if self.quantization.is_shifted else stored
+        return _integers(tensors["qzeros"] + self._shift, self.quantization.bits).flatten(1).to(dtype)
+
+    @property
+    def _shift(self) -> int:
+        """What is added to an int32 of zero points: 1 for each of them."""
+        ones = ((1 << INT_BITS) - 1) // ((1 << self.quantization.bits) - 1)
+        return ones if self.quantization.is_shifted else 0
 
     def multiply_packed(
         self, tensors: Tensors, input: torch.Tensor, experts: torch.Tensor | None = None
@@ -230,7 +236,7 @@ class GptqFormat(GroupedFormat):
             tensors["g_idx"] if self.quantization.by_index else None,
             group=self.group,
             bits=self.quantization.bits,
-            shift=int(self.quantization.is_shifted),
+            shift=self._shift,
             experts=experts,
         )
 

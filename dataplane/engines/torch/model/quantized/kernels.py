@@ -68,7 +68,7 @@ def _load_scaling(
     place = output % per
     if is_awq:
         place = place // 2 + place % 2 * 4
-    zero = ((word >> (place * bits)[None, :]) & ((1 << bits) - 1)) + shift
+    zero = ((word + shift) >> (place * bits)[None, :]) & ((1 << bits) - 1)
     scale = tl.load(scales + group[:, None] * outputs + output[None, :], mask=is_output, other=0.0)
     return zero.to(tl.float32), scale.to(tl.float32)
 
@@ -230,7 +230,7 @@ def gptq_product(
     experts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`[rows, inputs]` to `[rows, outputs]`. `index`: of each input's group, if they are in any order; `shift`: what is
-    added to zero points; `experts` `[rows]`.
+    added to each int32 of zero points; `experts` `[rows]`.
     """
     per = 32 // bits
     word_in_group = index is None and group % per == 0

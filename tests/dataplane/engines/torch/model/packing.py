@@ -28,7 +28,7 @@ def _grouped(weights: Floats, group: int, levels: int) -> tuple[npt.NDArray[np.i
     parts = [rows[at : at + group] for at in range(0, len(rows), group)]
     scales = np.stack([np.maximum(np.ptp(part, axis=0), 1e-3) / (levels - 1) for part in parts])
     scales = scales.astype(np.float16).astype(np.float32)
-    zeros = np.stack([np.clip(np.round(-p.min(axis=0) / s), 1, levels - 1) for p, s in zip(parts, scales, strict=True)])
+    zeros = np.stack([np.clip(np.round(-p.min(axis=0) / s), 0, levels - 1) for p, s in zip(parts, scales, strict=True)])
     integers = [np.clip(np.round(p / s) + z, 0, levels - 1) for p, s, z in zip(parts, scales, zeros, strict=True)]
     return np.concatenate(integers).astype(np.int64), zeros.astype(np.int64), scales
 
@@ -67,13 +67,24 @@ def awq(group: int) -> Pack:
     return pack
 
 
-def gptq(bits: int, group: int, *, shuffled: bool = False, shift: int = 1, symmetric: bool = False) -> Pack:
-    """AutoGPTQ; `shuffled`: rows are in groups by their activations (`desc_act`); `shift`: 0 for `gptq_v2`;
-    `symmetric`: all zero points are in the middle.
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    shuffled: bool = False,
+    shift: int = 1,
+    symmetric: bool = False,
+    positive: bool = False,
+) -> Pack:
+    """GPTQModel; `shuffled`: rows are in groups by their activations (`desc_act`); `shift`: 0 for `gptq_v2`;
+    `symmetric`: all zero points are in the middle; `positive`: so are the weights of every third output, and its zero
+    points are 0.
     """
 
     def pack(weights: Floats) -> Packed:
         inputs = weights.shape[1]
+        if positive:
+            weights = np.where(np.arange(len(weights))[:, None] % 3 == 0, np.abs(weights), weights)
         order = np.random.default_rng(inputs).permutation(inputs) if shuffled else np.arange(inputs)
         ordered, zeros, scales = (_symmetric if symmetric else _grouped)(weights[:, order], group, 1 << bits)
         integers, index = np.empty_like(ordered), np.empty(inputs, np.int64)
@@ -83,7 +94,7 @@ def gptq(bits: int, group: int, *, shuffled: bool = False, shift: int = 1, symme
         columns = np.zeros((len(zeros), len(weights) // per), np.int64)
         for place in range(per):
             rows |= integers[place::per] << (bits * place)
-            columns |= (zeros[:, place::per] - shift) << (bits * place)
+            columns += (zeros[:, place::per] - shift) << (bits * place)
         tensors = {"qweight": _int32(rows), "qzeros": _int32(columns), "scales": torch.from_numpy(scales).half()}
         tensors["g_idx"] = torch.from_numpy(index.astype(np.int32))
         return tensors, ((integers - zeros[index]) * scales[index]).T.astype(np.float32)
@@ -118,7 +129,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
     "awq": (AWQ, awq(16)),
     "awq, one group": (AWQ | {"group_size": -1}, awq(10**6)),
     "gptq": (GPTQ, gptq(4, 16)),
-    "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(8, 16)),
+    "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(8, 16, positive=True)),
+    "gptq, zero points of 0": (GPTQ, gptq(4, 16, positive=True)),
     "gptq, by activations": (GPTQ | {"desc_act": True}, gptq(4, 16, shuffled=True)),
     "gptq, symmetric": (GPTQ | {"sym": True}, gptq(4, 16, symmetric=True)),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 16, shift=0)),

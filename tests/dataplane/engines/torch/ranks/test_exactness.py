@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.protocol.errors import ModelLoadError
-from tests.dataplane.engines.torch.drive import drain, request
+from tests.dataplane.engines.torch.drive import drain, request, stepped
 from tests.dataplane.engines.torch.pooled import (
     pooled_spec,
     reference_embedding,
@@ -18,6 +18,7 @@ from tests.dataplane.engines.torch.pooled import (
     save_embedding,
     save_scoring,
 )
+from tests.dataplane.engines.torch.rank_engines import engine_of
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
 
 PROMPTS = {
@@ -119,6 +120,29 @@ def test_kv_heads_that_neither_divide_nor_repeat_are_refused(four: TorchEngine, 
     folder = save_tiny("llama", tmp_path, num_attention_heads=12, num_key_value_heads=6, head_dim=4)
     with pytest.raises(ModelLoadError, match="num_key_value_heads=6 can neither be divided among 4 GPUs nor repeated"):
         four.load("a", spec_of("a", folder))
+
+
+@pytest.mark.parametrize(("prefilling", "decoding"), [(1, 2), (2, 1), (2, 2)])
+def test_kv_of_another_number_of_ranks_is_not_taken_over(prefilling: int, decoding: int, tmp_path: Path) -> None:
+    """The model has one KV head, of which each rank has a copy: the shapes of its KV are the same."""
+    folder = save_tiny("llama", tmp_path / "one-head", num_key_value_heads=1)
+    file = {"host_kv_bytes": 2**18, "host_kv_file": tmp_path / "kv"}
+    first = engine_of(prefilling, tmp_path / "first", prefill_only=True, kv_events="off", **file)
+    second = engine_of(decoding, tmp_path / "second")
+    for engine in (first, second):
+        engine.load("a", spec_of("a", folder))
+    asked = request("r", PROMPTS["long"], max_tokens=MAX_TOKENS)
+    first.add(asked)
+    outputs = []
+    while first.has_work():
+        outputs += stepped(first)
+    made, (kv,) = sum((output.token_ids for output in outputs), ()), [output.kv for output in outputs if output.kv]
+    second.add(replace(asked, generated=made, kv=kv))
+    assert second.kv.imports.waited_for["nothing"] == (prefilling == decoding)
+    made += drain(second).tokens["r"]
+    for engine in (first, second):
+        engine.close()
+    assert made == greedy_tokens(folder, asked.prompt, MAX_TOKENS)
 
 
 def test_kv_is_reported_for_all_ranks(two: TorchEngine, checkpoint: Checkpoint) -> None:

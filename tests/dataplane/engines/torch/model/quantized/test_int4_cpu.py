@@ -31,6 +31,11 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "moe_inte
 PACKS: dict[str, tuple[type[GroupedFormat], Quantization, Pack]] = {
     "awq": (AwqFormat, Quantization(method="awq", bits=4, group=64), awq(64)),
     "gptq": (GptqFormat, Quantization(method="gptq", bits=4, group=32, is_shifted=True), gptq(4, 32)),
+    "gptq, zero points of 0": (
+        GptqFormat,
+        Quantization(method="gptq", bits=4, group=32, is_shifted=True),
+        gptq(4, 32, positive=True),
+    ),
     "gptq, by activations": (
         GptqFormat,
         Quantization(method="gptq", bits=4, group=32, is_shifted=True, by_index=True),

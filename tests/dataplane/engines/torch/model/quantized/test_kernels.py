@@ -24,9 +24,9 @@ Made = tuple[dict[str, torch.Tensor], torch.Tensor, StoredFormat]
 
 
 def _gptq(bits: int, group: int, **changes: bool) -> tuple[Quantization, Pack]:
-    by_index, shifted = changes.get("by_index", False), changes.get("shifted", True)
+    by_index, shifted, positive = (changes.get(name, name == "shifted") for name in ("by_index", "shifted", "positive"))
     meant = Quantization(method="gptq", bits=bits, group=group, is_shifted=shifted, by_index=by_index)
-    return meant, gptq(bits, group or 10**6, shuffled=by_index, shift=int(shifted))
+    return meant, gptq(bits, group or 10**6, shuffled=by_index, shift=int(shifted), positive=positive)
 
 
 CASES: dict[str, tuple[type[StoredFormat], Quantization, Pack]] = {
@@ -35,7 +35,8 @@ CASES: dict[str, tuple[type[StoredFormat], Quantization, Pack]] = {
     "gptq, groups that cut an int32": (GptqFormat, *_gptq(4, 20)),
     "gptq, one group": (GptqFormat, *_gptq(4, 0)),
     "gptq_v2": (GptqFormat, *_gptq(4, 64, shifted=False)),
-    "gptq, 8 bits": (GptqFormat, *_gptq(8, 64)),
+    "gptq, 8 bits": (GptqFormat, *_gptq(8, 64, positive=True)),
+    "gptq, zero points of 0": (GptqFormat, *_gptq(4, 64, positive=True)),
     "gptq, by activations": (GptqFormat, *_gptq(4, 32, by_index=True)),
     "awq": (AwqFormat, Quantization(method="awq", bits=4, group=64), awq(64)),
     "awq, small groups": (AwqFormat, Quantization(method="awq", bits=4, group=16), awq(16)),
@@ -145,7 +146,7 @@ for tile_rows, out, flag in ((16, "*fp32", False), (64, "*bf16", False), (16, "*
     sizes = {"out": out, "tile_rows": tile_rows, "has_experts": flag}
     for bits, by_index, one_group in ((4, False, True), (8, False, False), (4, True, False)):
         print(shared_bytes(
-            kernels._gptq_kernel, shift=1, bits=bits, by_index=by_index, one_group=one_group,
+            kernels._gptq_kernel, shift=0x11111111, bits=bits, by_index=by_index, one_group=one_group,
             word_in_group=not by_index, tile=kernels.TILE_WORDS, **sizes,
         ), end=" ")
     for one_group in (True, False):
