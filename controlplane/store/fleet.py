@@ -328,7 +328,10 @@ class FleetInventory:
 
 
 def read_inventory(session: Session, *, silent_s: float) -> FleetInventory:
-    """Everything that placement and scaling look at; instances that are wanted or still draining."""
+    """Everything that placement and scaling look at; instances that are wanted or still draining. It takes several
+    statements, so either the fleet is locked or the session is of one moment (`Database.one_moment`): between two
+    statements of any other a node could join, and have slots without being there itself.
+    """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     ages_s = session.execute(select(Node.name, age_s).where(Node.last_seen_at.is_not(None))).all()
     return FleetInventory(
