@@ -135,7 +135,7 @@ def put_model(session: Session, model: Model) -> Model:
         ConflictError: instances of the name, or of its adapters, run from another path, for another task or on another
             base; adapters of it have other sizes; the name is an alias; or it is offered by itself and served with its
             base.
-        InvalidValueError: it is no adapter of its base.
+        InvalidValueError: it is no adapter of its base, or no new model may have its name.
         NotFoundError: its base is not registered.
     """
     fleet_index(session, lock=True)
