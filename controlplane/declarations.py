@@ -43,6 +43,15 @@ Seconds = Annotated[float, Field(strict=True, ge=0, le=3600, allow_inf_nan=False
 """The duration of a step, or of a part of one."""
 
 
+def name_fault(name: str) -> str | None:
+    """Why no new thing may have a name, which is part of its path: clients would make the path of something else of it.
+    None: it may. What has such a name from an earlier release keeps it.
+    """
+    if {"", ".", ".."}.isdisjoint(name.split("/")):
+        return None
+    return f"'{name}': none of the parts that '/' separates may be empty, '.' or '..'"
+
+
 class Body(BaseModel):
     """What a client sends. A field that is not known is an error, never ignored."""
 

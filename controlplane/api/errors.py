@@ -3,6 +3,7 @@
 """
 
 import math
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -106,6 +107,17 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
     return first_fault({**first, "loc": first["loc"][1:]})
 
 
+def body_fault(error: BaseException | None) -> str | None:
+    """Why a body was not read, where the framework has no words for it: it may be JSON beyond the decoder's limits."""
+    if isinstance(error, RecursionError):
+        return "the body is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return "the body is not UTF-8"
+    if isinstance(error, ValueError) and "integer string conversion" in str(error):
+        return f"the body holds an integer of more than {sys.get_int_max_str_digits()} digits"
+    return None
+
+
 def translate_database(error: SQLAlchemyError) -> TidepoolError:
     """An unavailable database is worth a retry; most other errors of it are defects."""
     away = isinstance(error, PoolTimeoutError) or (isinstance(error, DBAPIError) and error.connection_invalidated)
@@ -138,6 +150,8 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ClientDisconnect):  # the framework reports it as an unreadable body
             return await on_disconnect(request, error.__cause__)
+        if (fault := body_fault(error.__cause__)) is not None:
+            return error_response(request, InvalidValueError(fault))
         if error.status_code == HTTPStatus.NOT_FOUND:
             return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))
         return error_response(request, RoutingError(str(error.detail), status=error.status_code))

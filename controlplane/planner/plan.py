@@ -105,7 +105,7 @@ def draft_plan(
     forecasts of that moment, by default the newest. No transaction is open while a forecaster or the solver runs.
     """
     expected = expected_demand(database, settings, now_s=now_s, origin_s=origin_s, keep=keep_forecasts)
-    with database.transaction() as session:
+    with database.one_moment() as session:
         index = fleet_index(session)
         fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
         profiles = profiles_in_force(session, settings)

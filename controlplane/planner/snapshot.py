@@ -43,7 +43,7 @@ _MINUTE_S = 60
 
 @dataclass(frozen=True, kw_only=True)
 class ReadFleet:
-    """A snapshot with the rows that it was made from. `version`: the fleet's version at that moment or before."""
+    """A snapshot with the rows that it was made from. `version`: the fleet's version at that moment."""
 
     version: int
     inventory: FleetInventory
@@ -51,7 +51,9 @@ class ReadFleet:
 
 
 def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_start_s: float) -> FleetSnapshot:
-    """The fleet as the plan of the hour from `window_start_s` takes it, with the overrides that last until then."""
+    """The fleet as the plan of the hour from `window_start_s` takes it, with the overrides that last until then. The
+    session must be of one moment, see `Database.one_moment`.
+    """
     inventory = read_inventory(session, silent_s=PLAN_SILENT_S)
     overrides = overrides_in_force(session, max(now_s, window_start_s))
     least = least_instances(kept_capacity(session))
@@ -71,14 +73,14 @@ def read_to_plan(session: Session, settings: Settings, *, now_s: float, window_s
 
 
 def read_to_scale(database: Database, live: LiveStore, settings: Settings, *, now_s: float) -> ReadFleet:
-    """Read everything once, with the fleet unlocked. Of Postgres its version is read first, so that it tells of any
-    change since. While Redis is away nothing is known of utilization, so nothing is scaled in.
+    """Read everything once, with the fleet unlocked. Its version is of the same moment, so that it tells of any change
+    since. While Redis is away nothing is known of utilization, so nothing is scaled in.
     """
     try:
         view = live.read_view()
     except UnavailableError:
         view = EMPTY_VIEW
-    with database.transaction() as session:
+    with database.one_moment() as session:
         version = fleet_version(session)
         inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
         return ReadFleet(

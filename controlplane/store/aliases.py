@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from controlplane.declarations import name_fault
 from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store.alias_tables import Alias, AliasTarget, Rollout
 from controlplane.store.rows import Page, page, require
@@ -31,7 +32,8 @@ def put_alias(session: Session, name: str, weights: Mapping[str, int]) -> Alias:
 
     Raises:
         NotFoundError: a model is not registered.
-        InvalidValueError: no weight is above zero, or the models answer with different things.
+        InvalidValueError: no weight is above zero, the models answer with different things, or no new alias may have
+            the name.
         ConflictError: a new alias would hide a model of its name that is none of its own, or a roll-out moves its
             weights.
     """
@@ -87,8 +89,10 @@ def require_free(session: Session, name: str) -> None:
     """Accept a name for a new model.
 
     Raises:
+        InvalidValueError: no new thing may have it.
         ConflictError: it is an alias, which would hide the model.
     """
+    _check_new(name)
     if session.get(Alias, name) is not None:
         raise ConflictError(f"'{name}' is an alias of models; nobody could ask for a model of that name", param="name")
 
@@ -98,7 +102,13 @@ def live_rollout_of(session: Session, alias: str) -> str | None:
     return session.scalar(select(Rollout.id).where(Rollout.alias == alias, Rollout.ended_at.is_(None)))
 
 
+def _check_new(name: str) -> None:
+    if (fault := name_fault(name)) is not None:
+        raise InvalidValueError(f"name: {fault}", param="name")
+
+
 def _new_alias(session: Session, name: str, weights: Mapping[str, int]) -> Alias:
+    _check_new(name)
     if session.get(Model, name) is not None and name not in weights:
         raise ConflictError(
             f"'{name}' is a model, which nobody could ask for any more: name it among the targets, with weight 0 if it"

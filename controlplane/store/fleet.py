@@ -137,7 +137,7 @@ def put_model(session: Session, model: Model) -> Model:
         ConflictError: instances of the name, or of its adapters, run from another path, for another task or on another
             base; adapters of it have other sizes; the name is an alias; or it is offered by itself and served with its
             base.
-        InvalidValueError: it is no adapter of its base.
+        InvalidValueError: it is no adapter of its base, or no new model may have its name.
         NotFoundError: its base is not registered.
     """
     fleet_index(session, lock=True)
@@ -337,7 +337,10 @@ class FleetInventory:
 
 
 def read_inventory(session: Session, *, silent_s: float) -> FleetInventory:
-    """Everything that placement and scaling look at; instances that are wanted or still draining."""
+    """Everything that placement and scaling look at; instances that are wanted or still draining. It takes several
+    statements, so either the fleet is locked or the session is of one moment (`Database.one_moment`): between two
+    statements of any other a node could join, and have slots without being there itself.
+    """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     ages_s = session.execute(select(Node.name, age_s).where(Node.last_seen_at.is_not(None))).all()
     return FleetInventory(

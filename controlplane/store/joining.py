@@ -8,7 +8,8 @@ import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from controlplane.errors import ConflictError
+from controlplane.declarations import name_fault
+from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store.fleet import bump_index, fleet_version
 from controlplane.store.instances import instances_of, present_layout, set_desired, touch_generations
 from controlplane.store.keys import snapshot
@@ -33,6 +34,7 @@ def join_node(session: Session, join: Join) -> Joined:
     the rows of its instances with it.
 
     Raises:
+        InvalidValueError: no new node may have its name.
         NotFoundError: the region or GPU type is not registered.
         ConflictError: the node has live instances, and joins from another region or with other GPUs.
     """
@@ -41,6 +43,8 @@ def join_node(session: Session, join: Join) -> Joined:
     if join.regroups:
         fleet_version(session, lock=True)  # from here on nobody else regroups it
     present = session.get(Node, join.node, populate_existing=True)
+    if present is None and (fault := name_fault(join.node)) is not None:
+        raise InvalidValueError(f"node: {fault}", param="node")
     slots = _slots_of(session, present, join)
     names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
     offered = {name: getattr(join, name) for name in names}

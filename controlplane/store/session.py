@@ -162,6 +162,15 @@ class Database:
             yield session
 
     @contextmanager
+    def one_moment(self) -> Iterator[Session]:
+        """A transaction that only reads, and whose statements all see the database as its first one does. In others
+        each statement sees what was committed before it, so that two of them may contradict each other.
+        """
+        with self._counted(self._sessions) as session:
+            defer(session, text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY"))
+            yield session
+
+    @contextmanager
     def statement(self) -> Iterator[Session]:
         """A session for one statement, which is a transaction by itself: one trip to the server instead of two. Each
         further one is a transaction too.

@@ -59,6 +59,11 @@ _RAISE = text(
     """
 )
 
+_KEPT_WORDS = "Tidepool: before it was emptied, the newest term was"
+_KEPT = text("SELECT substring(obj_description(to_regnamespace('public'), 'pg_namespace') FROM :pattern)").bindparams(
+    pattern=f"^{_KEPT_WORDS} ([0-9]{{1,19}})$"
+)
+
 
 def current_term(session: Session) -> int:
     """The term of the primary that the session is connected to, raised if that is another server than before.
@@ -99,11 +104,21 @@ def raise_term(session: Session, *, why: str, above: int = 0) -> int:
 
 
 def newest_known(session: Session) -> int:
-    """The newest term that this database has heard of; 0 in one of an older version, or without any."""
+    """The newest term that this database has heard of, or had heard of before it was emptied; 0 in one of an older
+    version, or without any.
+    """
+    kept = int(session.scalar(_KEPT) or 0)
     if session.scalar(select(func.to_regclass("terms"))) is None:
-        return 0
+        return kept
     columns = "greatest(term, (to_jsonb(terms) ->> 'reported')::bigint)"  # a column that older versions do not have
-    return int(session.scalar(text(f"SELECT {columns} FROM terms")) or 0)  # noqa: S608 - of constants
+    return max(kept, int(session.scalar(text(f"SELECT {columns} FROM terms")) or 0))  # noqa: S608 - of constants
+
+
+def keep_newest(session: Session, term: int) -> None:
+    """Keep the newest term of a database that is emptied, where `newest_known` finds it: a restore that is cut off
+    after that, and run again, must still go above it. It stands in the comment on the schema, which a restore leaves.
+    """
+    session.execute(text(f"COMMENT ON SCHEMA public IS '{_KEPT_WORDS} {term:d}'"))
 
 
 def _note_begin(session: Session, term: int, why: str) -> None:

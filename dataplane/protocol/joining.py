@@ -5,7 +5,10 @@ from typing import Annotated
 import msgspec
 
 from dataplane.protocol.layouts import check_layout, slots_of
-from dataplane.protocol.messages import EngineKind
+from dataplane.protocol.messages import Count, EngineKind
+
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+"""A number of bytes that the database can store."""
 
 
 class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,10 +17,10 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     for weights; None from agents of older versions. `number`: the slot's on its node; None: its place in the list.
     """
 
-    gpus: int
-    memory_bytes: int
-    workers: int = 1
-    weights_bytes: int | None = None
+    gpus: Count
+    memory_bytes: Bytes
+    workers: Count = 1
+    weights_bytes: Bytes | None = None
     number: int | None = None
 
     def __post_init__(self) -> None:
@@ -56,7 +59,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     slots: tuple[SlotSpec, ...]
     engine: EngineKind
-    host_bytes: int | None = None
+    host_bytes: Bytes | None = None
     dtype: str | None = None
     version: Version | None = None
     engine_version: Version | None = None

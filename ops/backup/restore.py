@@ -11,7 +11,7 @@ from controlplane.settings import Settings
 from controlplane.store.backups import Target, empty_database, read_target
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.session import Database, make_engine
-from controlplane.store.terms import newest_known, raise_term
+from controlplane.store.terms import keep_newest, newest_known, raise_term
 from ops.backup.manifest import DATABASE, FILES, KEYS, Manifest, damaged, file_parts, read_manifest
 from ops.backup.programs import BackupError, choose_program, find_programs, run_program, server_of
 from ops.client.home import keys_file
@@ -71,6 +71,7 @@ def restore_backup(settings: Settings, folder: Path, *, replace: bool, report: P
             before = newest_known(session)
             if target.tables:
                 empty_database(session)
+                keep_newest(session, before)
         with database.engine.connect() as connection:
             _load(program, connection, folder / DATABASE)
     finally:

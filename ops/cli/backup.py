@@ -14,7 +14,7 @@ from ops.client.screen import AsJson, bytes_text, print_answer, progress_bar
 
 Home = Annotated[Path, typer.Option(envvar="TIDEPOOL_HOME", help="The home folder.", file_okay=False)]
 _AFTER = (
-    "next: empty Redis (redis-cli FLUSHALL), start the processes, and restart every agent; what was accepted after"
+    "next: empty Redis (redis-cli FLUSHALL) and start the processes; agents need no restart; what was accepted after"
     " {made_at} is lost"
 )
 

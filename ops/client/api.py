@@ -32,6 +32,10 @@ class CommandError(Exception):
         self.status = status
 
 
+class UnreachableError(CommandError):
+    """The API cannot be asked: it is away, does not answer in time, or what answers is something else."""
+
+
 def path_to(collection: str, name: str, *rest: str) -> str:
     """The path of one thing in a collection, with its name quoted. `rest`: what of it, such as "drain".
 
@@ -127,13 +131,13 @@ class Api:
         try:
             yield
         except httpx.TimeoutException:
-            raise CommandError(f"{self._client.base_url} did not answer in time") from None
+            raise UnreachableError(f"{self._client.base_url} did not answer in time") from None
         except httpx.TransportError as error:
-            raise CommandError(f"{self._client.base_url} cannot be reached: {error}") from None
+            raise UnreachableError(f"{self._client.base_url} cannot be reached: {error}") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise CommandError(f"'{self._client.base_url}' is no address: {error}") from None
+            raise UnreachableError(f"'{self._client.base_url}' is no address: {error}") from None
         except json.JSONDecodeError:
-            raise CommandError(f"{self._client.base_url} answered something that is not JSON") from None
+            raise UnreachableError(f"{self._client.base_url} answered something that is not JSON") from None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _API_URL = "api-url"
 
@@ -32,12 +33,7 @@ def read_secrets(home: Path) -> dict[str, str]:
         EmbeddedError: it cannot be read, or is no JSON object of secrets.
     """
     path = keys_file(home)
-    try:
-        kept = json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise EmbeddedError(f"{path} cannot be read: {error}") from error
+    kept = _read_json(path)
     if not isinstance(kept, dict) or not all(isinstance(secret, str) for secret in kept.values()):
         raise EmbeddedError(f"{path} must be a JSON object of secrets by role")
     return kept
@@ -84,14 +80,22 @@ def make_home(home: Path) -> None:
 
 
 def remember(home: Path, name: str, port: int, secret: str | None = None) -> None:
-    """Store a server's port in embedded.json, and its password: the given one, the one it has, or a new one."""
+    """Store a server's port in embedded.json, and its password: the given one, the one it has, or a new one.
+
+    Raises:
+        EmbeddedError: embedded.json cannot be read.
+    """
     notes = _notes(home)
     kept = secret or notes.get(name, {}).get("password") or secrets.token_urlsafe(24)
     write_secret(home / "embedded.json", json.dumps(notes | {name: {"port": port, "password": kept}}, indent=2))
 
 
 def remembered_port(home: Path, name: str) -> int | None:
-    """The port that an embedded server had last; None: there was none."""
+    """The port that an embedded server had last; None: there was none.
+
+    Raises:
+        EmbeddedError: embedded.json cannot be read.
+    """
     port = _notes(home).get(name, {}).get("port")
     return None if port is None else int(port)
 
@@ -100,7 +104,7 @@ def password(home: Path, name: str) -> str:
     """The stored password of a server.
 
     Raises:
-        EmbeddedError: none is stored.
+        EmbeddedError: none is stored, or embedded.json cannot be read.
     """
     try:
         return str(_notes(home)[name]["password"])
@@ -112,10 +116,29 @@ def password(home: Path, name: str) -> str:
 
 def _notes(home: Path) -> dict[str, dict[str, str | int]]:
     path = home / "embedded.json"
-    if not path.exists():
-        return {}
-    notes: dict[str, dict[str, str | int]] = json.loads(path.read_text())
+    notes = _read_json(path)
+    if not isinstance(notes, dict) or not all(map(_is_note, notes.values())):
+        raise EmbeddedError(f"{path} must be a JSON object of servers, each with its port and its password")
     return notes
+
+
+def _is_note(note: object) -> bool:
+    """Whether it is what `remember` writes of a server."""
+    return isinstance(note, dict) and isinstance(note.get("port"), int) and isinstance(note.get("password"), str)
+
+
+def _read_json(path: Path) -> Any:
+    """What a file holds; an empty object where there is none.
+
+    Raises:
+        EmbeddedError: it cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise EmbeddedError(f"{path} cannot be read: {error}") from error
 
 
 def write_secret(path: Path, text: str) -> None:

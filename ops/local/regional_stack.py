@@ -12,7 +12,7 @@ from typing import Protocol
 from ops.client.home import EmbeddedError, make_home, write_secrets
 from ops.local.bootstrap import keep_secrets
 from ops.local.ports import free_port
-from ops.local.postgres_cluster import PostgresCluster, Reach, region_home
+from ops.local.postgres_cluster import PostgresCluster, Reach, region_home, regions_at
 from ops.local.stack import LocalNode, LocalStack, Wiring, prepare_database
 
 
@@ -54,7 +54,8 @@ class RegionalStack:
         self.regions = tuple(dict.fromkeys(node.region for node in nodes))
         make_home(self.home)
         if (self.home / "postgres").exists():
-            raise EmbeddedError(f"{self.home} holds a stack of one region; set TIDEPOOL_HOME to another folder")
+            also = f", or move {self.home / 'postgres'} away" if regions_at(self.home) else ""
+            raise EmbeddedError(f"{self.home} holds a stack of one region; set TIDEPOOL_HOME to another folder{also}")
         first_keys = keep_secrets(self.home)
         self.keys = first_keys.secrets
         self._share_home()

@@ -28,6 +28,7 @@ from ops.client.home import EmbeddedError, make_home
 from ops.local.bootstrap import FirstKeys, keep_secrets, store_keys
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
+from ops.local.postgres_cluster import regions_at
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor
 
@@ -89,7 +90,10 @@ class LocalStack:
     ) -> None:
         self._wiring = wiring or Wiring()
         self._postgres = postgres
+        self._environment = dict(os.environ) | dict(environment or {})
         make_home(home)
+        if not self._environment.get("TIDEPOOL_DATABASE_URL"):
+            _refuse_regional(home)
         self._lock = _lock(home)
         self.home = home
         gateways = self._wiring.names("api")
@@ -100,7 +104,6 @@ class LocalStack:
         self.keys = self._first_keys.secrets
         self._logs = home / "logs"
         self._logs.mkdir(exist_ok=True)
-        self._environment = dict(os.environ) | dict(environment or {})
         self._database_ready = False
         self._report = report or (lambda line: None)
         servers = self._servers()
@@ -257,6 +260,19 @@ def prepare_database(url: str, keys: FirstKeys, schema: str = "head") -> list[st
 
 def _probe(port: int, name: str) -> Callable[[], bool]:
     return lambda: httpx.get(f"http://{LOOPBACK}:{port}/{name}", timeout=1.0).status_code == httpx.codes.OK
+
+
+def _refuse_regional(home: Path) -> None:
+    """Refuse a home that holds a stack of several regions: an empty database would be made beside theirs.
+
+    Raises:
+        EmbeddedError: it does.
+    """
+    if regions_at(home) and not (home / "postgres").exists():
+        raise EmbeddedError(
+            f"{home} holds a stack of several regions: run `tidepool up --regions 3`, or set TIDEPOOL_HOME to another"
+            " folder"
+        )
 
 
 def _lock(home: Path) -> IO[str]:

@@ -16,14 +16,15 @@ TIME_S_MAX = 253_402_300_799
 _NODE = r"^[^\x00-\x1f\x7f-\x9f/]{1,200}$"
 ID_PATTERN = r"^[^\x00-\x1f\x7f-\x9f/]{1,64}$"
 NODE_NAME = re.compile(_NODE)
+_SLASHES = "it may contain '/', but no new one an empty part, '.' or '..'"
 
 RegionPath = Annotated[RegionName, Path(description="the region's name")]
 GpuTypePath = Annotated[GpuTypeName, Path(description="the GPU type's name")]
-ModelPath = Annotated[ModelName, Path(description="the model's name; it may contain '/'")]
+ModelPath = Annotated[ModelName, Path(description=f"the model's name; {_SLASHES}")]
 NodePath = Annotated[str, Path(pattern=_NODE, examples=["node-us-east-1"])]
 PinPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["pin_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 RolloutPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["rollout_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
-AliasPath = Annotated[ModelName, Path(description="the alias; it may contain '/'")]
+AliasPath = Annotated[ModelName, Path(description=f"the alias; {_SLASHES}")]
 NodeName = Annotated[str, Field(pattern=_NODE, examples=["node-us-east-1"])]
 PlanPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["plan_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 RunPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["whatif_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]

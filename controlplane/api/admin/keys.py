@@ -12,7 +12,7 @@ from controlplane.api.admin.fields import After, AfterId, Answer, FilterWord, Ke
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.auth import MAY, Admin, Viewer, notify_gateways
 from controlplane.api.state import SessionDep, StateDep
-from controlplane.declarations import Body, KeyName, ModelName, Tenant
+from controlplane.declarations import Body, KeyName, ModelName, Tenant, name_fault
 from controlplane.errors import InvalidValueError
 from controlplane.store import keys
 from controlplane.store.console import end_sessions_of_key
@@ -42,12 +42,14 @@ class KeyRequest(Body):
     node: NodeName | None = Field(None, description="the only node that a node's key speaks for")
 
     def check(self, *, unbound: bool) -> None:
-        """Raise InvalidValueError where the narrowing does not fit the role."""
+        """Raise InvalidValueError where the narrowing does not fit the role, or no node may have the name."""
         narrowed = "scopes" if self.scopes is not None else "models" if self.models is not None else None
         if narrowed is not None and self.role not in MAY[Role.CLIENT]:
             raise InvalidValueError(f"{narrowed}: the role '{self.role.value}' does not use /v1", param=narrowed)
         if self.node is not None and self.role != Role.NODE:
             raise InvalidValueError("node: only keys of the role 'node' are for a node", param="node")
+        if self.node is not None and (fault := name_fault(self.node)) is not None:
+            raise InvalidValueError(f"node: {fault}", param="node")
         if self.node is None and self.role == Role.NODE and not unbound:
             raise InvalidValueError("node: a node's key needs the node that it speaks for", param="node")
 

@@ -51,7 +51,7 @@ def write_facts(
     Raises:
         InvalidValueError: there is more demand than a run may replay.
     """
-    with database.transaction() as session:
+    with database.one_moment() as session:
         inventory = read_inventory(session, silent_s=settings.heartbeat_stale_s)
         factors = profiles_in_force(session, settings).factors
         fleet = _fleet(session, inventory, changes, factors) | {"settings": _settings(settings)}

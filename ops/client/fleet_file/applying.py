@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Literal
 
-from ops.client.api import Api, CommandError, path_to
+from ops.client.api import Api, CommandError, UnreachableError, path_to
 from ops.client.drains import drain_endpoint
 from ops.client.fleet_file.changes import Change
 from ops.client.fleet_file.resources import ENDPOINT, PIN, Resource
-
-_NO_USE_GOING_ON = frozenset({None, HTTPStatus.UNAUTHORIZED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ def apply_changes(api: Api, changes: Iterable[Change]) -> list[Applied]:
             _make(api, change)
         except CommandError as error:
             outcomes.append(Applied(change=change, state="failed", error=str(error)))
-            over = error.status in _NO_USE_GOING_ON
+            over = isinstance(error, UnreachableError) or error.status == HTTPStatus.UNAUTHORIZED
         else:
             outcomes.append(Applied(change=change, state="done"))
     return outcomes

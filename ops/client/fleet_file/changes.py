@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from controlplane.declarations import name_fault
 from ops.client.fleet_file.resources import (
     ALIAS,
     ENDPOINT,
@@ -79,7 +80,8 @@ class Change:
 
 def choose_changes(present: Resources, declared: Resources, *, owner: str, adopt: bool) -> list[Change]:
     """What to create and to change, in an order in which each finds what it needs. What is created belongs to `owner`;
-    with `adopt`, all that is declared does. A change of what belongs to another is refused.
+    with `adopt`, all that is declared does. A change of what belongs to another is refused, and a new thing whose name
+    none may have.
     """
     order = {kind.name: at for at, kind in enumerate(KINDS)}
     changes = [_change(present.get(key), resource, owner=owner, adopt=adopt) for key, resource in declared.items()]
@@ -90,9 +92,11 @@ def choose_changes(present: Resources, declared: Resources, *, owner: str, adopt
 
 
 def _change(before: Resource | None, declared: Resource, *, owner: str, adopt: bool) -> Change:
-    if before is None or adopt:
-        return Change(before=before, after=replace(declared, owner=owner))
     refused = None
+    if before is None and declared.kind in (MODEL, ALIAS) and (fault := name_fault(declared.key[0])) is not None:
+        refused = f"name: {fault}"
+    if before is None or adopt:
+        return Change(before=before, after=replace(declared, owner=owner), refused=refused)
     if before.owner not in (None, owner):
         refused = f"it belongs to '{before.owner}': change it in that file, or take it over with --adopt"
     return Change(before=before, after=replace(declared, owner=before.owner), refused=refused)

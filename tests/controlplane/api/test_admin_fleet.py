@@ -7,6 +7,7 @@ import pytest
 from controlplane.store.fleet import fleet_index
 from controlplane.store.joining import join_node
 from controlplane.store.session import Database
+from controlplane.store.tables import Model
 from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.version import tidepool_version
 from tests.controlplane.api.conftest import ENDPOINT, MODEL, PROFILE, Ask
@@ -169,6 +170,21 @@ def test_bad_fields_are_named_and_nothing_is_made(ask: Ask, fleet: None, databas
     assert _index(database) == index
 
 
+def test_no_new_name_is_the_path_of_something_else(ask: Ask, fleet: None, database: Database) -> None:
+    for name in ("a/%2E%2E/b", "a/%2E%2E", "a/%2E", "a//b", "a/"):
+        for path, body in ((f"/admin/models/{name}", MODEL), (f"/admin/aliases/{name}", {"targets": {"llama": 1}})):
+            refused = ask("PUT", path, json=body, status=400)
+            assert (refused["param"], "may be empty, '.' or '..'" in refused["detail"]) == ("name", True), path
+    with database.transaction() as session:
+        session.add(Model(name="a/../b", **MODEL))
+    assert ask("PUT", "/admin/models/a/%2E%2E/b", json=MODEL | {"engine": "vllm"})["engine"] == "vllm", "it is kept"
+    assert ask("GET", "/admin/models/a/%2E%2E/b", role="viewer")["name"] == "a/../b"
+    assert ask("DELETE", "/admin/models/a/%2E%2E/b")["name"] == "a/../b"
+    for node in (".", ".."):
+        key = {"name": "n", "role": "node", "node": node}
+        assert ask("POST", "/admin/keys", role="admin", json=key, status=400)["param"] == "node"
+
+
 def test_no_name_holds_a_control_character(ask: Ask) -> None:
     for path in ("regions", "gpu-types", "models", "nodes", "tenants"):
         for code in ("%00", "%09", "%1b", "%7f"):
@@ -207,6 +223,21 @@ def test_bodies_that_are_no_object(ask: Ask) -> None:
     for body in (b"{", b"[]", b'{"memory_bytes": NaN, "cost_per_hour": 1}', b"\xff", b""):
         ask("PUT", "/admin/gpu-types/a", content=body, headers={"content-type": "application/json"}, status=400)
     ask("GET", "/admin/gpu-types/a", status=404)
+
+
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b"[" * 200_000, "the body is nested too deeply"),
+        (b'{"position":' + b"1" * 5000 + b"}", "the body holds an integer of more than 4300 digits"),
+        (b'"\xff"', "the body is not UTF-8"),
+        (b'{"position": 1', "the body is not valid JSON: Expecting ',' delimiter"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_why(ask: Ask, body: bytes, fault: str) -> None:
+    headers = {"content-type": "application/json"}
+    refused = ask("PUT", "/admin/regions/a", content=body, headers=headers, status=400)
+    assert (refused["code"], refused["detail"]) == ("invalid_value", fault)
 
 
 UNKNOWN: tuple[tuple[str, dict[str, Any], str], ...] = (

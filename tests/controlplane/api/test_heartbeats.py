@@ -184,10 +184,36 @@ def test_a_node_is_at_an_address_of_its_own(ask: Ask, fleet: None, url: str) -> 
     assert refused["detail"].startswith("url: ")
 
 
-@pytest.mark.parametrize("name", ["", "a\n", "a\0b", "a/b", "a\x1b[31m", "n" * 201])
+@pytest.mark.parametrize("name", ["", ".", "..", "a\n", "a\0b", "a/b", "a\x1b[31m", "n" * 201])
 def test_a_node_has_a_plain_name(ask: Ask, fleet: None, name: str) -> None:
     join = msgspec.json.encode(msgspec.structs.replace(JOIN, node=name))
     assert ask("POST", "/node/join", role="node", status=400, content=join)["param"] == "node"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("gpus", 2**31, 2**31 - 1),
+        ("gpus", 2**64, 2**31 - 1),
+        ("workers", 2**63, 2**31 - 1),
+        ("memory_bytes", 2**63, 2**63 - 1),
+        ("memory_bytes", 2**70, 2**63 - 1),
+        ("weights_bytes", 2**63, 2**63 - 1),
+    ],
+)
+def test_a_number_of_a_slot_that_cannot_be_stored_is_named(
+    ask: Ask, fleet: None, field: str, value: int, most: int
+) -> None:
+    join = msgspec.to_builtins(JOIN)
+    join["slots"][0][field] = value
+    refused = ask("POST", "/node/join", role="node", status=400, json=join)
+    assert f"Expected `int` <= {most} - at `$.slots[0].{field}`" in refused["detail"]
+
+
+@pytest.mark.parametrize("value", [0, 2**63])
+def test_a_nodes_host_memory_that_cannot_be_stored_is_named(ask: Ask, fleet: None, value: int) -> None:
+    join = msgspec.to_builtins(JOIN) | {"host_bytes": value}
+    assert "at `$.host_bytes`" in ask("POST", "/node/join", role="node", status=400, json=join)["detail"]
 
 
 @pytest.mark.parametrize("url", ["http://10.0.0.7:9", "https://node.example/agent", "http://[fd00::7]:9", "http://n"])

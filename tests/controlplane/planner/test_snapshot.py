@@ -1,7 +1,17 @@
 """What a plan reads from the database of nodes, profiles and pools."""
 
-from controlplane.planner.plan import poolable_settings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from controlplane.planner.draft import DraftOf
+from controlplane.planner.plan import draft_plan, poolable_settings
 from controlplane.planner.snapshot import read_to_plan, read_to_scale
+from controlplane.planner.what_if.changes import WhatIfChanges
+from controlplane.planner.what_if.facts import write_facts
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
 from controlplane.policies.fit import WeightsMemory
 from controlplane.policies.placement.poolable import PoolableFacts, PoolableSettings
@@ -105,3 +115,37 @@ def test_a_model_that_is_gone_does_not_size_a_pool(world: World, settings: Setti
 
 def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
     assert poolable_settings(settings) == PoolableSettings()
+
+
+def _plan(world: World, settings: Settings, _folder: Path) -> None:
+    draft_plan(world.database, settings, DraftOf(window_start_s=0, origin="api", created_by="ann"), now_s=0.0)
+
+
+def _scale(world: World, settings: Settings, _folder: Path) -> None:
+    found = read_to_scale(world.database, world.live, settings, now_s=0.0)
+    assert [node.name for node in found.snapshot.nodes] == ["n1"]
+    with world.database.transaction() as session:
+        assert found.version < fleet.fleet_version(session), "so that what is decided of it is decided again"
+
+
+def _simulate(world: World, settings: Settings, folder: Path) -> None:
+    write_facts(folder, world.database, world.live, settings, WhatIfChanges(), hours=1)
+
+
+@pytest.mark.parametrize("use", [_plan, _scale, _simulate])
+def test_a_node_that_joins_while_the_fleet_is_read_is_seen_whole_or_not_at_all(
+    world: World, settings: Settings, tmp_path: Path, use: Callable[[World, Settings, Path], None]
+) -> None:
+    """With its slots but without itself it would end the plan, or the run of scaling."""
+    world.join("n1")
+    world.report("late", "none", region="us-east", url="http://127.0.0.1:9")
+    joined: list[str] = []
+
+    def join_now(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if not joined and "ORDER BY nodes.name" in statement:
+            joined.append("late")
+            world.join("late")
+
+    event.listen(world.database.engine, "after_cursor_execute", join_now)
+    use(world, settings, tmp_path)
+    assert joined

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import event, text
-from sqlalchemy.exc import ResourceClosedError
+from sqlalchemy.exc import InternalError, ResourceClosedError
 
 from controlplane.settings import Settings
 from controlplane.store.schema import check_schema
@@ -36,6 +36,16 @@ def test_a_statement_alone_is_a_transaction(database: Database) -> None:
     with database.transaction() as session:
         assert session.execute(text("SELECT count(*) FROM scratch")).scalar_one() == 0
         session.execute(text("DROP TABLE scratch"))
+
+
+def test_all_statements_of_one_moment_see_the_same_and_write_nothing(database: Database) -> None:
+    with database.one_moment() as session:
+        before = session.execute(text("SELECT version FROM fleet")).scalar_one()
+        with database.transaction() as other:
+            other.execute(text("UPDATE fleet SET version = version + 1"))
+        assert session.execute(text("SELECT version FROM fleet")).scalar_one() == before
+    with pytest.raises(InternalError, match="read-only transaction"), database.one_moment() as session:
+        session.execute(text("UPDATE fleet SET version = 0"))
 
 
 def test_closing_waits_for_a_probe_whose_caller_went_away(settings: Settings) -> None:

@@ -6,7 +6,7 @@ from sqlalchemy import select, text
 
 from controlplane.store.events import Event
 from controlplane.store.session import Database
-from controlplane.store.terms import Term, current_term, newest_known, note_reported, raise_term, read_term
+from controlplane.store.terms import Term, current_term, keep_newest, newest_known, note_reported, raise_term, read_term
 
 
 def found(database: Database) -> int:
@@ -18,6 +18,17 @@ def come_from(database: Database, column: str) -> None:
     """The stored term is that of another server."""
     with database.transaction() as session:
         session.execute(text(f"UPDATE terms SET {column} = {column} - 1"))
+
+
+def test_the_newest_term_of_a_database_that_is_emptied_is_kept(database: Database) -> None:
+    with database.transaction() as session:
+        session.execute(text("COMMENT ON SCHEMA public IS 'of somebody else: 7'"))
+        assert newest_known(session) == 0
+        keep_newest(session, 500)
+        assert newest_known(session) == 500
+        assert raise_term(session, above=newest_known(session), why="a backup was restored") == 501
+        assert newest_known(session) == 501
+        session.rollback()  # a schema's comment would outlive this test
 
 
 def test_a_fresh_database_begins_at_one_and_stays_there(database: Database) -> None:

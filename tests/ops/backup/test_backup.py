@@ -16,6 +16,7 @@ from controlplane.store.blobs.base import BlobStore
 from controlplane.store.files import add_file
 from controlplane.store.session import Database, make_engine
 from controlplane.store.terms import current_term, newest_known, note_reported, raise_term
+from ops.backup import restore
 from ops.backup.manifest import MANIFEST, Manifest
 from ops.backup.programs import BackupError, Program, choose_program
 from ops.backup.restore import restore_fault
@@ -85,6 +86,7 @@ def test_what_was_backed_up_comes_back(
     assert filled("restore", folder, "--check").status == 0
     restored = filled("restore", folder)
     assert restored.status == 0, restored.err
+    assert "start the processes; agents need no restart" in restored.err
     with database.transaction() as old, elsewhere.transaction() as new:
         assert old.execute(text(ROWS)).all() == new.execute(text(ROWS)).all() != []
     assert (home / "files" / "file-1").read_bytes() == b"file-1"
@@ -116,6 +118,30 @@ def test_a_database_that_holds_something_is_refused_unless_told(
     with elsewhere.transaction() as session:
         assert {row.filename for row in session.execute(text(ROWS))} == {"file-1", "file-2"}
         assert (before, current_term(session)) == (2, 10), "nodes that saw the former database's terms obey this one"
+
+
+@pytest.mark.parametrize("at", ["_load", "_begin_term"])
+def test_a_restore_that_is_cut_off_and_run_again_goes_above_the_former_terms(
+    filled: Run, elsewhere: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    folder = tmp_path / "backup"
+    assert filled("backup", folder).status == 0
+    use(elsewhere, tmp_path / "other", monkeypatch)
+    assert filled("restore", folder).status == 0
+    with elsewhere.transaction() as session:
+        raise_term(session, above=499, why="promotions since the backup")
+    elsewhere.engine.dispose()
+
+    def cut_off(*_: object, **_named: object) -> None:
+        raise BackupError("cut off")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(restore, at, cut_off)
+        assert filled("restore", folder, "--replace").status == 1
+    again = filled("restore", folder, "--replace")
+    assert again.status == 0, again.err
+    with elsewhere.transaction() as session:
+        assert current_term(session) == 501, "nodes that saw the former database's terms obey this one"
 
 
 @pytest.mark.parametrize("part", ["database.dump", "files/file-1", "keys.json", MANIFEST])

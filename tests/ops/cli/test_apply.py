@@ -101,6 +101,17 @@ def test_what_is_refused_is_told_and_the_next_run_goes_on(served: Run, tmp_path:
     assert served("apply", "-f", file).out == "nothing to change\n"
 
 
+def test_a_name_that_none_may_have_is_refused_by_a_dry_run_too(fleet: Run, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text("aliases: {a/../b: {targets: {m: 1}}, chat: {targets: {m: 1}}}\n")
+    for arguments in (["--dry-run"], []):
+        outcome = fleet("apply", "-f", file, *arguments)
+        assert outcome.status == 1
+        assert "+ alias a/../b: FAILED\n    name: 'a/../b': none of the parts that '/' separates may be" in outcome.out
+    assert "1 changed, 1 failed, 0 not tried" in outcome.out
+    assert fleet("alias", "show", "chat", "--json").json["targets"] == {"m": 1}
+
+
 def test_an_ended_pin_changes_nothing(served: Run, tmp_path: Path) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(pinned(TOMORROW - timedelta(days=2)))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.alias_tables import Alias
 from controlplane.store.instances import add_instance, set_desired
 from controlplane.store.session import Database
-from controlplane.store.tables import Desired, EndpointRow, Instance
+from controlplane.store.tables import Desired, EndpointRow, Instance, Model
 from dataplane.protocol.joining import SlotSpec
 from ops.client import drains
 from tests.ops.cli.running import GIB, Run, join
@@ -62,8 +63,6 @@ def test_a_name_is_one_name_whatever_is_in_it(fleet: Run, database: Database) ->
     assert "(400)" in fleet("tenant", "set", "team?x", "--requests-per-minute", 5).err
     assert fleet("alias", "put", "org/m", "m").status == 0
     assert "alias org/m is deleted" in fleet("alias", "delete", "org/m").out
-    assert fleet("alias", "put", "org//m", "m").status == 0
-    assert fleet("alias", "show", "org//m", "--json").json["name"] == "org//m"
     for *command, name, collection in (
         ("tenant", "show", "../keys", "tenants"),
         ("tenant", "show", ".", "tenants"),
@@ -74,6 +73,23 @@ def test_a_name_is_one_name_whatever_is_in_it(fleet: Run, database: Database) ->
     ):
         refused = fleet(*command, name)
         assert refused.err == f"error: '{name}' cannot be a name or an id in /admin/{collection}\n"
+
+
+@pytest.mark.parametrize("name", ["org//m", "org/"])
+def test_a_name_with_an_empty_part_is_refused_and_one_of_an_earlier_release_is_kept_until_it_is_deleted(
+    fleet: Run, database: Database, name: str
+) -> None:
+    refused = fleet("alias", "put", name, "m")
+    assert f"name: '{name}': none of the parts that '/' separates may be empty, '.' or '..' (400)" in refused.err
+    with database.transaction() as session:
+        session.add(Alias(name=name))
+        session.add(Model(name=f"x{name}", path="/x", architecture="L", weights_bytes=1, kv_bytes_per_token=1,
+                          context_tokens=9))  # fmt: skip
+    assert fleet("alias", "put", name, "m").status == 0
+    assert fleet("alias", "show", name, "--json").json["targets"] == {"m": 1}
+    assert fleet("alias", "delete", name).status == 0
+    assert fleet("model", "show", f"x{name}").status == 0
+    assert fleet("model", "delete", f"x{name}", "--yes").status == 0
 
 
 def test_a_node_is_regrouped(fleet: Run, database: Database) -> None:

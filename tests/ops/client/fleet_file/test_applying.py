@@ -6,7 +6,7 @@ import pytest
 from ops.client.api import Api
 from ops.client.fleet_file.applying import apply_changes
 from ops.client.fleet_file.changes import Change
-from ops.client.fleet_file.resources import MODEL, REGION, Resource
+from ops.client.fleet_file.resources import ENDPOINT, MODEL, REGION, Resource
 
 
 def created(*names: str) -> list[Change]:
@@ -24,6 +24,20 @@ def test_a_refused_change_keeps_no_other_from_being_made() -> None:
 
     made = states(httpx.MockTransport(answer), created("a", "b", "c"))
     assert made == [("a", "done"), ("b", "failed"), ("c", "done")]
+
+
+def test_what_the_client_refuses_keeps_no_other_from_being_made() -> None:
+    """The path of a name that an earlier release took, and the draining of an endpoint that is pinned."""
+    row = {"model": "m", "region": "a", "id": "pin_1"}
+    pages = {"/admin/endpoints": [row], "/admin/pins": [row]}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"data": pages.get(request.url.path, []), "has_more": False})
+
+    model = Change(before=Resource(kind=MODEL, key=("a/../b",), fields={}), after=None)
+    pinned = Change(before=Resource(kind=ENDPOINT, key=("m", "a"), fields={}), after=None)
+    made = states(httpx.MockTransport(answer), [model, pinned, *created("c")])
+    assert made == [("a/../b", "failed"), ("m", "failed"), ("c", "done")]
 
 
 @pytest.mark.parametrize("away", [True, False])
