@@ -208,8 +208,8 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
 
 
 def _served(snapshot: FleetSnapshot, serving: Iterable[PlacedInstance]) -> Iterable[Endpoint]:
-    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start. Where a
-    reserve is to hold one that shall have none, an instance of that is ready, on a slot that stays.
+    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start. Those of
+    a reserve, ready and on slots that stay, count for the minimum; one is there for an endpoint that shall have none.
     """
     ready: Counter[Endpoint] = Counter()
     starting: Counter[Endpoint] = Counter()
@@ -217,10 +217,10 @@ def _served(snapshot: FleetSnapshot, serving: Iterable[PlacedInstance]) -> Itera
         (ready if each.ready else starting)[each.endpoint] += 1
     planned, pools = snapshot.planned or {}, snapshot.pools
     staying = (each for each in snapshot.pooled if each.serving and each.ready and each.leaving is None)
-    awaited = set(pools.reserved) - {each.endpoint for each in staying if each.key in pools.held}
+    held = Counter(each.endpoint for each in staying if each.key in pools.held)
     for endpoint, (fewest, most) in snapshot.limits_in_force.items():
-        wanted = min(most, max(fewest, sum(planned.get(endpoint, {}).values())))
-        if not wanted and most and endpoint in awaited:
+        wanted = min(most, max(fewest - held[endpoint], sum(planned.get(endpoint, {}).values())))
+        if not wanted and most and endpoint in pools.reserved and not held[endpoint]:
             continue
         if ready[endpoint] >= wanted or (ready[endpoint] and not starting[endpoint]):
             yield endpoint

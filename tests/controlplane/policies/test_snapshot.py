@@ -238,8 +238,12 @@ def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint(fewest: int
 
 
 @pytest.mark.parametrize("gpu_type", ["H200", "H800"])
-def test_a_pooled_instance_leaves_for_a_reserve_that_serves_its_endpoint(gpu_type: str) -> None:
-    """`a` shall have none of its own, and is in a pool of another GPU type, or in the reserve on a node that goes."""
+@pytest.mark.parametrize("fewest", [0, 1])
+def test_a_pooled_instance_leaves_for_a_reserve_that_serves_its_endpoint(gpu_type: str, fewest: int) -> None:
+    """`a` shall have none of its own, and is in a pool of another GPU type, or in the reserve on a node that goes. The
+    instance of the reserve counts for the minimum.
+    """
+    limits = {A: (fewest, 4), B: (0, 4), C: (0, 1)}
     before = pooled(A, 0, node_id="n2", gpu_type=gpu_type, leaving="n2 goes")
     slot = (NodeSlot(number=0, gpus=1),)
     nodes = (
@@ -247,8 +251,8 @@ def test_a_pooled_instance_leaves_for_a_reserve_that_serves_its_endpoint(gpu_typ
         NodeFacts(name="n2", region="east", gpu_type=gpu_type, slots=slot, accepting=False),
     )
     reserve = PlanPools(gpus={POOL: 1}, held=frozenset({ON_H800[A]}))
-    waits = choose(fleet({}, before, nodes=nodes, pools=reserve)).slots
+    waits = choose(fleet({}, before, nodes=nodes, pools=reserve, limits=limits)).slots
     assert ([add.node_id for add in waits.adds], waits.drains) == (["n1"], ())
     after = structs.replace(pooled(A, 0), instance_id="after")
-    goes = choose(fleet({}, before, after, nodes=nodes, pools=reserve)).slots
+    goes = choose(fleet({}, before, after, nodes=nodes, pools=reserve, limits=limits)).slots
     assert [change.instance_id for change in goes.drains] == [before.instance_id]
