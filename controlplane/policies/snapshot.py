@@ -208,8 +208,8 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
 
 
 def _served(snapshot: FleetSnapshot, serving: Iterable[PlacedInstance]) -> Iterable[Endpoint]:
-    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start. Those of
-    a reserve, ready and on slots that stay, count for the minimum; one is there for an endpoint that shall have none.
+    """Endpoints with as many ready instances of their own as they shall have, or with some while no more start. Those
+    of a reserve, ready and on slots that stay, count for the minimum; where none of its own is wanted, there is one.
     """
     ready: Counter[Endpoint] = Counter()
     starting: Counter[Endpoint] = Counter()
