@@ -61,7 +61,7 @@ def choose_scale(
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
     slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
-    leaving = choose_evacuation(instances)
+    leaving = choose_evacuation(instances, _at_maximum(snapshot, instances))
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
     counts = choose_scaling(facts, now_s, scaling)
     slot_facts = SlotFacts(
@@ -85,9 +85,16 @@ def choose_scale(
         dedicated=dedicated,
         kinds={each.instance_id: each.kind for each in instances if each.serving} | changed_kinds,
         successors={**dict.fromkeys((*leaving.settled, *unlinked)), **taken},
-        scaled=moved_endpoints((*counts.steps, *leaving.steps), chosen.unplaced),
+        scaled=moved_endpoints((*counts.steps, *leaving.steps), chosen),
         settled=settled_endpoints(counts.settled, chosen.unplaced),
     )
+
+
+def _at_maximum(snapshot: FleetSnapshot, instances: Iterable[PlacedInstance]) -> frozenset[Endpoint]:
+    """The endpoints with a plan that have as many instances as they may have."""
+    count = Counter(each.endpoint for each in instances if each.serving)
+    limits = snapshot.limits_in_force
+    return frozenset(each for each in snapshot.planned or {} if each in limits and count[each] >= limits[each][1])
 
 
 def _release_steps(decision: PoolSlotDecision, instances: Iterable[PlacedInstance]) -> tuple[ScaleStep, ...]:

@@ -239,15 +239,18 @@ def scaling_facts(
         snapshot: the fleet.
         stale_s: reports older than this count as unknown.
         stranded: endpoints that their pool does not serve; each is planned with one instance of its own.
-        succeeded: ids of instances that have a successor elsewhere, which counts in their place.
+        succeeded: ids of instances that have a successor elsewhere, which counts in their place, as one of their GPU
+            type: the plan, or what the endpoint is settled at, asks for that one, and would undo another.
     """
     serving: dict[Endpoint, list[PlacedInstance]] = defaultdict(list)
     donated: dict[str, list[PlacedInstance]] = defaultdict(list)
+    before = {each.instance_id: each.gpu_type for each in snapshot.dedicated if each.instance_id in succeeded}
     for each in snapshot.dedicated:
         if each.instance_id in succeeded:
             continue
         if each.serving:
-            serving[each.endpoint].append(each)
+            gpu_type = before.get(each.succeeds or "", each.gpu_type)
+            serving[each.endpoint].append(structs.replace(each, gpu_type=gpu_type))
         elif each.donation is not None:
             donated[each.endpoint.region].append(each)
     tokens_per_s: dict[str, dict[str, float]] = defaultdict(dict)

@@ -319,7 +319,8 @@ class FleetCache:
 
     def _read_catalog(self) -> None:
         self._catalog_asked_s = time.monotonic()
-        self._catalog, _ = self._reads.read(load_catalog)
+        heard_s = self._settings.heartbeat_stale_s + self._settings.request_start_wait_s
+        self._catalog, _ = self._reads.read(functools.partial(load_catalog, heard_s=heard_s))
         self._has_catalog = True
 
     async def _repeat(self, refresh: Callable[[bool], Awaitable[bool]], every_s: float, what: str) -> None:

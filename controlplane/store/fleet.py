@@ -31,7 +31,8 @@ from controlplane.store.tables import (
 @dataclass(frozen=True, kw_only=True)
 class Catalog:
     """What a gateway must know to serve: models by name, regions in their order, and the latencies between them.
-    `aliases`: the weights of models by alias. `placed`: models with an instance that serves or shall soon.
+    `aliases`: the weights of models by alias. `placed`: models with an instance that serves or shall soon, on a node
+    that was heard of.
     """
 
     models: dict[str, Model]
@@ -233,8 +234,8 @@ def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:
     return slots
 
 
-def load_catalog(session: Session) -> Catalog:
-    """Everything a gateway caches."""
+def load_catalog(session: Session, *, heard_s: float = 0.0) -> Catalog:
+    """Everything a gateway caches. `heard_s`: instances of nodes that sent no heartbeat for longer are not placed."""
     return Catalog(
         models={model.name: model for model in session.scalars(select(Model))},
         regions=tuple(session.scalars(select(Region.name).order_by(Region.position, Region.name))),
@@ -244,7 +245,10 @@ def load_catalog(session: Session) -> Catalog:
         placed=frozenset(
             session.scalars(
                 select(Instance.model)
-                .where(Instance.desired == Desired.RUNNING, Instance.observed != InstanceState.FAILED)
+                .join(Node, Node.name == Instance.node)
+                .where(
+                    Instance.desired == Desired.RUNNING, Instance.observed != InstanceState.FAILED, heard_of(heard_s)
+                )
                 .distinct()
             )
         ),

@@ -84,6 +84,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, servers: Servers, provider: 
     environment = {
         "TIDEPOOL_DATABASE_URL": servers.postgres.url(),
         "TIDEPOOL_REDIS_URL": servers.redis.url(),
+        "TIDEPOOL_SCALE_EVERY_S": "5",  # what-if runs scale as often
         "TIDEPOOL_CONSOLE_SIGN_INS_PER_MINUTE": "1000",
         "TIDEPOOL_CONSOLE_SIGN_INS_ALL_PER_MINUTE": "1000",
         "TIDEPOOL_OIDC_ISSUER": provider,

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from ops.client.api import Api
-from tests.browser.conftest import HOSTILE, PICTURES, SignIn, expect, serious_faults
+from tests.browser.conftest import HOSTILE, PATIENCE_MS, PICTURES, SignIn, expect, serious_faults
 from tests.browser.fleet import import_demand
 
 HOURS = 24
@@ -61,7 +61,7 @@ def test_runs_are_started_followed_and_compared(signed_in: SignIn, admin: Api) -
     rows = page.get_by_role("table", name="What-if runs").get_by_role("row")
     page.wait_for_function(SIMULATES)
     for name in (whole, half):
-        expect(rows.filter(has_text=name)).to_contain_text("completed")
+        expect(rows.filter(has_text=name)).to_contain_text("completed", timeout=4 * PATIENCE_MS)
 
     runs = {run["name"]: admin.get(f"/admin/what-if/{run['id']}") for run in admin.pages("/admin/what-if")["data"]}
     requests = {name: runs[name]["result"]["requests"] for name in (whole, half)}

@@ -59,18 +59,21 @@ def choose_slots(facts: SlotFacts, now_s: float, settings: SlotSettings) -> Slot
             Unplaced(endpoint=step.endpoint, gpu_type=step.gpu_type, count=count, reason=filling.why_not(step))
             for step, count in starts.missing.items()
         ),
+        stays=tuple(starts.stays),
     )
 
 
-def moved_endpoints(steps: Iterable[ScaleStep], unplaced: Iterable[Unplaced]) -> tuple[Endpoint, ...]:
-    """Endpoints that were scaled, ordered. An endpoint none of whose instances found a slot was not: it keeps the time
-    at which it was last scaled, so that the replacement of a stuck instance is retried on another node in the end.
+def moved_endpoints(steps: Iterable[ScaleStep], decision: SlotDecision) -> tuple[Endpoint, ...]:
+    """Endpoints that were scaled, ordered. An endpoint none of whose instances found a slot or moved was not: it keeps
+    the time at which it was last scaled, so that the replacement of a stuck instance is retried on another node in the
+    end.
     """
     asked: Counter[Endpoint] = Counter()
     for step in steps:
         asked[step.endpoint] += abs(step.delta)
-    for each in unplaced:
+    for each in decision.unplaced:
         asked[each.endpoint] -= each.count
+    asked.subtract(decision.stays)
     return tuple(sorted(endpoint for endpoint, moved in asked.items() if moved > 0))
 
 
@@ -97,10 +100,11 @@ class _Starts:
         self.adds: list[SlotAdd] = []
         self.notices: list[InstanceChange] = []
         self.missing: dict[ScaleStep, int] = {}
+        self.stays: list[Endpoint] = []
 
     def place(self, step: ScaleStep, filling: Filling) -> None:
-        """Assign one instance. A successor that finds nothing on its GPU type is tried on the others; that of an
-        instance that can stay is not, and no lease ends for it.
+        """Assign one instance. What finds nothing on its GPU type is tried on others, if these will do; the successor
+        of an instance that can stay is not, and no lease ends for it.
         """
         if revived := filling.take_draining(step):
             self.revives.append(_change(revived, step))
@@ -113,13 +117,13 @@ class _Starts:
         elif added := filling.add(step):
             self.adds.append(added)
         elif filling.can_stay(step):
-            return
+            self.stays.append(step.endpoint)
         elif mine := filling.await_donated(step, noticed=False):
             self.notices.append(_change(mine, step))
         elif (leased := filling.wait_for_leases(step)) is not None:
             self.notices += [_change(each, step) for each in leased if each.leased and not each.noticed]
-        elif step.succeeds is not None and step.gpu_type is not None:
-            self.place(replace(step, gpu_type=None), filling)
+        elif step.other_types:
+            self.place(replace(step, gpu_type=None, other_types=False), filling)
         else:
             self.missing[step] = self.missing.get(step, 0) + 1
 

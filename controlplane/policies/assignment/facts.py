@@ -201,6 +201,7 @@ class SlotDecision:
         stops: donated instances that are stopped.
         changed_kinds: serving instances that become another kind.
         unplaced: starts without a slot, and why. Starts that wait for a lease to end are not among them.
+        stays: the endpoint of each start that is left out, because the instance that it was to succeed can stay.
     """
 
     revives: tuple[InstanceChange, ...] = ()
@@ -213,3 +214,4 @@ class SlotDecision:
     stops: tuple[InstanceChange, ...] = ()
     changed_kinds: tuple[InstanceChange, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
+    stays: tuple[Endpoint, ...] = ()

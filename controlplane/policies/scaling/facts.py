@@ -220,7 +220,8 @@ class ScalingSettings:
 @dataclass(frozen=True, kw_only=True)
 class ScaleStep:
     """Start (`delta` above 0) or remove (below) instances of an endpoint. `gpu_type` None: any profiled one.
-    `succeeds`: the instance on an evacuated node that the started one replaces.
+    `succeeds`: the instance on an evacuated node that the started one replaces. `other_types`: any profiled GPU type
+    will do where this one has no slot.
     """
 
     endpoint: Endpoint
@@ -229,6 +230,7 @@ class ScaleStep:
     reason: str
     kind: InstanceKind = InstanceKind.MIXED
     succeeds: str | None = None
+    other_types: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

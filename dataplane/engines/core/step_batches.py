@@ -59,8 +59,9 @@ class StepBatches(Generic[KvT]):
         """A mixed step: the batch, and what is prefilled beside it. Of what decodes, of any model, only a lower tier is
         preempted for it: prompts wait for memory until they are nearly due.
         """
+        first = dict.fromkeys([one for sequence in group if (one := self._first_for(sequence)) is not None])
         facts = MixedStepFacts(
-            prompts=tuple([Prompt(sequence.cached, sequence.pending) for sequence in group]),
+            prompts=tuple([Prompt(sequence.cached, sequence.pending) for sequence in first or group]),
             budget_s=turn.budget_s,
             estimate=model.estimate,
             context_tokens=sum([chunk.sequence.cached for chunk in batch]),

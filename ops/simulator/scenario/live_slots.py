@@ -35,7 +35,7 @@ def slots_of_node(node: Row) -> Slots:
     the largest first, which every layout may be. Of sizes that no layout has, only the largest is there.
     """
     sizes = _sizes(node)
-    if node["regroups"] and not node["layout_held"]:
+    if node.get("regroups") and not node.get("layout_held"):
         return Slots(tuple(sizes), regroups=True)
     kept = [size for size in sizes if size == max(sizes)] if lacks_layout(node) else sorted(sizes, reverse=True)
     return Slots(tuple(kept), regroups=False)

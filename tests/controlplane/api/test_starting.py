@@ -2,11 +2,13 @@
 
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import httpx2 as httpx
 import pytest
 
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.store.fleet import touch_node
 from controlplane.store.tables import Instance
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.api.gateway import Gateway, running_gateway
@@ -85,6 +87,8 @@ def test_a_request_waits_for_an_instance_that_no_node_has_reported_yet(world: Wo
         world.join("n1", url=url)
         assert not gateway.state.fleet.is_starting(MODEL, PATIENCE_S)
         made = world.place("n1")
+        with world.database.transaction() as session:
+            touch_node(session, "n1")
         until(lambda: gateway.state.fleet.is_starting(MODEL, PATIENCE_S))
         assert gateway.state.fleet.state_of(MODEL) == "starting"
         answer = answer_while(gateway, lambda: report(world, "n1", made, "ready", url))
@@ -100,7 +104,7 @@ def test_a_gateway_that_has_just_started_waits_for_the_first_heartbeats(world: W
         assert "turns" in answer.text
 
 
-@pytest.mark.parametrize("state", ["nowhere", "failed"])
+@pytest.mark.parametrize("state", ["nowhere", "failed", "on a silent node"])
 def test_what_is_not_on_its_way_is_not_waited_for(world: World, state: str) -> None:
     """The wait would outlast the test."""
     with running_gateway(world, request_start_wait_s=10 * PATIENCE_S) as gateway:
@@ -112,6 +116,12 @@ def test_what_is_not_on_its_way_is_not_waited_for(world: World, state: str) -> N
                 session.get_one(Instance, made).observed = InstanceState.FAILED
             report(world, "n1", made, "failed", NOBODY)
             until(lambda: gateway.state.fleet.instances(MODEL))
+        if state == "on a silent node":
+            world.join("n1")
+            world.place("n1")
+            with world.database.transaction() as session:
+                touch_node(session, "n1").last_seen_at = datetime.now(UTC) - timedelta(hours=1)
+        gateway.state.fleet._read_catalog()
         assert gateway.chat(503).json()["error"]["code"] == "no_capacity"
 
 

@@ -4,11 +4,13 @@ import math
 
 import pytest
 
+from dataplane.engines.core import step_batches
 from dataplane.engines.core.kv import DEVICE, HOST, NONE, SWAPPING_IN, SWAPPING_OUT, KvLocation
 from dataplane.engines.core.step_batches import StepBatches
 from dataplane.engines.replay.kv import SequenceKv
 from dataplane.engines.replay.models import ReplaySequence
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.mixed_batches import MixedStepFacts
 from dataplane.scheduling.schedule import Turn
 from tests.dataplane.engines.core.test_kv_allocator import Slot
 
@@ -141,6 +143,20 @@ def test_a_prompt_whose_prefix_another_computes_gives_its_place_to_that_one(monk
     monkeypatch.setattr(slot.kv, "awaited", lambda kv: half.kv if kv is urgent.kv else None)
     chunks = batches(slot, math.inf).prefill([urgent, between, half], slot.models["a"])
     assert [(chunk.sequence, chunk.count) for chunk in chunks] == [(half, 24), (between, 40)]
+
+
+def test_a_mixed_step_takes_tokens_by_the_prompts_that_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt with tokens behind it takes longer than the one that waits for its prefix, and is computed once."""
+    slot = Slot()
+    slot.decoding("decoding", "a", "IW-N")
+    half = slot.half_prefilled("half", "a", "NIW")
+    urgent = slot.waiting("urgent", "a", "IW-F")
+    monkeypatch.setattr(slot.kv, "awaited", lambda kv: half.kv if kv is urgent.kv else None)
+    asked: list[MixedStepFacts] = []
+    monkeypatch.setattr(step_batches, "choose_prefill_tokens", lambda facts: asked.append(facts) or 8)
+    mixed(batches(slot, math.inf), slot, urgent, half)
+    assert [(prompt.cached, prompt.pending) for prompt in asked[0].prompts] == [(half.cached, half.pending)]
+    assert half.cached > 0
 
 
 def test_only_prompts_that_found_no_memory_are_blocked() -> None:
