@@ -249,8 +249,8 @@ def scaling_facts(
         if each.instance_id in succeeded:
             continue
         if each.serving:
-            gpu_type = before.get(each.succeeds or "", each.gpu_type)
-            serving[each.endpoint].append(structs.replace(each, gpu_type=gpu_type))
+            gpu_type = before.get(each.succeeds or "")
+            serving[each.endpoint].append(each if gpu_type is None else structs.replace(each, gpu_type=gpu_type))
         elif each.donation is not None:
             donated[each.endpoint.region].append(each)
     tokens_per_s: dict[str, dict[str, float]] = defaultdict(dict)
