@@ -299,9 +299,9 @@ def test_made_up_names_share_a_read_and_reads_keep_apart(world: World, monkeypat
     cache = FleetCache(RegionalReads(world.database, world.settings), world.live, world.settings)
     reads: list[tuple[float, float]] = []
 
-    def read(session: Session) -> Catalog:
+    def read(session: Session, **named: float) -> Catalog:
         time.sleep(0.02)
-        catalog = load_catalog(session)
+        catalog = load_catalog(session, **named)
         reads.append((cache._catalog_asked_s, time.monotonic()))
         return catalog
 
