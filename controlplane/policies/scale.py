@@ -13,7 +13,7 @@ from controlplane.policies.assignment.choose import choose_slots, moved_endpoint
 from controlplane.policies.assignment.evacuation import choose_evacuation, choose_overdue, leaving_larger_slots
 from controlplane.policies.assignment.facts import PlacedInstance, SlotDecision, SlotFacts, SlotRoom, SlotSettings
 from controlplane.policies.assignment.pools import PoolSlotDecision, choose_pool_slots
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, EndpointGpu
 from controlplane.policies.scaling.choose import choose_scaling
 from controlplane.policies.scaling.facts import Counts, ScaleStep, ScalingSettings
 from controlplane.policies.snapshot import FleetSnapshot, pool_slot_facts, scaling_facts
@@ -61,7 +61,7 @@ def choose_scale(
     snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
     slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
-    leaving = choose_evacuation(instances, _at_maximum(snapshot, instances))
+    leaving = choose_evacuation(instances, _at_maximum(snapshot, instances, slots, stale_s=stale_s))
     facts = scaling_facts(snapshot, stale_s=stale_s, stranded=pooling.stranded, succeeded=leaving.succeeded)
     counts = choose_scaling(facts, now_s, scaling)
     slot_facts = SlotFacts(
@@ -90,11 +90,19 @@ def choose_scale(
     )
 
 
-def _at_maximum(snapshot: FleetSnapshot, instances: Iterable[PlacedInstance]) -> frozenset[Endpoint]:
-    """The endpoints with a plan that have as many instances as they may have."""
-    count = Counter(each.endpoint for each in instances if each.serving)
-    limits = snapshot.limits_in_force
-    return frozenset(each for each in snapshot.planned or {} if each in limits and count[each] >= limits[each][1])
+def _at_maximum(
+    snapshot: FleetSnapshot, instances: Iterable[PlacedInstance], slots: Iterable[SlotRoom], *, stale_s: float
+) -> frozenset[EndpointGpu]:
+    """The endpoints with a plan that have as many instances as they may have, with the GPU types that they are on and
+    that some node of the region still takes instances for.
+    """
+    serving = [each for each in instances if each.serving]
+    count, limits = Counter(each.endpoint for each in serving), snapshot.limits_in_force
+    full = {each for each in snapshot.planned or {} if each in limits and count[each] >= limits[each][1]}
+    open_types = {(room.region, room.gpu_type) for room in slots if room.accepting and room.age_s <= stale_s}
+    return frozenset(
+        each.key for each in serving if each.endpoint in full and (each.endpoint.region, each.gpu_type) in open_types
+    )
 
 
 def _release_steps(decision: PoolSlotDecision, instances: Iterable[PlacedInstance]) -> tuple[ScaleStep, ...]:

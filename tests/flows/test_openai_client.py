@@ -16,7 +16,7 @@ from ops.client.api import Api
 from ops.local.replay_stack import replayed_model
 from ops.local.sample_fleet import POOL_REGION, TOKENS_PER_S, offer_model
 from ops.local.stack import LocalStack
-from tests.flows.conftest import REPLAY_NODES, admin_of, register, replay_stack, wait_ready
+from tests.flows.conftest import REPLAY_NODES, admin_of, register, replay_stack, wait_ready, wait_seen
 from tests.flows.waiting import wait_until
 
 MODEL, ABSENT = "tide", "ebb"
@@ -42,7 +42,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]:
                 offer_model(admin, model, TOKENS_PER_S, [POOL_REGION.name], 1, 4)
             wait_ready(admin, 1 + len(POOLED))
         with _client(running) as client:
-            wait_until(lambda: _answers(client), "the gateway sees the instance")
+            wait_seen(client, MODEL)
         yield running
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotRoom
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import EndpointGpu
 from controlplane.policies.fit import ModelSize, WeightsMemory, fits
 from controlplane.policies.scaling.facts import ScaleStep
 
@@ -76,7 +76,9 @@ def leaving_larger_slots(
     )
 
 
-def choose_evacuation(instances: Iterable[PlacedInstance], keep_type: Container[Endpoint] = frozenset()) -> Evacuation:
+def choose_evacuation(
+    instances: Iterable[PlacedInstance], keep_type: Container[EndpointGpu] = frozenset()
+) -> Evacuation:
     """Successors and drains for the instances that leave their nodes.
 
     A stuck successor is replaced by the rules of scaling (`policies.scaling.limits`), not by another successor, so a
@@ -85,7 +87,7 @@ def choose_evacuation(instances: Iterable[PlacedInstance], keep_type: Container[
 
     Args:
         instances: all dedicated instances; `leaving` is the reason why an instance must leave its node.
-        keep_type: endpoints whose successors wait for a slot of the same GPU type: those at their maximum would be
+        keep_type: endpoints whose successors wait for a slot of this GPU type, theirs: those at their maximum would be
             taken back to the type of their plan one by one, each by the end of a ready instance.
     """
     serving = sorted((each for each in instances if each.serving), key=lambda each: each.instance_id)
@@ -111,7 +113,7 @@ def choose_evacuation(instances: Iterable[PlacedInstance], keep_type: Container[
                     reason=each.leaving,
                     kind=each.kind,
                     succeeds=each.instance_id,
-                    other_types=each.endpoint not in keep_type,
+                    other_types=each.key not in keep_type,
                 )
             )
     return Evacuation(
