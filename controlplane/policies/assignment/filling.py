@@ -118,10 +118,14 @@ class Filling:
 
     def let_go(self, step: ScaleStep) -> list[PlacedInstance]:
         """Stuck instances, then those that leave their node anyway, then those not ready yet, then those with the
-        fewest tokens left.
+        fewest tokens left. One that serves stays until all that do not are gone, also where it leaves.
         """
         found = [each for each in self._of(step) if each.serving and each.kind == step.kind]
-        found.sort(key=lambda each: (not each.stuck, each.leaving is None, each.ready, each.remaining_tokens))
+        serving = [each for each in found if each.ready and not each.stuck]
+        last = max(serving, key=lambda each: (each.leaving is None, each.remaining_tokens), default=None)
+        found.sort(
+            key=lambda each: (not each.stuck, each.leaving is None or each is last, each.ready, each.remaining_tokens)
+        )
         chosen = found[: max(0, -step.delta)]
         self._changed.update(each.instance_id for each in chosen)
         return chosen

@@ -173,6 +173,17 @@ def test_what_has_least_left_to_do_is_drained() -> None:
     assert names(decide([step(A, -1)], [], stuck).drains) == ["stuck"]
 
 
+def test_what_leaves_its_node_is_drained_before_its_successor_unless_nothing_else_serves() -> None:
+    """Else a successor would end in place of what ends anyway; but what starts does not serve."""
+    going, starting = instance("going", left=3, leaving="drain"), instance("new", ready=False)
+    ready = instance("ready", left=900)
+    assert names(decide([step(A, -1)], [], [going, ready, starting]).drains) == ["going"]
+    assert names(decide([step(A, -1)], [], [going, starting]).drains) == ["new"]
+    other = instance("other", left=9, leaving="drain")
+    assert names(decide([step(A, -1)], [], [going, other, starting]).drains) == ["going"]
+    assert names(decide([step(A, -2)], [], [going, other, starting]).drains) == ["going", "new"]
+
+
 def test_what_is_let_go_is_lent_out_if_it_is_worth_keeping() -> None:
     instances = [instance("ready"), instance("new", ready=False)]
     decision = decide([step(A, -2)], [slot("n1")], instances)
