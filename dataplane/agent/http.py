@@ -1,8 +1,8 @@
-"""The agent's HTTP server: /generate streams tokens, /tokenize and /detokenize convert them; /livez, /metrics and
-/state are for operators.
+"""The agent's HTTP server: /generate streams tokens, /tokenize and /detokenize convert them; /livez, /readyz, /metrics
+and /state are for operators.
 
-All but /livez and /metrics require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with its HTTP
-status.
+All but /livez, /readyz and /metrics require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with
+its HTTP status.
 """
 
 import hmac
@@ -116,6 +116,12 @@ class AgentApi:
         """GET whether the event loop runs."""
         return PlainTextResponse("ok\n")
 
+    async def readyz(self, request: Request) -> Response:
+        """GET whether the agent has started (`Agent.has_started`), so that the next one may be replaced."""
+        if self._agent.has_started:
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse("not joined, or instances are still loading: see /state\n", status_code=503)
+
     async def metrics(self, request: Request) -> Response:
         """GET the metrics in Prometheus' text format."""
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -154,6 +160,7 @@ def make_app(agent: Agent) -> Starlette:
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/state", api.state, methods=["GET"]),
         Route("/livez", api.livez, methods=["GET"]),
+        Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={DataplaneError: _refuse})

@@ -85,7 +85,7 @@ class Agent:
         self.generation = 0
         """The desired state that this node follows; 0 before it received one."""
         self._newest_term = NewestTerm(settings.state_dir)
-        self._leaving = self._closing = self._handing_over = False
+        self._leaving = self._closing = self._handing_over = self._told = self._started = False
         self._fences = Fences(settings.fences_max)
         self._renderers = TemplateRenderers(
             processes_max=settings.template_processes_max, time_max_s=settings.template_time_max_s
@@ -144,6 +144,7 @@ class Agent:
                 param="generation",
             )
         self._newest_term.note(desired.term)
+        self._told = True
         self.generation = desired.generation
         self._handing_over = desired.handing_over
         instances = with_leaving_adapters(desired.instances, self._desired.values(), is_hosted=self._is_hosted)
@@ -153,6 +154,15 @@ class Agent:
         for group in self.groups:
             group.follow(instance for instance in instances if instance.slot == group.number)
         self._misplaced = tuple(instance for instance in instances if instance.slot not in self.groups)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the agent has been told which instances it shall hold, and each has been loaded or has failed. It
+        stays so: an instance that is placed here later says nothing of the agent.
+        """
+        if not self._started:
+            self._started = self._told and all(each.state != "loading" for each in self.reports())
+        return self._started
 
     async def hand_over(self, *, decided_s: float, max_s: float) -> None:
         """Ask for successors of all instances on other nodes, and serve until they have taken over.

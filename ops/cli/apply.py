@@ -15,7 +15,7 @@ from ops.client.fleet_file.changes import Change, choose_changes, missing_refere
 from ops.client.fleet_file.document import FleetFile
 from ops.client.fleet_file.exporting import export_text
 from ops.client.fleet_file.pruning import choose_deletions, read_open_batches
-from ops.client.fleet_file.reading import read_fleet_file
+from ops.client.fleet_file.reading import read_fleet_file, says_nothing
 from ops.client.fleet_file.resources import declared_resources, read_resources
 from ops.client.screen import AsJson, print_json
 
@@ -44,7 +44,10 @@ def apply_file(
     as_json: AsJson = False,
 ) -> None:
     """Make the fleet and its tenants as a YAML file declares them."""
-    fleet_file = read_fleet_file(_text(file), name=_name(file))
+    text = _text(file)
+    fleet_file = read_fleet_file(text, name=_name(file))
+    if prune and says_nothing(text):  # such as the file of an export that failed
+        raise CommandError(f"{_name(file)} is empty: write {{}} in it to delete all that its owner made")
     owner = _owner(owner) or fleet_file.owner or _OWNER
     declared = declared_resources(fleet_file, now=datetime.now(UTC))
     with connected(context) as api:

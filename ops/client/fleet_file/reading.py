@@ -37,6 +37,11 @@ def read_fleet_file(text: str, *, name: str) -> FleetFile:
         raise CommandError("\n".join([*faults[:_SHOWN_MAX], *more])) from None
 
 
+def says_nothing(text: str) -> bool:
+    """Whether a file that was read has no document, or an empty one; `{}` is a file that names nothing."""
+    return yaml.safe_load(text) is None
+
+
 def _fault(name: str, lines: dict[Path, int], error: Any) -> str:
     """One fault: the file and line, the field, its limit and its value."""
     path: Path = tuple(part for part in error["loc"] if part != "[key]")

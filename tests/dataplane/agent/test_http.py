@@ -65,6 +65,25 @@ async def check_views(node: Node) -> None:
 
 
 @asynchronous
+async def test_an_agent_is_ready_once_what_it_shall_hold_is_loaded() -> None:
+    async with running_node(settings()) as node:
+
+        async def ready() -> int:
+            return (await node.client.get("/readyz", headers={"authorization": ""})).status_code
+
+        assert await ready() == 503, "it has not been told anything"
+        node.agent.apply(desired(1, instance()))
+        assert await ready() == 503, "its instance is loading"
+        await node.until(lambda: node.states() == {"i1": "ready"})
+        assert await ready() == 200
+        node.agent.apply(desired(2, instance(), instance("later")))
+        assert await ready() == 200, "what comes later says nothing of its start"
+    async with running_node(settings()) as node:
+        await node.hold(0)
+        assert (await node.client.get("/readyz")).status_code == 200, "nothing is to be there"
+
+
+@asynchronous
 async def test_refusals_are_failed_messages_with_their_status() -> None:
     cases: list[tuple[dict[str, Any], int, str, str | None]] = [
         ({"instance_id": "other"}, 409, "instance_not_ready", "instance_id"),

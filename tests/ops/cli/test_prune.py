@@ -39,6 +39,11 @@ def test_all_that_a_file_made_is_pruned_and_nothing_made_by_hand(served: Run, fi
     assert names(served, "tenant") == ["team-b"]
     assert served("pin", "list", "--json").json["data"] == []
     assert served("apply", "-f", file, "--prune", "--yes").out == "nothing to change\n"
+    for nothing in ("", "# a comment\n", "---\n"):
+        file.write_text(nothing)
+        refused = served("apply", "-f", file, "--prune", "--yes")
+        assert (refused.status, names(served, "tenant")) == (1, ["team-b"])
+        assert "fleet.yaml is empty: write {} in it" in refused.err
     assert "endpoint.delete" in served("audit").out
 
 

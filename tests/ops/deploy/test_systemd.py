@@ -54,6 +54,14 @@ def test_a_unit_starts_a_command_that_exists(path: Path) -> None:
     assert fault_of_command(arguments) is None
 
 
+@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.name)
+def test_what_is_enabled_starts_with_the_machine(path: Path) -> None:
+    """The target is wanted by the machine only once it is enabled itself."""
+    wanted = set(re.findall(r"^WantedBy=(.+)$", path.read_text(), flags=re.MULTILINE))
+    also = set(re.findall(r"^Also=(.+)$", path.read_text(), flags=re.MULTILINE))
+    assert not wanted or "multi-user.target" in wanted or (wanted == also == {"tidepool.target"})
+
+
 @needs_systemd
 def test_systemd_has_nothing_to_say_about_the_units(tmp_path: Path) -> None:
     """An unknown key is a warning and no failure, so any output counts."""
