@@ -325,14 +325,17 @@ def expire_leases(session: Session, *, attempts_max: int, count_max: int) -> int
     return len(rows)
 
 
-def expire_requests(session: Session) -> int:
-    """End the open requests of batches past their deadline as expired."""
+def overdue_batches(session: Session) -> Sequence[int]:
+    """The numbers of the batches in progress that are past their deadline."""
     running = (Batch.state == BatchState.IN_PROGRESS, Batch.ended_at.is_(None))
-    over = select(Batch.number).where(*running, Batch.deadline_at < func.now())
-    return sum(
-        end_batch_requests(session, number, state=BatchRequestState.EXPIRED)
-        for number in session.scalars(over.order_by(Batch.number)).all()
-    )
+    return session.scalars(select(Batch.number).where(*running, Batch.deadline_at < func.now())).all()
+
+
+def expire_requests(session: Session, number: int) -> int:
+    """End the open requests of a batch past its deadline as expired. A batch has a transaction of its own, since one
+    may have very many requests.
+    """
+    return end_batch_requests(session, number, state=BatchRequestState.EXPIRED)
 
 
 def _claimed_as(held: Sequence[Claim]) -> Any:

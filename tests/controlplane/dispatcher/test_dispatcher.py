@@ -33,7 +33,7 @@ from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
 from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.notifications import Wake, notify
-from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests
+from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests, overdue_batches
 from controlplane.store.responses import ResponseRow
 from controlplane.store.session import make_engine
 from dataplane.protocol.messages import Finished, Token, ToolCallDelta
@@ -451,7 +451,7 @@ def test_finished_lines_are_kept(world: World, blobs: BlobStore, end: str, code:
                     cancel_batch(session, batch_id, tenant="acme")
                 else:
                     session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
-                    assert expire_requests(session) == 3
+                    assert [expire_requests(session, number) for number in overdue_batches(session)] == [3]
             return await ended(world, batch_id)
 
     with served(agent.app) as url:

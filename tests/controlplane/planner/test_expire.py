@@ -78,6 +78,22 @@ def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobS
     assert expire(impatient, blobs, world.settings).done() == {"silent_nodes": 1}
 
 
+def test_a_batch_that_cannot_be_expired_holds_up_none_of_the_others(
+    world: World, blobs: BlobStore, impatient: Database
+) -> None:
+    """A transaction that writes results of the first one does not end."""
+    numbers = [world.batch(world.add_batch(lines=2, tenant=tenant)).number for tenant in ("acme", "other", "third")]
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
+    with world.database.transaction() as writing:
+        writing.execute(text("SELECT pg_advisory_xact_lock_shared(:lock)"), {"lock": -numbers[0]})
+        expired = expire(impatient, blobs, world.settings)
+        assert "requests: OperationalError" in str(expired.error)
+        open_batches = writing.scalars(text("SELECT DISTINCT batch_number FROM queued_requests")).all()
+    assert open_batches == numbers[:1]
+    assert expire(impatient, blobs, world.settings).done() == {"requests": 2}
+
+
 def test_a_slow_deletion_rolls_back_no_other(world: World, blobs: BlobStore, impatient: Database) -> None:
     with world.database.transaction() as session:
         old_rows(session, 2)

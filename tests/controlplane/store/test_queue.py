@@ -295,8 +295,9 @@ def test_requests_past_their_deadline_end_with_a_line(world: World) -> None:
     assert finish(world, done) == 1
     run(world, f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{batch_id}'")
     with world.database.transaction() as session:
-        assert queue.expire_requests(session) == 2
-        assert queue.expire_requests(session) == 0
+        [number] = queue.overdue_batches(session)
+        assert queue.expire_requests(session, number) == 2
+        assert queue.expire_requests(session, number) == 0
     assert [result.state for result in results(world)] == ["expired", "completed", "expired"]
     assert results(world)[0].error["code"] == "batch_expired"
     assert (results(world)[0].status_code, theirs.batch_id) == (None, other)
