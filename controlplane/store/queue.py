@@ -215,6 +215,13 @@ def renew(session: Session, held: Sequence[Claim], *, lease_s: int) -> set[tuple
     return {(number, line) for number, line in session.execute(kept)}
 
 
+_LOCKED = """
+    ARRAY(SELECT number FROM unnest(CAST(:numbers AS bigint[])) AS number
+          WHERE pg_try_advisory_xact_lock_shared(-number))
+"""
+"""The batches that no other transaction is ending as a whole, nor can end until this one is over, so that no two wait
+for each other's rows.
+"""
 _FINISH = text(
     f"""
     WITH given AS MATERIALIZED (
@@ -222,14 +229,14 @@ _FINISH = text(
                CAST(:epochs AS bigint[]) AS epochs, CAST(:codes AS bigint[]) AS codes,
                string_to_array(:contents, chr(10), 'null') AS contents, string_to_array(:upstream, chr(10)) AS upstream,
                CAST(:inputs AS bigint[]) AS inputs, CAST(:outputs AS bigint[]) AS outputs,
-               (SELECT count(*) FROM (SELECT pg_advisory_xact_lock_shared(-number)
-                                      FROM unnest(CAST(:numbers AS bigint[])) AS number) AS locks) AS shared
+               {_LOCKED} AS locked
     ), done AS (
         SELECT done.* FROM given CROSS JOIN LATERAL unnest(
             batches, lines, epochs, codes, contents, upstream, inputs, outputs
         ) WITH ORDINALITY AS done(
             batch_number, line, epoch, status_code, content, upstream_id, input_tokens, output_tokens, place
         )
+        WHERE batch_number = ANY (locked)
     ), ended AS (
         DELETE FROM queued_requests AS queued USING done
         WHERE queued.batch_number = done.batch_number AND queued.line = done.line AND queued.epoch = done.epoch
@@ -242,19 +249,19 @@ _FINISH = text(
                output_tokens
         FROM ended
     ), counted AS ({COUNT_WRITTEN})
-    SELECT array_agg(place) FROM ended
+    SELECT locked, (SELECT array_agg(place) FROM ended) FROM given
     """  # noqa: S608 - of constants
 )
 
 
-def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]]:
-    """Write the one result of each request; returns the keys of those written. For others a newer claim exists, and
-    nothing is written. The statement first takes the lock (`shared`) that excludes transactions that end whole batches,
-    so that no two wait for each other's rows; the rows that they have ended are not there to delete.
+def finish(session: Session, outcomes: Sequence[Outcome]) -> dict[tuple[int, int], bool]:
+    """Write the one result of each request; returns by key whether it was written. If not, a newer claim exists, or the
+    request was ended with its batch. A key is missing while a transaction is ending the batch: whether there is a
+    result to write is known when it is over, and it is not waited for, so that results of other batches are written.
     """
     done = sorted([(outcome.claim.key, outcome) for outcome in outcomes], key=itemgetter(0))
     keys = [key for key, _ in done]
-    places = session.scalar(
+    locked, places = session.execute(
         _FINISH,
         {
             "numbers": _array(sorted({number for number, _ in keys})),
@@ -267,8 +274,9 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]
             "inputs": _array([outcome.input_tokens for _, outcome in done]),
             "outputs": _array([outcome.output_tokens for _, outcome in done]),
         },
-    )
-    return {keys[place - 1] for place in places or ()}
+    ).one()
+    free, written = set(locked), {keys[place - 1] for place in places or ()}
+    return {key: key in written for key in keys if key[0] in free}
 
 
 def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:

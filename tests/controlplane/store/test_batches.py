@@ -37,7 +37,7 @@ PATHS = {
 
 def finish(session: Session, held: Claim, status_code: int = 200) -> None:
     outcome = Outcome(claim=held, status_code=status_code, body={}, upstream_id="u", input_tokens=7, output_tokens=3)
-    assert queue.finish(session, [outcome]) == {held.key}
+    assert queue.finish(session, [outcome]) == {held.key: True}
 
 
 def test_cancelling_at_every_state(world: World) -> None:
