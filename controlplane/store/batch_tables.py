@@ -30,6 +30,7 @@ class File(Base):
     __table_args__ = (
         CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose_known"),
         Index("ix_files_tenant", "tenant", "id"),
+        Index("ix_files_expiring", "expires_at", postgresql_where=text("deleted_at IS NULL")),
     )
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant: Mapped[str]

@@ -1,4 +1,4 @@
-"""Lists of batches and files read what they show, however much there ever was."""
+"""What looks for some batches or files reads these, however many there ever were."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from controlplane.policies.lifecycle import BatchState
 from controlplane.store.batch_views import find_batches
 from controlplane.store.batches import list_batches
-from controlplane.store.files import list_files
+from controlplane.store.files import expire_files, list_files
 from controlplane.store.session import Database
 from tests.controlplane.world import World
 
@@ -70,8 +70,16 @@ def _rows(plan: dict[str, Any]) -> Iterator[int]:
         yield from _rows(part)
 
 
-FIND = {"tenant": None, "model": None, "state": None, "ended": None, "at_risk": None, "after": None, "limit": 20}
-FILES = {"purpose": None, "after": None, "limit": 20, "newest_first": True}
+FIND: dict[str, Any] = {
+    "tenant": None,
+    "model": None,
+    "state": None,
+    "ended": None,
+    "at_risk": None,
+    "after": None,
+    "limit": 20,
+}
+FILES: dict[str, Any] = {"purpose": None, "after": None, "limit": 20, "newest_first": True}
 
 
 @pytest.mark.parametrize("tenant", ["t7", "nobody"])
@@ -84,3 +92,7 @@ def test_a_page_of_a_tenant_is_read_alone(old: Database, tenant: str) -> None:
 @pytest.mark.parametrize("which", [{"state": BatchState.IN_PROGRESS}, {"at_risk": True}, {"ended": False}])
 def test_open_batches_are_read_alone(old: Database, which: dict[str, Any]) -> None:
     assert rows_read(old, lambda session: find_batches(session, **(FIND | which))) <= READ_MAX
+
+
+def test_files_past_their_time_are_read_alone(old: Database) -> None:
+    assert rows_read(old, expire_files) == 0
