@@ -170,9 +170,7 @@ def _expire_files(database: Database, blobs: BlobStore) -> int:
     """Delete rows first and their blobs after the commit; blobs that remain then are orphans."""
     with database.transaction() as session:
         gone = expire_files(session)
-    for file_id in gone:
-        blobs.delete(file_id)
-    return len(gone)
+    return len(_each(gone, blobs.delete))
 
 
 def _delete_orphans(database: Database, blobs: BlobStore) -> int:
@@ -180,9 +178,7 @@ def _delete_orphans(database: Database, blobs: BlobStore) -> int:
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)
-    for name in orphans:
-        blobs.delete(name)
-    return len(orphans)
+    return len(_each(orphans, blobs.delete))
 
 
 def _copy_files(database: Database, blobs: BlobStore) -> int:
@@ -192,4 +188,4 @@ def _copy_files(database: Database, blobs: BlobStore) -> int:
     alone = blobs.lacking_a_copy(_SETTLED_S)
     with database.transaction() as session:
         known = known_files(session, alone)
-    return sum(blobs.copy_missing(file_id) for file_id in sorted(known))
+    return sum(_each(known, blobs.copy_missing))
