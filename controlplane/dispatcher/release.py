@@ -38,7 +38,7 @@ from dataplane.protocol.messages import INSTANCE_NOT_READY, STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_MAX_S = 60.0
-_RENEWED_AT_ONCE = 50
+_RENEWED_AT_ONCE, _RETURNED_AT_ONCE = 50, 500
 _DEMAND_KEEP_S = 1.0
 _COUNTS_FRESH_S = 10.0
 """How long the requests of a dispatcher that is gone count in flight."""
@@ -145,11 +145,14 @@ class Releaser:
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        for claim in [*held.values(), *await self._not_started()]:
+        claims = [*held.values(), *await self._not_started()]
+        for first in range(0, len(claims), _RETURNED_AT_ONCE):
+            some = claims[first : first + _RETURNED_AT_ONCE]
             try:
-                await self._give_back(claim, "its dispatcher was stopped", tried=False, delay_s=0)
-            except SQLAlchemyError:
-                return  # the leases expire
+                await self._give_back(*some, error="its dispatcher was stopped", tried=False, delay_s=0)
+            except SQLAlchemyError as error:
+                text = str(error).splitlines()[0]
+                log.warning("requests wait until their leases expire", requests=len(some), error=text)
 
     async def _not_started(self) -> list[Claim]:
         """The claims of a `release` that was cancelled while it claimed."""
@@ -249,7 +252,7 @@ class Releaser:
         try:
             return await self._answer(line)
         except CapacityError as error:
-            await self._give_back(held, error.message, tried=False, delay_s=self._retry_s)
+            await self._give_back(held, error=error.message, tried=False, delay_s=self._retry_s)
             return None
         except TidepoolError as error:
             untouched = isinstance(error, NodeError) and error.untouched
@@ -260,7 +263,7 @@ class Releaser:
             last = held.attempts >= self._settings.niw_attempts_max
             if (lost or isinstance(error, UnknownModelError)) and not (tried and last):
                 delay_s = min(self._retry_s * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
-                await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
+                await self._give_back(held, error=error.message, tried=tried, delay_s=delay_s)
                 return None
             if lost:
                 return _exhausted(held, error.message)
@@ -273,7 +276,7 @@ class Releaser:
             log.exception("a defect in the dispatcher", request=held.fence)
             if held.attempts >= self._settings.niw_attempts_max:
                 return _exhausted(held, "internal error")
-            await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
+            await self._give_back(held, error="internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
             return None
 
     async def _answer(self, line: Line) -> Outcome:
@@ -300,10 +303,10 @@ class Releaser:
             output_tokens=usage.completion_tokens,
         )
 
-    async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float) -> None:
+    async def _give_back(self, *held: Claim, error: str, tried: bool, delay_s: float) -> None:
         def write() -> None:
             with self._database.transaction() as session:
-                queue.give_back(session, held, delay_s=delay_s, error=error, tried=tried)
+                queue.give_back(session, *held, delay_s=delay_s, error=error, tried=tried)
 
         await anyio.to_thread.run_sync(write)
 

@@ -279,25 +279,45 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> dict[tuple[int, int
     return {key: key in written for key in keys if key[0] in free}
 
 
-def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:
-    """Let a request wait again, for at least `delay_s`. `tried`: a node had it, so the attempt counts. False, and
-    nothing written, if the claim is no longer the newest.
-    """
-    ours = session.scalar(
-        update(QueuedRequest)
-        .where(_claimed_as([held]))
-        .values(
-            epoch=held.epoch + 1,
-            lease_until=None,
-            not_before=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s),
-            last_error=storable(error[:2000]),
-            attempts=held.attempts - (not tried),
-        )
-        .returning(QueuedRequest.line)
+_GIVE_BACK = text(
+    f"""
+    WITH given AS MATERIALIZED (
+        SELECT CAST(:batches AS bigint[]) AS batches, CAST(:lines AS bigint[]) AS lines,
+               CAST(:epochs AS bigint[]) AS epochs, {_LOCKED} AS locked
+    ), ours AS (
+        SELECT claimed.* FROM given CROSS JOIN LATERAL unnest(batches, lines, epochs)
+                         AS claimed(batch_number, line, epoch)
+        WHERE batch_number = ANY (locked)
     )
-    if ours is not None:
+    UPDATE queued_requests AS queued
+    SET epoch = queued.epoch + 1, attempts = queued.attempts - :untried, lease_until = NULL, last_error = :error,
+        not_before = now() + :delay_s * interval '1 s'
+    FROM ours
+    WHERE queued.batch_number = ours.batch_number AND queued.line = ours.line AND queued.epoch = ours.epoch
+    RETURNING queued.line
+    """  # noqa: S608 - of constants
+)
+
+
+def give_back(session: Session, *held: Claim, delay_s: float, error: str, tried: bool) -> int:
+    """Let requests wait again, for at least `delay_s`; returns how many. `tried`: a node had them, so the attempt
+    counts. Nothing is written for one whose claim is no longer the newest, or whose batch is being ended.
+    """
+    rows = session.execute(
+        _GIVE_BACK,
+        {
+            "numbers": _array(sorted({claim.batch_number for claim in held})),
+            "batches": _array([claim.batch_number for claim in held]),
+            "lines": _array([claim.line for claim in held]),
+            "epochs": _array([claim.epoch for claim in held]),
+            "untried": 0 if tried else 1,
+            "error": storable(error[:2000]),
+            "delay_s": delay_s,
+        },
+    ).all()
+    if rows:
         notify(session, Wake.RELEASE, delay_s=delay_s)
-    return ours is not None
+    return len(rows)
 
 
 def expire_leases(session: Session, *, attempts_max: int, count_max: int) -> int:

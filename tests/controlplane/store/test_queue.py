@@ -32,9 +32,9 @@ def finish(world: World, *held: Claim, status_code: int = 200) -> int:
         return sum(queue.finish(session, outcomes).values())
 
 
-def give_back(world: World, held: Claim, *, delay_s: float = 0, tried: bool = True) -> bool:
+def give_back(world: World, *held: Claim, delay_s: float = 0, tried: bool = True) -> int:
     with world.database.transaction() as session:
-        return queue.give_back(session, held, delay_s=delay_s, error="no", tried=tried)
+        return queue.give_back(session, *held, delay_s=delay_s, error="no", tried=tried)
 
 
 def expire_leases(world: World, attempts_max: int = 5) -> int:
@@ -250,6 +250,17 @@ def test_giving_back_waits_and_counts_only_real_attempts(world: World) -> None:
         assert queue.batch_groups(session) == ()
     run(world, "UPDATE queued_requests SET not_before = now() - interval '1 ms'")
     assert claim(world)[0].attempts == 2
+
+
+def test_many_are_given_back_at_once_but_for_those_that_are_not_ours_any_more(world: World) -> None:
+    ended, other = world.batch(world.add_batch(lines=1)), world.batch(world.add_batch(lines=3))
+    held = claim(world, count=3)
+    run(world, f"UPDATE queued_requests SET epoch = 2 WHERE batch_number = {other.number} AND line = 2")
+    with world.database.transaction() as ending:
+        end_batch_requests(ending, ended.number, state=BatchRequestState.CANCELLED)
+        assert give_back(world, *held, tried=False) == 2
+    assert open_rows(world) == [(1, False, 2, 0), (2, True, 2, 1), (3, False, 2, 0)]
+    assert give_back(world, *held) == 0
 
 
 def test_renewing(world: World) -> None:
