@@ -1,6 +1,6 @@
 """Validating a batch's input: all lines become requests in one transaction, or the batch fails with its errors."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from controlplane.store.batch_attempts import Due
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchError, NewRequest, add_requests, fail_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.fleet import Catalog, load_catalog
+from controlplane.store.fleet import Catalog, keep_models, load_catalog
 from controlplane.store.tenants import batch_tokens_left
 from dataplane.protocol.tiers import Tier
 
@@ -30,6 +30,7 @@ _ERRORS_SHOWN_MAX = 100
 _CUSTOM_ID_MAX = 512
 _BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS_GUESS = 256
+_NO_MODEL = "the model '{}' does not exist"
 
 
 class LineError(Exception):
@@ -53,7 +54,7 @@ class _Line(msgspec.Struct):
 
 class LineReader:
     """Validates the lines of one batch file, each once. `errors`: the faults found; after the first one, other lines
-    are only checked. `tokens`: an estimate of what the valid lines may take.
+    are only checked. `tokens`: an estimate of what the valid lines may take. `asked`: the first of them for each model.
     """
 
     def __init__(self, batch: Batch, catalog: Catalog, lines_max: int) -> None:
@@ -66,6 +67,7 @@ class LineReader:
         self._decoder = msgspec.json.Decoder(_Line)
         self.errors: list[BatchError] = []
         self.tokens = 0
+        self.asked: dict[str, int] = {}
 
     def requests(self, stream: Iterable[bytes]) -> Iterator[NewRequest]:
         """The lines as requests, up to the first invalid one."""
@@ -116,6 +118,7 @@ class LineReader:
         input_tokens = len(body) // _BYTES_PER_TOKEN
         tokens = input_tokens + answers * (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
         self.tokens += tokens
+        self.asked.setdefault(query.model, number)
         return NewRequest(
             line=number,
             custom_id=custom_id,
@@ -143,7 +146,7 @@ class LineReader:
                 raise InvalidValueError("stream is not allowed in a batch", param="stream")
             model = self._models.get(request.model)
             if model is None:
-                raise NotFoundError(f"the model '{request.model}' does not exist", param="model")
+                raise NotFoundError(_NO_MODEL.format(request.model), param="model")
             check_context(request.tokens_max(), model)
             query = request.query(tier=Tier.NIW).of_model(model.name)
             check_task(query.task, model)
@@ -195,12 +198,22 @@ def _ingest(session: Session, batch: Batch, blobs: BlobStore, settings: Settings
     with session.no_autoflush:  # the batch's row is not locked while its tenant's lock is waited for
         left = batch_tokens_left(session, batch.tenant, settings, besides={batch.number})
     if left is None or reader.tokens <= left:
-        return []
+        return _errors_of_deleted(session, reader.asked)
     message = (
         f"the batch may take {reader.tokens} tokens, and tenant '{batch.tenant}' may queue {max(0, left)} more now"
         " (queued_batch_tokens_max); try again when queued requests have ended"
     )
     return [BatchError(code="token_limit_exceeded", message=message)]
+
+
+def _errors_of_deleted(session: Session, asked: Mapping[str, int]) -> list[BatchError]:
+    """Errors of lines whose models were deleted while the lines were read. The others stay, as the batch begins now."""
+    kept = keep_models(session, asked)
+    return [
+        BatchError(code="model_not_found", message=_NO_MODEL.format(model), param="body.model", line=line)
+        for model, line in asked.items()
+        if model not in kept
+    ]
 
 
 def _quoted(value: Any) -> str:

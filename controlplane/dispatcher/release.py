@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import anyio.to_thread
 import structlog
-from msgspec import structs
 from sqlalchemy.exc import SQLAlchemyError
 
 from controlplane.dispatcher.in_flight import Line, LinesInFlight
@@ -39,7 +38,7 @@ from dataplane.protocol.messages import INSTANCE_NOT_READY, STALE_EPOCH
 
 log = structlog.get_logger()
 _RETRY_DELAY_MAX_S = 60.0
-_RENEWED_AT_ONCE = 50
+_RENEWED_AT_ONCE, _RETURNED_AT_ONCE = 50, 500
 _DEMAND_KEEP_S = 1.0
 _COUNTS_FRESH_S = 10.0
 """How long the requests of a dispatcher that is gone count in flight."""
@@ -100,8 +99,10 @@ class Releaser:
         groups = await self._waiting.read()
         if not groups:
             return False
-        facts = ReleaseFacts(groups=groups, instances=instances, last_tenants=self._last_tenants)
-        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._decide, facts, free))
+        facts = ReleaseFacts(
+            groups=groups, instances=instances, last_tenants=self._last_tenants, count_max=min(free, CLAIMS_MAX)
+        )
+        self._claiming = asyncio.create_task(anyio.to_thread.run_sync(self._decide, facts))
         placed = await asyncio.shield(self._claiming)
         self._claiming = None
         tokens = {(group.batch, group.model): expected_tokens(group, self._policy) for group in groups}
@@ -144,11 +145,14 @@ class Releaser:
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
-        for claim in [*held.values(), *await self._not_started()]:
+        claims = [*held.values(), *await self._not_started()]
+        for first in range(0, len(claims), _RETURNED_AT_ONCE):
+            some = claims[first : first + _RETURNED_AT_ONCE]
             try:
-                await self._give_back(claim, "its dispatcher was stopped", tried=False, delay_s=0)
-            except SQLAlchemyError:
-                return  # the leases expire
+                await self._give_back(*some, error="its dispatcher was stopped", tried=False, delay_s=0)
+            except SQLAlchemyError as error:
+                text = str(error).splitlines()[0]
+                log.warning("requests wait until their leases expire", requests=len(some), error=text)
 
     async def _not_started(self) -> list[Claim]:
         """The claims of a `release` that was cancelled while it claimed."""
@@ -157,7 +161,7 @@ class Releaser:
         [placed] = await asyncio.gather(self._claiming, return_exceptions=True)
         return [] if isinstance(placed, BaseException) else [held for _, held in placed]
 
-    def _decide(self, facts: ReleaseFacts, free: int) -> list[tuple[Release, Claim]]:
+    def _decide(self, facts: ReleaseFacts) -> list[tuple[Release, Claim]]:
         """Step the windows of all endpoints of models that wait, and lease what has room and fits them."""
         models = {group.model for group in facts.groups}
         endpoints = {each.endpoint for each in facts.instances if each.endpoint.model in models}
@@ -170,8 +174,7 @@ class Releaser:
         refused, self._refused = frozenset(self._refused), set()
         after = choose_windows(facts, refused, now_s, self._policy)
         releases = choose_releases(replace(facts, windows=after), now_s, self._policy)
-        granted = self._granted(_at_most(releases, min(free, CLAIMS_MAX)), before, after, own)
-        return self._claim(granted)
+        return self._claim(self._granted(releases, before, after, own))
 
     def _interactive(self, now_s: float) -> frozenset[Endpoint]:
         """The endpoints that were asked for interactive answers in this minute or the last one, read once a second."""
@@ -190,9 +193,7 @@ class Releaser:
         own: Mapping[Endpoint, int],
     ) -> list[Release]:
         """Store the windows, and take from them what is still there: another dispatcher may have been faster."""
-        wanted: Counter[tuple[Endpoint, bool]] = Counter()
-        for release in releases:
-            wanted[release.endpoint, release.urgent] += release.count
+        wanted = Counter((release.endpoint, release.urgent) for release in releases)
         taken = {
             endpoint: WindowTaken(
                 before=before.get(endpoint),
@@ -203,20 +204,16 @@ class Releaser:
             )
             for endpoint, window in after.items()
         }
-        left = self._live.take_windows(self._name, taken, fresh_s=_COUNTS_FRESH_S)
+        left = Counter(self._live.take_windows(self._name, taken, fresh_s=_COUNTS_FRESH_S))
         granted = []
         for release in releases:
-            count = release.count if release.urgent else min(release.count, left.get(release.endpoint, 0))
-            if not release.urgent:
-                left[release.endpoint] = left.get(release.endpoint, 0) - count
-            if count:
-                granted.append(structs.replace(release, count=count))
+            if release.urgent or left[release.endpoint] > 0:
+                granted.append(release)
+                left[release.endpoint] -= not release.urgent
         return granted
 
     def _claim(self, granted: Sequence[Release]) -> list[tuple[Release, Claim]]:
-        wanted: Counter[tuple[int, str]] = Counter()
-        for release in granted:
-            wanted[release.batch, release.endpoint.model] += release.count
+        wanted = Counter((release.batch, release.endpoint.model) for release in granted)
         if not wanted:
             return []
         with self._database.statement() as session:
@@ -255,7 +252,7 @@ class Releaser:
         try:
             return await self._answer(line)
         except CapacityError as error:
-            await self._give_back(held, error.message, tried=False, delay_s=self._retry_s)
+            await self._give_back(held, error=error.message, tried=False, delay_s=self._retry_s)
             return None
         except TidepoolError as error:
             untouched = isinstance(error, NodeError) and error.untouched
@@ -266,7 +263,7 @@ class Releaser:
             last = held.attempts >= self._settings.niw_attempts_max
             if (lost or isinstance(error, UnknownModelError)) and not (tried and last):
                 delay_s = min(self._retry_s * 2 ** (held.attempts - 1), _RETRY_DELAY_MAX_S)
-                await self._give_back(held, error.message, tried=tried, delay_s=delay_s)
+                await self._give_back(held, error=error.message, tried=tried, delay_s=delay_s)
                 return None
             if lost:
                 return _exhausted(held, error.message)
@@ -279,7 +276,7 @@ class Releaser:
             log.exception("a defect in the dispatcher", request=held.fence)
             if held.attempts >= self._settings.niw_attempts_max:
                 return _exhausted(held, "internal error")
-            await self._give_back(held, "internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
+            await self._give_back(held, error="internal error", tried=True, delay_s=_RETRY_DELAY_MAX_S)
             return None
 
     async def _answer(self, line: Line) -> Outcome:
@@ -306,10 +303,10 @@ class Releaser:
             output_tokens=usage.completion_tokens,
         )
 
-    async def _give_back(self, held: Claim, error: str, *, tried: bool, delay_s: float) -> None:
+    async def _give_back(self, *held: Claim, error: str, tried: bool, delay_s: float) -> None:
         def write() -> None:
             with self._database.transaction() as session:
-                queue.give_back(session, held, delay_s=delay_s, error=error, tried=tried)
+                queue.give_back(session, *held, delay_s=delay_s, error=error, tried=tried)
 
         await anyio.to_thread.run_sync(write)
 
@@ -341,25 +338,17 @@ def release_policy(settings: Settings) -> ReleaseSettings:
     )
 
 
-def _at_most(releases: Sequence[Release], count_max: int) -> list[Release]:
-    """The releases, or their first requests."""
-    found = []
-    for release in releases:
-        if count := min(release.count, count_max):
-            found.append(structs.replace(release, count=count))
-            count_max -= count
-    return found
-
-
 def _placed(releases: Sequence[Release], claims: Sequence[Claim]) -> list[tuple[Release, Claim]]:
-    """The claims, each with the release that it was made for."""
+    """The claims, each with a release that it was made for: of a batch, lines that follow each other for each instance,
+    as they may have a common beginning.
+    """
     waiting: dict[tuple[int, str], deque[Claim]] = {}
     for claim in claims:
         waiting.setdefault((claim.batch_number, claim.model), deque()).append(claim)
     placed = []
-    for release in releases:
+    for release, count in Counter(releases).items():
         group = waiting.get((release.batch, release.endpoint.model), deque())
-        placed += [(release, group.popleft()) for _ in range(min(release.count, len(group)))]
+        placed += [(release, group.popleft()) for _ in range(min(count, len(group)))]
     return placed
 
 

@@ -1,4 +1,6 @@
-"""Writing results: those that arrive during a transaction are written together by the next one."""
+"""Writing results: those that arrive during a transaction are written together by the next one. Those that cannot be
+written yet go behind the others.
+"""
 
 import asyncio
 
@@ -65,7 +67,7 @@ class ResultWriter:
             return
         except SQLAlchemyError as error:
             log.warning("results wait for Postgres", results=len(group), error=str(error).splitlines()[0])
-            self._waiting = group + self._waiting
+            self._waiting += group
             self._together = max(1, len(group) // 2)
             await asyncio.sleep(_RETRY_S)
             return
@@ -74,10 +76,15 @@ class ResultWriter:
                 _settle(done, error)
             raise
         for outcome, done in group:
-            _settle(done, outcome.claim.key in written)
+            if outcome.claim.key in written:
+                _settle(done, written[outcome.claim.key])
+            else:
+                self._waiting.append((outcome, done))
         self._together = min(_TOGETHER_MAX, self._together + _TOGETHER_MORE)
+        if not written:
+            await asyncio.sleep(_RETRY_S)  # their batches are being ended
 
-    def _commit(self, outcomes: list[Outcome]) -> set[tuple[int, int]]:
+    def _commit(self, outcomes: list[Outcome]) -> dict[tuple[int, int], bool]:
         with self._database.statement() as session:
             return queue.finish(session, outcomes)
 

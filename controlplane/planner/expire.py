@@ -2,11 +2,16 @@
 slow or failing job neither delays nor rolls back the others.
 """
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import TypeVar
 
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from controlplane.errors import TidepoolError
 from controlplane.planner.runs import JobsRun, run_jobs
 from controlplane.policies.limit_shares import FLOOR_LEASE_S
 from controlplane.settings import Settings
@@ -22,7 +27,7 @@ from controlplane.store.limit_shares import LimitShareRow
 from controlplane.store.objectives import forget_objectives
 from controlplane.store.plans import forget_plans
 from controlplane.store.profile_corrections import forget_windows
-from controlplane.store.queue import expire_leases, expire_requests
+from controlplane.store.queue import expire_leases, expire_requests, overdue_batches
 from controlplane.store.request_log import LoggedRequest
 from controlplane.store.responses import ResponseRow
 from controlplane.store.rows import delete_older
@@ -31,6 +36,9 @@ from controlplane.store.token_budgets import forget_budgets
 from controlplane.store.usage import UsageHour, add_up_usage
 from controlplane.store.what_if import WhatIfRun, fail_lost_runs
 
+log = structlog.get_logger()
+Item = TypeVar("Item")
+Done = TypeVar("Done")
 _DAY_S = 86_400
 _ORPHAN_S = 86_400.0
 _SETTLED_S = 60.0
@@ -45,13 +53,15 @@ _PIECE_ROWS = 5000
 _PIECES_EXPIRED_MAX, _PIECES_SWEPT_MAX = 50, 200
 """Transactions of one job in one run; the next run continues. `expire` has few, since other jobs wait for its next run.
 """
+_FAULTS_MAX = 10
+"""After so many items have failed, not they are at fault, but Postgres or the store for files does not answer."""
 
 
 def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
     """Expire requests, leases, nodes and files that are over; a second run changes nothing more."""
     return run_jobs(
         {
-            "requests": partial(_once, database, expire_requests),
+            "requests": partial(_expire_requests, database),
             "leases": partial(
                 _in_pieces,
                 database,
@@ -123,6 +133,33 @@ def _in_pieces(database: Database, job: Callable[..., int], pieces_max: int) -> 
     return done
 
 
+def _each(items: Collection[Item], job: Callable[[Item], Done]) -> list[Done]:
+    """What a job returns for each item. One that fails holds up none of the others, and the first error is raised when
+    they are done, or after `_FAULTS_MAX` errors: as the order is random, the same items do not fail first each time.
+    """
+    done: list[Done] = []
+    faults: list[Exception] = []
+    for item in random.sample(list(items), len(items)):
+        try:
+            done.append(job(item))
+        except (SQLAlchemyError, OSError, TidepoolError) as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("a job goes on without an item", item=item, error=text)
+            faults.append(error)
+            if len(faults) == _FAULTS_MAX:
+                break
+    if faults:
+        raise faults[0]
+    return done
+
+
+def _expire_requests(database: Database) -> int:
+    """Expire the requests of overdue batches, each batch in a transaction of its own."""
+    with database.transaction() as session:
+        overdue = overdue_batches(session)
+    return sum(_each(overdue, lambda number: _once(database, partial(expire_requests, number=number))))
+
+
 def _lose_nodes(session: Session, *, heard_s: float) -> int:
     """How many nodes became silent since the last run."""
     silent = lose_silent_nodes(session, silent_s=_NODE_LOST_S, heard_s=heard_s, grace_s=_NODE_GRACE_S)
@@ -133,9 +170,7 @@ def _expire_files(database: Database, blobs: BlobStore) -> int:
     """Delete rows first and their blobs after the commit; blobs that remain then are orphans."""
     with database.transaction() as session:
         gone = expire_files(session)
-    for file_id in gone:
-        blobs.delete(file_id)
-    return len(gone)
+    return len(_each(gone, blobs.delete))
 
 
 def _delete_orphans(database: Database, blobs: BlobStore) -> int:
@@ -143,9 +178,7 @@ def _delete_orphans(database: Database, blobs: BlobStore) -> int:
     old = blobs.older_than(_ORPHAN_S)
     with database.transaction() as session:
         orphans = old - known_files(session, old)
-    for name in orphans:
-        blobs.delete(name)
-    return len(orphans)
+    return len(_each(orphans, blobs.delete))
 
 
 def _copy_files(database: Database, blobs: BlobStore) -> int:
@@ -155,4 +188,4 @@ def _copy_files(database: Database, blobs: BlobStore) -> int:
     alone = blobs.lacking_a_copy(_SETTLED_S)
     with database.transaction() as session:
         known = known_files(session, alone)
-    return sum(blobs.copy_missing(file_id) for file_id in sorted(known))
+    return sum(_each(known, blobs.copy_missing))

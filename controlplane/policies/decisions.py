@@ -52,7 +52,7 @@ class Refuse:
 
 
 class Release(Struct, frozen=True, kw_only=True):
-    """Send `count` NIW requests of a batch of this tenant to an instance of an endpoint; `urgent` ones whatever the
+    """Send an NIW request of a batch of this tenant to an instance of an endpoint; an `urgent` one whatever the
     endpoint's window is.
     """
 
@@ -60,5 +60,4 @@ class Release(Struct, frozen=True, kw_only=True):
     instance_id: str
     batch: int
     tenant: str
-    count: int
     urgent: bool = False

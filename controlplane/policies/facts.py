@@ -273,7 +273,7 @@ class Window(Struct, frozen=True, kw_only=True):
 class ReleaseFacts:
     """What waits and all instances at one moment. `last_tenants`: the tenant released last, by model. `in_flight`:
     deferred requests at each endpoint, of all dispatchers. `interactive`: endpoints that were asked for interactive
-    answers in the last minute or two.
+    answers in the last minute or two. `count_max`: how many requests the caller can send now; None: any number.
     """
 
     groups: tuple[GroupFacts, ...]
@@ -282,3 +282,4 @@ class ReleaseFacts:
     windows: Mapping[Endpoint, Window] = field(default_factory=dict)
     in_flight: Mapping[Endpoint, int] = field(default_factory=dict)
     interactive: frozenset[Endpoint] = frozenset()
+    count_max: int | None = None

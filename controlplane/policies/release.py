@@ -28,8 +28,9 @@ a slot share its memory, and have it in time slices.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -116,9 +117,10 @@ def choose_windows(
 
 
 def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings) -> tuple[Release, ...]:
-    """What to release by the windows of `facts`: first to endpoints with urgent requests, then to the least utilized
-    one. Endpoints take turns, each with a request for each of its instances. One that is stale or held by its window
-    gets none, and one whose model has the time slice of none of its slots urgent requests alone.
+    """What to release by the windows of `facts`, a request each, in an order that may be cut off anywhere without a
+    loss to a tenant: first to endpoints with urgent requests, then to the least utilized one. Endpoints take turns,
+    each with a request for each of its instances. One that is stale or held by its window gets none, and one whose
+    model has the time slice of none of its slots urgent requests alone.
     """
     endpoints = _endpoints(facts.instances, settings)
     queues = {name: _Queue(groups, facts, settings) for name, groups in _by_model(facts.groups).items()}
@@ -130,16 +132,7 @@ def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings
         if endpoint.model in queues and not _is_held(facts.windows.get(endpoint, Window()), now_s, settings)
     ]
     takers.sort(key=lambda t: (not t.queue.urgent, not t.scheduled, rooms.utilization(t.endpoint), t.endpoint))
-    releases: Counter[Release] = Counter()
-    while takers:
-        for taker in tuple(takers):
-            for _ in endpoints[taker.endpoint]:
-                release = taker.take()
-                if release is None:
-                    takers.remove(taker)
-                    break
-                releases[release] += 1
-    return tuple(replace(release, count=count) for release, count in releases.items())
+    return tuple(islice(_taken_in_turns(takers, endpoints), facts.count_max))
 
 
 def has_room(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> bool:
@@ -154,6 +147,17 @@ def has_room(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> b
 def expected_tokens(group: GroupFacts, settings: ReleaseSettings) -> float:
     """KV tokens that a request of the group takes in the end."""
     return settings.tokens_guess if group.tokens is None else group.tokens
+
+
+def _taken_in_turns(takers: list["_Taker"], endpoints: Mapping[Endpoint, list[InstanceFacts]]) -> Iterator[Release]:
+    while takers:
+        for taker in tuple(takers):
+            for _ in endpoints[taker.endpoint]:
+                release = taker.take()
+                if release is None:
+                    takers.remove(taker)
+                    break
+                yield release
 
 
 def _is_held(window: Window, now_s: float, settings: ReleaseSettings) -> bool:
@@ -476,7 +480,6 @@ class _Taker:
                     instance_id=instance_id,
                     batch=group.batch,
                     tenant=group.tenant,
-                    count=1,
                     urgent=urgent,
                 )
             self._too_large.add(group.batch)

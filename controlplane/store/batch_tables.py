@@ -29,7 +29,8 @@ class File(Base):
     __tablename__ = "files"
     __table_args__ = (
         CheckConstraint("purpose IN ('batch', 'batch_output')", name="purpose_known"),
-        Index("ix_files_tenant", "tenant", "created_at", "id"),
+        Index("ix_files_tenant", "tenant", "id"),
+        Index("ix_files_expiring", "expires_at", postgresql_where=text("deleted_at IS NULL")),
     )
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant: Mapped[str]
@@ -51,7 +52,7 @@ class Batch(Base):
     __tablename__ = "batches"
     __table_args__ = (
         one_of("state", BatchState),
-        Index("ix_batches_tenant", "tenant", "created_at", "id"),
+        Index("ix_batches_tenant", "tenant", "id"),
         Index("ix_batches_open", "state", "id", postgresql_where=text("ended_at IS NULL")),
         UniqueConstraint("number"),
     )

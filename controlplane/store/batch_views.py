@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from controlplane.policies.lifecycle import BatchRequestState, BatchState
+from controlplane.policies.lifecycle import BATCH, BatchRequestState, BatchState
 from controlplane.store.batch_tables import Batch, BatchCount, BatchModel, BatchRequest, BatchResult
 from controlplane.store.rows import Page, matching, page
 
@@ -55,6 +55,8 @@ def find_batches(
     if at_risk is not None:
         late = and_(Batch.state == BatchState.IN_PROGRESS, Batch.at_risk)
         query = query.where(late if at_risk else ~late)
+    if at_risk or (state is not None and BATCH[BatchState(state)]):
+        query = query.where(Batch.ended_at.is_(None))  # which follows, and lets the index of these few be read
     return page(session, query, after=after, limit=limit, newest_first=True)
 
 

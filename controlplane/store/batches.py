@@ -236,8 +236,11 @@ def end_requests(session: Session, keys: Sequence[tuple[int, int]], *, state: Ba
 
 
 def end_batch_requests(session: Session, number: int, *, state: BatchRequestState) -> int:
-    """End all open requests of a batch, after the transactions that are writing results of it."""
+    """End all open requests of a batch, after the transactions that are writing results of it. These are waited for as
+    long as a statement may take; to end the requests takes as long as they are many.
+    """
     defer(session, select(func.pg_advisory_xact_lock(-number)))
+    lift_time_limit(session)
     notify(session, Wake.FINALIZE)
     return _end(session, "batch_number = :number", {"number": number}, state)
 

@@ -1,6 +1,6 @@
 """Regions, GPU types, nodes, models, profiles and endpoints. Every change bumps the fleet's index."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, delete, false, func, select, update
@@ -253,6 +253,12 @@ def load_catalog(session: Session, *, heard_s: float = 0.0) -> Catalog:
             )
         ),
     )
+
+
+def keep_models(session: Session, names: Collection[str]) -> set[str]:
+    """Which of these models are registered; none of those is deleted until this transaction ends."""
+    found = select(Model.name).where(Model.name.in_(names)).order_by(Model.name)
+    return set(session.scalars(found.with_for_update(read=True, key_share=True)))
 
 
 def known_names(session: Session) -> Mapping[str, frozenset[str]]:

@@ -215,6 +215,13 @@ def renew(session: Session, held: Sequence[Claim], *, lease_s: int) -> set[tuple
     return {(number, line) for number, line in session.execute(kept)}
 
 
+_LOCKED = """
+    ARRAY(SELECT number FROM unnest(CAST(:numbers AS bigint[])) AS number
+          WHERE pg_try_advisory_xact_lock_shared(-number))
+"""
+"""The batches that no other transaction is ending as a whole, nor can end until this one is over, so that no two wait
+for each other's rows.
+"""
 _FINISH = text(
     f"""
     WITH given AS MATERIALIZED (
@@ -222,14 +229,14 @@ _FINISH = text(
                CAST(:epochs AS bigint[]) AS epochs, CAST(:codes AS bigint[]) AS codes,
                string_to_array(:contents, chr(10), 'null') AS contents, string_to_array(:upstream, chr(10)) AS upstream,
                CAST(:inputs AS bigint[]) AS inputs, CAST(:outputs AS bigint[]) AS outputs,
-               (SELECT count(*) FROM (SELECT pg_advisory_xact_lock_shared(-number)
-                                      FROM unnest(CAST(:numbers AS bigint[])) AS number) AS locks) AS shared
+               {_LOCKED} AS locked
     ), done AS (
         SELECT done.* FROM given CROSS JOIN LATERAL unnest(
             batches, lines, epochs, codes, contents, upstream, inputs, outputs
         ) WITH ORDINALITY AS done(
             batch_number, line, epoch, status_code, content, upstream_id, input_tokens, output_tokens, place
         )
+        WHERE batch_number = ANY (locked)
     ), ended AS (
         DELETE FROM queued_requests AS queued USING done
         WHERE queued.batch_number = done.batch_number AND queued.line = done.line AND queued.epoch = done.epoch
@@ -242,19 +249,19 @@ _FINISH = text(
                output_tokens
         FROM ended
     ), counted AS ({COUNT_WRITTEN})
-    SELECT array_agg(place) FROM ended
+    SELECT locked, (SELECT array_agg(place) FROM ended) FROM given
     """  # noqa: S608 - of constants
 )
 
 
-def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]]:
-    """Write the one result of each request; returns the keys of those written. For others a newer claim exists, and
-    nothing is written. The statement first takes the lock (`shared`) that excludes transactions that end whole batches,
-    so that no two wait for each other's rows; the rows that they have ended are not there to delete.
+def finish(session: Session, outcomes: Sequence[Outcome]) -> dict[tuple[int, int], bool]:
+    """Write the one result of each request; returns by key whether it was written. If not, a newer claim exists, or the
+    request was ended with its batch. A key is missing while a transaction is ending the batch: whether there is a
+    result to write is known when it is over, and it is not waited for, so that results of other batches are written.
     """
     done = sorted([(outcome.claim.key, outcome) for outcome in outcomes], key=itemgetter(0))
     keys = [key for key, _ in done]
-    places = session.scalar(
+    locked, places = session.execute(
         _FINISH,
         {
             "numbers": _array(sorted({number for number, _ in keys})),
@@ -267,29 +274,50 @@ def finish(session: Session, outcomes: Sequence[Outcome]) -> set[tuple[int, int]
             "inputs": _array([outcome.input_tokens for _, outcome in done]),
             "outputs": _array([outcome.output_tokens for _, outcome in done]),
         },
+    ).one()
+    free, written = set(locked), {keys[place - 1] for place in places or ()}
+    return {key: key in written for key in keys if key[0] in free}
+
+
+_GIVE_BACK = text(
+    f"""
+    WITH given AS MATERIALIZED (
+        SELECT CAST(:batches AS bigint[]) AS batches, CAST(:lines AS bigint[]) AS lines,
+               CAST(:epochs AS bigint[]) AS epochs, {_LOCKED} AS locked
+    ), ours AS (
+        SELECT claimed.* FROM given CROSS JOIN LATERAL unnest(batches, lines, epochs)
+                         AS claimed(batch_number, line, epoch)
+        WHERE batch_number = ANY (locked)
     )
-    return {keys[place - 1] for place in places or ()}
+    UPDATE queued_requests AS queued
+    SET epoch = queued.epoch + 1, attempts = queued.attempts - :untried, lease_until = NULL, last_error = :error,
+        not_before = now() + :delay_s * interval '1 s'
+    FROM ours
+    WHERE queued.batch_number = ours.batch_number AND queued.line = ours.line AND queued.epoch = ours.epoch
+    RETURNING queued.line
+    """  # noqa: S608 - of constants
+)
 
 
-def give_back(session: Session, held: Claim, *, delay_s: float, error: str, tried: bool) -> bool:
-    """Let a request wait again, for at least `delay_s`. `tried`: a node had it, so the attempt counts. False, and
-    nothing written, if the claim is no longer the newest.
+def give_back(session: Session, *held: Claim, delay_s: float, error: str, tried: bool) -> int:
+    """Let requests wait again, for at least `delay_s`; returns how many. `tried`: a node had them, so the attempt
+    counts. Nothing is written for one whose claim is no longer the newest, or whose batch is being ended.
     """
-    ours = session.scalar(
-        update(QueuedRequest)
-        .where(_claimed_as([held]))
-        .values(
-            epoch=held.epoch + 1,
-            lease_until=None,
-            not_before=func.now() + func.make_interval(0, 0, 0, 0, 0, 0, delay_s),
-            last_error=storable(error[:2000]),
-            attempts=held.attempts - (not tried),
-        )
-        .returning(QueuedRequest.line)
-    )
-    if ours is not None:
+    rows = session.execute(
+        _GIVE_BACK,
+        {
+            "numbers": _array(sorted({claim.batch_number for claim in held})),
+            "batches": _array([claim.batch_number for claim in held]),
+            "lines": _array([claim.line for claim in held]),
+            "epochs": _array([claim.epoch for claim in held]),
+            "untried": 0 if tried else 1,
+            "error": storable(error[:2000]),
+            "delay_s": delay_s,
+        },
+    ).all()
+    if rows:
         notify(session, Wake.RELEASE, delay_s=delay_s)
-    return ours is not None
+    return len(rows)
 
 
 def expire_leases(session: Session, *, attempts_max: int, count_max: int) -> int:
@@ -325,14 +353,17 @@ def expire_leases(session: Session, *, attempts_max: int, count_max: int) -> int
     return len(rows)
 
 
-def expire_requests(session: Session) -> int:
-    """End the open requests of batches past their deadline as expired."""
+def overdue_batches(session: Session) -> Sequence[int]:
+    """The numbers of the batches in progress that are past their deadline."""
     running = (Batch.state == BatchState.IN_PROGRESS, Batch.ended_at.is_(None))
-    over = select(Batch.number).where(*running, Batch.deadline_at < func.now())
-    return sum(
-        end_batch_requests(session, number, state=BatchRequestState.EXPIRED)
-        for number in session.scalars(over.order_by(Batch.number)).all()
-    )
+    return session.scalars(select(Batch.number).where(*running, Batch.deadline_at < func.now())).all()
+
+
+def expire_requests(session: Session, number: int) -> int:
+    """End the open requests of a batch past its deadline as expired. A batch has a transaction of its own, since one
+    may have very many requests.
+    """
+    return end_batch_requests(session, number, state=BatchRequestState.EXPIRED)
 
 
 def _claimed_as(held: Sequence[Claim]) -> Any:

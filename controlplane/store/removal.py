@@ -51,6 +51,7 @@ def delete_model(session: Session, name: str) -> Model:
     """
     fleet_index(session, lock=True)
     model = require(session, Model, name, param="model")
+    session.refresh(model, with_for_update=True)  # a batch that keeps it while it begins is open then
     endpoints = select(EndpointRow.region).where(EndpointRow.model == name)
     aliases = select(AliasTarget.alias).where(AliasTarget.model == name)
     adapters = select(Model.name).where(Model.base == name)

@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -52,10 +52,14 @@ class FolderBlobs(BlobStore):
         self._path(file_id).unlink(missing_ok=True)
 
     def older_than(self, age_s: float) -> set[str]:
-        """By modification time. Other files in the folder are ignored."""
+        """By modification time. Other files in the folder are ignored, and those that disappear meanwhile."""
         before_s = time.time() - age_s
-        found = (entry for entry in os.scandir(self._folder) if NAME.fullmatch(entry.name))
-        return {entry.name for entry in found if entry.stat().st_mtime < before_s}
+        found: set[str] = set()
+        for entry in os.scandir(self._folder):
+            with suppress(FileNotFoundError):
+                if NAME.fullmatch(entry.name) and entry.stat().st_mtime < before_s:
+                    found.add(entry.name)
+        return found
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self._folder).free

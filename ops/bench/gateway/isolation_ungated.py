@@ -4,6 +4,7 @@ queued requests while the file FLAG exists, however full the endpoints are. With
 
 import sys
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 
 from controlplane.dispatcher import release
@@ -15,19 +16,19 @@ Policy = Callable[[ReleaseFacts, float, ReleaseSettings], tuple[Release, ...]]
 
 
 def ungated(facts: ReleaseFacts) -> tuple[Release, ...]:
-    """Release everything, evenly over the instances of each model, whatever their load and windows."""
+    """Release everything that the dispatcher can send, evenly over the instances of each model, whatever their load and
+    windows.
+    """
     places: dict[str, list[tuple[Endpoint, str]]] = {}
     for instance in facts.instances:
         places.setdefault(instance.endpoint.model, []).append((instance.endpoint, instance.instance_id))
-    return tuple(
-        Release(
-            endpoint=endpoint, instance_id=instance_id, batch=group.batch, tenant=group.tenant, count=count, urgent=True
-        )
+    releases = (
+        Release(endpoint=endpoint, instance_id=instance_id, batch=group.batch, tenant=group.tenant, urgent=True)
         for group in facts.groups
         if group.model in places
-        for number, (endpoint, instance_id) in enumerate(places[group.model])
-        if (count := len(range(number, group.waiting, len(places[group.model]))))
+        for endpoint, instance_id in islice(cycle(places[group.model]), group.waiting)
     )
+    return tuple(islice(releases, facts.count_max))
 
 
 def switched(gated: Policy, flag: Path) -> Policy:

@@ -90,8 +90,9 @@ class Deferred:
             ),
         )
         self._windows |= choose_windows(facts, frozenset(), now_s, self._settings)
-        for release in choose_releases(dataclasses.replace(facts, windows=self._windows), now_s, self._settings):
-            for _ in range(release.count):
+        releases = choose_releases(dataclasses.replace(facts, windows=self._windows), now_s, self._settings)
+        for release, count in Counter(releases).items():
+            for _ in range(count):
                 self.released += 1
                 request = self._take(self._queues[models[release.batch]])
                 first = request.number not in self._again

@@ -197,7 +197,7 @@ class CrashPoints(RuleBasedStateMachine):
         )
         newest = {(number, line): epoch for number, line, epoch in rows}
         written = queue.finish(session, outcomes)
-        assert written == {each.claim.key for each in outcomes if newest.get(each.claim.key) == each.claim.epoch}
+        assert written == {each.claim.key: newest.get(each.claim.key) == each.claim.epoch for each in outcomes}
 
     @rule(held=consumes(held), death=death, tried=st.booleans())
     def give_back(self, held: tuple[int, list[Claim]], death: Death, *, tried: bool) -> None:

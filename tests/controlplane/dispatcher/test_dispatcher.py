@@ -16,6 +16,8 @@ import pytest
 from openai.types.responses import Response
 from redis import Redis
 from sqlalchemy import Engine, event, select, text, update
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 from structlog.testing import capture_logs
 
 from controlplane.dispatcher.outcomes import Outcomes
@@ -33,7 +35,7 @@ from controlplane.store.batch_tables import Batch, BatchResult, QueuedRequest
 from controlplane.store.batches import add_requests, cancel_batch, move_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.notifications import Wake, notify
-from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests
+from controlplane.store.queue import Claim, batch_groups, expire_leases, expire_requests, overdue_batches
 from controlplane.store.responses import ResponseRow
 from controlplane.store.session import make_engine
 from dataplane.protocol.messages import Finished, Token, ToolCallDelta
@@ -451,7 +453,7 @@ def test_finished_lines_are_kept(world: World, blobs: BlobStore, end: str, code:
                     cancel_batch(session, batch_id, tenant="acme")
                 else:
                     session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
-                    assert expire_requests(session) == 3
+                    assert [expire_requests(session, number) for number in overdue_batches(session)] == [3]
             return await ended(world, batch_id)
 
     with served(agent.app) as url:
@@ -549,6 +551,35 @@ def test_a_claim_that_is_under_way_at_the_stop_is_given_back(world: World, monke
         world.serve("n1", url)
         world.add_batch(lines=1)
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(("at_once", "returned"), [(500, 0), (2, 3)])
+def test_a_stopped_dispatcher_gives_back_many_at_once_and_goes_on_where_some_fail(
+    world: World, monkeypatch: pytest.MonkeyPatch, at_once: int, returned: int
+) -> None:
+    """The first statement of five claims, or of two."""
+    give_back, tried = queue.give_back, list[int]()
+
+    def failing_first(session: Session, *held: Claim, **why: Any) -> int:
+        tried.append(len(held))
+        if len(tried) == 1:
+            raise OperationalError("UPDATE", {}, Exception("canceling statement due to statement timeout"))
+        return give_back(session, *held, **why)
+
+    monkeypatch.setattr("controlplane.store.queue.give_back", failing_first)
+    monkeypatch.setattr("controlplane.dispatcher.release._RETURNED_AT_ONCE", at_once)
+    agent = FakeAgent(then="hang later")
+
+    async def run() -> None:
+        async with dispatchers(world):
+            await holds(lambda: len(agent.asked) == 5)
+
+    with served(agent.app) as url:
+        world.serve("n1", url)
+        world.add_batch(lines=5)
+        asyncio.run(run())
+    assert tried == ([5] if at_once == 500 else [2, 2, 1])
+    assert sum(not leased for leased, *_ in open_rows(world)) == returned
 
 
 def test_nothing_goes_to_a_node_that_has_not_beaten_since_redis_came_back(world: World, redis_client: Redis) -> None:

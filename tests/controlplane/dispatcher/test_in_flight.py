@@ -35,7 +35,7 @@ def begun(lines: LinesInFlight, name: str = "i1", *, tokens: int = 0, expected: 
     claim = Claim(
         batch_number=1, line=1, epoch=1, batch_id="b", tenant="a", endpoint="/v1/x", model="tide", body="", attempts=1
     )
-    release = Release(endpoint=EAST, instance_id=name, batch=1, tenant="a", count=1)
+    release = Release(endpoint=EAST, instance_id=name, batch=1, tenant="a")
     line = lines.begin(claim, release, expected)
     sent_to(line, name, tokens)
     return line

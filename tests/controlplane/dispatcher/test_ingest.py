@@ -1,7 +1,8 @@
 """Validating a batch: every bad line is named, and all lines or none become requests."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -9,19 +10,22 @@ import psycopg
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
 
 from controlplane.database_address import libpq_url
+from controlplane.dispatcher import ingest as ingestion
 from controlplane.dispatcher.finalize import FINALIZE
 from controlplane.dispatcher.ingest import VALIDATE
-from controlplane.errors import UnavailableError
+from controlplane.errors import InUseError, UnavailableError
 from controlplane.store import queue
 from controlplane.store.aliases import put_alias
-from controlplane.store.batch_tables import BatchModel, BatchRequest, QueuedRequest
-from controlplane.store.batches import cancel_batch
+from controlplane.store.batch_tables import Batch, BatchModel, BatchRequest, QueuedRequest
+from controlplane.store.batches import NewRequest, cancel_batch
 from controlplane.store.blobs.base import BlobStore
 from controlplane.store.blobs.folder import FolderBlobs
+from controlplane.store.removal import delete_model
 from dataplane.protocol.messages import Generate
-from tests.controlplane.world import PATIENCE_S, World
+from tests.controlplane.world import PATIENCE_S, World, until
 
 
 def line(custom_id: Any = "a", **changes: Any) -> bytes:
@@ -53,6 +57,56 @@ def requests_of(world: World) -> list[BatchRequest]:
         rows = list(session.scalars(select(BatchRequest).order_by(BatchRequest.line)))
     assert queued == [row.line for row in rows]
     return rows
+
+
+@pytest.fixture
+def drained(world: World) -> str:
+    """A model without endpoints, which may be deleted."""
+    world.add_model("ebb")
+    with world.database.transaction() as session:
+        session.execute(text("DELETE FROM endpoints WHERE model = 'ebb'"))
+    return "ebb"
+
+
+def delete(world: World, model: str) -> None:
+    with world.database.transaction() as session:
+        delete_model(session, model)
+
+
+def test_a_model_that_is_deleted_while_lines_are_read_is_unknown(
+    world: World, blobs: BlobStore, drained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ingestion.add_requests
+
+    def deleting(session: Session, batch: Batch, requests: Iterator[NewRequest]) -> None:
+        read(session, batch, requests)
+        delete(world, drained)
+
+    monkeypatch.setattr(ingestion, "add_requests", deleting)
+    batch = ingest(world, blobs, line("a"), line("b", body={"model": drained}), line("c", body={"model": drained}))
+    [error] = batch.errors["data"]
+    assert (batch.state, requests_of(world)) == ("failed", [])
+    monkeypatch.undo()
+    unknown = ingest(world, blobs, line("a"), line("b", body={"model": drained}))
+    assert unknown.errors["data"] == [error]
+
+
+def test_a_model_is_not_deleted_while_a_batch_that_asks_for_it_begins(
+    world: World, blobs: BlobStore, drained: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, deletions = ingestion.keep_models, list[Future[None]]()
+
+    def kept(session: Session, names: Collection[str]) -> set[str]:
+        found = keep(session, names)
+        deletions.append(thread.submit(delete, world, drained))
+        until(lambda: deletions[0].done() or world.is_waiting_for_a_lock())
+        return found
+
+    monkeypatch.setattr(ingestion, "keep_models", kept)
+    with ThreadPoolExecutor(1) as thread:
+        assert ingest(world, blobs, line("a", body={"model": drained})).state == "in_progress"
+        with pytest.raises(InUseError, match="open batch"):
+            deletions[0].result()
 
 
 def test_good_lines_become_requests(world: World, blobs: BlobStore) -> None:

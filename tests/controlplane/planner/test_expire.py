@@ -1,18 +1,23 @@
 """Expiring ends what is over, and nothing more the second time."""
 
+import errno
 import os
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import IO
 
 import pytest
 from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
+from controlplane.errors import UnavailableError
 from controlplane.planner.expire import expire, sweep
 from controlplane.settings import Settings
 from controlplane.store.blobs.base import BlobStore
+from controlplane.store.blobs.folder import FolderBlobs
+from controlplane.store.blobs.mirrored import MirroredBlobs
 from controlplane.store.blobs.open import open_blobs
 from controlplane.store.fleet import fleet_index
 from controlplane.store.queue import expire_leases
@@ -76,6 +81,22 @@ def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobS
     assert expired.failed.keys() == {"silent_nodes", "request_log"}
     assert "request_log: OperationalError" in str(expired.error)
     assert expire(impatient, blobs, world.settings).done() == {"silent_nodes": 1}
+
+
+def test_a_batch_that_cannot_be_expired_holds_up_none_of_the_others(
+    world: World, blobs: BlobStore, impatient: Database
+) -> None:
+    """A transaction that writes results of the first one does not end."""
+    numbers = [world.batch(world.add_batch(lines=2, tenant=tenant)).number for tenant in ("acme", "other", "third")]
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE batches SET deadline_at = now() - interval '1 s'"))
+    with world.database.transaction() as writing:
+        writing.execute(text("SELECT pg_advisory_xact_lock_shared(:lock)"), {"lock": -numbers[0]})
+        expired = expire(impatient, blobs, world.settings)
+        assert "requests: OperationalError" in str(expired.error)
+        open_batches = writing.scalars(text("SELECT DISTINCT batch_number FROM queued_requests")).all()
+    assert open_batches == numbers[:1]
+    assert expire(impatient, blobs, world.settings).done() == {"requests": 2}
 
 
 def test_a_slow_deletion_rolls_back_no_other(world: World, blobs: BlobStore, impatient: Database) -> None:
@@ -211,3 +232,55 @@ def test_the_sweep_copies_known_files_that_only_one_of_two_stores_has(world: Wor
     assert sweep(world.database, blobs, settings, now_s=time.time()).done() == {"file_copies": 1}
     assert (near / known).read_bytes() == b"x"
     assert sweep(world.database, blobs, settings, now_s=time.time()).done() == {}
+
+
+def test_a_file_that_cannot_be_read_or_deleted_holds_up_none_of_the_others(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = FolderBlobs(tmp_path / "near"), FolderBlobs(tmp_path / "far")
+    known, orphans = [world.batch(world.add_batch(lines=1)).input_file_id for _ in range(5)], ["file-1", "file-2"]
+    for name in (*known, *orphans):
+        (tmp_path / "near" / name).write_bytes(b"x")
+        os.utime(tmp_path / "near" / name, (0, 0))
+
+    def failing(name: str) -> IO[bytes]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    opened, deleted = near.open, near.delete
+    monkeypatch.setattr(near, "open", lambda name: failing(name) if name == known[0] else opened(name))
+    swept = sweep(world.database, MirroredBlobs(near, far, at_once=False), world.settings, now_s=time.time())
+    assert swept.failed == {"file_copies": "OSError: [Errno 5] Input/output error"}
+    assert {path.name for path in (tmp_path / "far").iterdir()} == set(known[1:])
+    for name in orphans:
+        (tmp_path / "near" / name).write_bytes(b"x")
+        os.utime(tmp_path / "near" / name, (0, 0))
+    monkeypatch.setattr(near, "delete", lambda name: failing(name) if name == orphans[0] else deleted(name))
+    assert sweep(world.database, near, world.settings, now_s=time.time()).failed.keys() == {"blobs"}
+    assert {path.name for path in (tmp_path / "near").iterdir()} == {*known, orphans[0]}
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
+    monkeypatch.setattr(near, "delete", lambda name: failing(name) if name == known[0] else deleted(name))
+    assert expire(world.database, near, world.settings).failed.keys() == {"files"}
+    assert {path.name for path in (tmp_path / "near").iterdir()} == {known[0], orphans[0]}
+
+
+def test_where_the_store_is_away_a_job_soon_ends(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question may take long."""
+    asked: list[str] = []
+
+    def away(name: str) -> None:
+        asked.append(name)
+        raise UnavailableError("the store for files does not answer", retry_after_s=5)
+
+    for number in range(40):
+        path = world.settings.home / "files" / f"file-{number}"
+        path.write_bytes(b"x")
+        os.utime(path, (0, 0))
+    monkeypatch.setattr(blobs, "delete", away)
+    assert sweep(world.database, blobs, world.settings, now_s=time.time()).failed.keys() == {"blobs"}
+    first = set(asked)
+    assert 1 < len(first) < 20
+    assert sweep(world.database, blobs, world.settings, now_s=time.time()).failed.keys() == {"blobs"}
+    assert set(asked) > first, "not always the same"

@@ -58,10 +58,8 @@ def facts(instances: list[InstanceFacts], groups: list[GroupFacts], **changes: A
 
 def by_endpoint(given: ReleaseFacts, now_s: float = 0.0, **changes: Any) -> dict[tuple[str, str], int]:
     settings = ReleaseSettings(**changes)
-    counts: Counter[tuple[str, str]] = Counter()
-    for release in choose_releases(given, now_s, settings):
-        counts[release.endpoint.model, release.endpoint.region] += release.count
-    return dict(counts)
+    endpoints = (release.endpoint for release in choose_releases(given, now_s, settings))
+    return dict(Counter((endpoint.model, endpoint.region) for endpoint in endpoints))
 
 
 def count(given: ReleaseFacts, **changes: Any) -> int:
@@ -108,9 +106,7 @@ def test_as_many_as_there_is_room_for(instances: list[InstanceFacts], groups: li
 
 def test_each_instance_gets_what_it_has_room_for() -> None:
     given = facts([instance("a"), instance("b", 300), instance("c", 590)], [group()])
-    counts: Counter[str] = Counter()
-    for release in choose_releases(given, 0.0, ReleaseSettings()):
-        counts[release.instance_id] += release.count
+    counts = Counter(release.instance_id for release in choose_releases(given, 0.0, ReleaseSettings()))
     assert counts == {"a-tide-east": 60, "b-tide-east": 30, "c-tide-east": 1}
 
 
@@ -145,7 +141,21 @@ def test_tenants_rotate_and_each_has_its_nearest_deadline_first() -> None:
     order = [("a", 1), ("b", 3), ("c", 4), ("a", 1), ("b", 2), ("a", 1), ("b", 2), ("a", 1)]
     assert served(groups, 8) == order
     at_once = choose_releases(facts([instance("a", 520)], groups), 0.0, SETTINGS)
-    assert {(each.tenant, each.batch): each.count for each in at_once} == Counter(order)
+    assert [(each.tenant, each.batch) for each in at_once] == order
+
+
+@pytest.mark.parametrize("tenants", ["ab", "abc"])
+@pytest.mark.parametrize(("instances", "count_max"), [(1, 10), (1, 31), (4, 33), (4, 70), (20, 75)])
+def test_tenants_have_equal_shares_of_what_a_caller_can_send(instances: int, count_max: int, tenants: str) -> None:
+    """However many that is: it continues with the tenant after the one that was released last."""
+    groups = [group(batch=number, tenant=tenant) for number, tenant in enumerate(tenants)]
+    fleet = [instance(str(number)) for number in range(instances)]
+    released: list[str] = []
+    for _ in range(10):
+        given = facts(fleet, groups, last_tenants={"tide": released[-1]} if released else {}, count_max=count_max)
+        released += [each.tenant for each in choose_releases(given, 0.0, SETTINGS)]
+    assert len(released) == 10 * count_max
+    assert max(Counter(released).values()) - min(Counter(released).values()) <= 1
 
 
 def test_urgent_requests_are_first_and_their_tenants_rotate_too() -> None:
@@ -328,9 +338,8 @@ def test_never_more_than_waits_nor_than_fits(
     taken: Counter[tuple[int, str]] = Counter()
     endpoints: Counter[Endpoint] = Counter()
     for release in decided:
-        assert release.count >= 1
-        taken[release.batch, release.endpoint.model] += release.count
-        endpoints[release.endpoint] += 0 if release.urgent else release.count
+        taken[release.batch, release.endpoint.model] += 1
+        endpoints[release.endpoint] += not release.urgent
     assert all(count <= waiting[key].waiting for key, count in taken.items())
     assert all(count + in_flight[endpoint] <= max(window, in_flight[endpoint]) for endpoint, count in endpoints.items())
     for endpoint in {release.endpoint for release in decided}:
@@ -339,8 +348,8 @@ def test_never_more_than_waits_nor_than_fits(
         places = [
             int(1.25 * (32 if i.batch_max is None else i.batch_max)) - i.requests - i.deferred_requests for i in fresh
         ]
-        assert sum(release.count for release in mine) <= sum(max(0, each) for each in places)
-        known = sum(r.count * (waiting[r.batch, endpoint.model].tokens or 0) for r in mine)
+        assert len(mine) <= sum(max(0, each) for each in places)
+        known = sum(waiting[release.batch, endpoint.model].tokens or 0 for release in mine)
         free = [1000 - one.kv_used_bytes - one.deferred_tokens for one in fresh]
         assert known <= sum(max(0.0, each) for each in free) + 1e-6
 

@@ -1,7 +1,7 @@
 """Rows of batches: cancelling at every state, counts, all or nothing, and the order of results."""
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, NotFoundError
@@ -37,7 +37,7 @@ PATHS = {
 
 def finish(session: Session, held: Claim, status_code: int = 200) -> None:
     outcome = Outcome(claim=held, status_code=status_code, body={}, upstream_id="u", input_tokens=7, output_tokens=3)
-    assert queue.finish(session, [outcome]) == {held.key}
+    assert queue.finish(session, [outcome]) == {held.key: True}
 
 
 def test_cancelling_at_every_state(world: World) -> None:
@@ -60,6 +60,14 @@ def test_cancelling_at_every_state(world: World) -> None:
                 with pytest.raises(ConflictError):
                     cancel_batch(session, batch_id, tenant="acme")
         assert world.batch(batch_id).state == after.get(state, state)
+
+
+def test_a_batch_is_cancelled_for_as_long_as_it_has_requests(world: World) -> None:
+    batch_id = world.add_batch(lines=1)
+    with world.database.transaction() as session:
+        assert session.scalar(text("SHOW statement_timeout")) == "10s"
+        cancel_batch(session, batch_id, tenant="acme")
+        assert session.scalar(text("SHOW statement_timeout")) == "0"
 
 
 def test_cancelling_ends_what_waits_and_what_runs(world: World) -> None:

@@ -122,6 +122,14 @@ def test_what_others_keep_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     assert blobs.older_than(-60) == {name}
 
 
+def test_a_blob_that_is_deleted_while_old_ones_are_looked_for_is_left_out(tmp_path: Path) -> None:
+    """Its name is still found, and no file."""
+    blobs = open_blobs(Settings(home=tmp_path))
+    name = write(blobs, b"x")
+    (tmp_path / "files" / new_file_id()).symlink_to(tmp_path / "gone")
+    assert blobs.older_than(-60) == {name}
+
+
 def test_a_large_blob_goes_up_in_parts_and_comes_down_in_ranges(bucket: Bucket, in_bucket: BlobStore) -> None:
     content = bytes(2 * PART_BYTES + 5)
     name = write(in_bucket, content)

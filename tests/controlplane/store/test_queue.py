@@ -1,10 +1,10 @@
 """The NIW queue on real Postgres: no request to two, nothing written by an older claim, one result a request."""
 
+import contextlib
 import json
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from controlplane.store.batch_tables import BatchResult, QueuedRequest
 from controlplane.store.batches import cancel_batch, counts_of, end_batch_requests
 from controlplane.store.endpoint_summary import backlogs
 from controlplane.store.queue import Claim, Outcome
-from tests.controlplane.world import MODEL, World, claim_waiting, until
+from tests.controlplane.world import MODEL, World, claim_waiting
 
 
 def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
@@ -29,12 +29,12 @@ def claim(world: World, count: int = 1, lease_s: int = 60) -> list[Claim]:
 def finish(world: World, *held: Claim, status_code: int = 200) -> int:
     outcomes = [Outcome(claim=each, status_code=status_code, body={"ok": True}, upstream_id="u") for each in held]
     with world.database.transaction() as session:
-        return len(queue.finish(session, outcomes))
+        return sum(queue.finish(session, outcomes).values())
 
 
-def give_back(world: World, held: Claim, *, delay_s: float = 0, tried: bool = True) -> bool:
+def give_back(world: World, *held: Claim, delay_s: float = 0, tried: bool = True) -> int:
     with world.database.transaction() as session:
-        return queue.give_back(session, held, delay_s=delay_s, error="no", tried=tried)
+        return queue.give_back(session, *held, delay_s=delay_s, error="no", tried=tried)
 
 
 def expire_leases(world: World, attempts_max: int = 5) -> int:
@@ -206,10 +206,10 @@ def test_a_result_that_is_an_error_alone(world: World) -> None:
     first, second, third = claim(world, count=3)
     gave_up = [Outcome(claim=each, error={"code": "no", "message": f"line {each.line}\n"}) for each in (first, second)]
     with world.database.transaction() as session:
-        assert queue.finish(session, gave_up[:1]) == {first.key}
+        assert queue.finish(session, gave_up[:1]) == {first.key: True}
     answered = Outcome(claim=third, status_code=200, body={"n": 3}, upstream_id="u", input_tokens=7)
     with world.database.transaction() as session:
-        assert queue.finish(session, [gave_up[1], answered]) == {second.key, third.key}
+        assert queue.finish(session, [gave_up[1], answered]) == {second.key: True, third.key: True}
     found = [(each.line, each.state, each.status_code, each.body, each.error, each.upstream_id, each.input_tokens)
              for each in results(world)]  # fmt: skip
     assert found == [
@@ -250,6 +250,17 @@ def test_giving_back_waits_and_counts_only_real_attempts(world: World) -> None:
         assert queue.batch_groups(session) == ()
     run(world, "UPDATE queued_requests SET not_before = now() - interval '1 ms'")
     assert claim(world)[0].attempts == 2
+
+
+def test_many_are_given_back_at_once_but_for_those_that_are_not_ours_any_more(world: World) -> None:
+    ended, other = world.batch(world.add_batch(lines=1)), world.batch(world.add_batch(lines=3))
+    held = claim(world, count=3)
+    run(world, f"UPDATE queued_requests SET epoch = 2 WHERE batch_number = {other.number} AND line = 2")
+    with world.database.transaction() as ending:
+        end_batch_requests(ending, ended.number, state=BatchRequestState.CANCELLED)
+        assert give_back(world, *held, tried=False) == 2
+    assert open_rows(world) == [(1, False, 2, 0), (2, True, 2, 1), (3, False, 2, 0)]
+    assert give_back(world, *held) == 0
 
 
 def test_renewing(world: World) -> None:
@@ -295,8 +306,9 @@ def test_requests_past_their_deadline_end_with_a_line(world: World) -> None:
     assert finish(world, done) == 1
     run(world, f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{batch_id}'")
     with world.database.transaction() as session:
-        assert queue.expire_requests(session) == 2
-        assert queue.expire_requests(session) == 0
+        [number] = queue.overdue_batches(session)
+        assert queue.expire_requests(session, number) == 2
+        assert queue.expire_requests(session, number) == 0
     assert [result.state for result in results(world)] == ["expired", "completed", "expired"]
     assert results(world)[0].error["code"] == "batch_expired"
     assert (results(world)[0].status_code, theirs.batch_id) == (None, other)
@@ -336,27 +348,30 @@ def test_cancelling_and_finishing_at_once_wait_for_no_one_for_ever(world: World)
     assert ended.total() == 200
 
 
-def test_who_writes_results_waits_for_who_ends_their_batch(world: World) -> None:
-    """Before it touches a row, of any batch: so that the two never hold what the other wants."""
-    ended_id, other_id = world.add_batch(lines=1), world.add_batch(lines=1)
-    held = claim(world)
-
-    def waited_for() -> Sequence[str]:
-        query = (
-            "SELECT wait_event FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        )
-        with world.database.transaction() as session:
-            return session.scalars(text(query)).all()
-
-    with ThreadPoolExecutor(1) as thread:
+def test_who_writes_results_waits_for_no_one_who_ends_a_batch(world: World) -> None:
+    """The results of other batches are written meanwhile, and it is known afterwards whether there is one to write."""
+    ended_id, kept_id, other_id = (world.add_batch(lines=1) for _ in range(3))
+    held = {each.batch_id: each for each in claim(world)}
+    outcomes = [Outcome(claim=each, status_code=200, body={}) for each in held.values()]
+    with contextlib.suppress(ZeroDivisionError), world.database.transaction() as session:
+        end_batch_requests(session, world.batch(kept_id).number, state=BatchRequestState.CANCELLED)
         with world.database.transaction() as ending:
             end_batch_requests(ending, world.batch(ended_id).number, state=BatchRequestState.CANCELLED)
-            written = thread.submit(finish, world, *held)
-            until(lambda: written.done() or waited_for())
-            assert waited_for() == ["advisory"]
-        assert written.result() == 1, "of the other batch"
+            with world.database.statement() as writing:
+                assert queue.finish(writing, outcomes) == {held[other_id].key: True}
+        raise ZeroDivisionError
+    with world.database.statement() as writing:
+        assert queue.finish(writing, outcomes) == {
+            held[ended_id].key: False,
+            held[kept_id].key: True,
+            held[other_id].key: False,
+        }
     states = {result.batch_number: result.state for result in results(world)}
-    assert states == {world.batch(ended_id).number: "cancelled", world.batch(other_id).number: "completed"}
+    assert states == {
+        world.batch(ended_id).number: "cancelled",
+        world.batch(kept_id).number: "completed",
+        world.batch(other_id).number: "completed",
+    }
 
 
 def test_backlogs(world: World) -> None:

@@ -1,0 +1,21 @@
+"""A page of a tenant's files, and files past their time, are found by indexes."""
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0052"
+down_revision = "0051"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.drop_index("ix_files_tenant", "files")
+    op.create_index("ix_files_tenant", "files", ["tenant", "id"])
+    op.create_index("ix_files_expiring", "files", ["expires_at"], postgresql_where=sa.text("deleted_at IS NULL"))
+
+
+def downgrade() -> None:
+    op.drop_index("ix_files_expiring", "files")
+    op.drop_index("ix_files_tenant", "files")
+    op.create_index("ix_files_tenant", "files", ["tenant", "created_at", "id"])
