@@ -10,9 +10,7 @@ from dataplane.scheduling.schedule import Kind, Turn
 
 
 def turn(kind: Kind, model: str, started_s: float, *, beside: tuple[str, ...] = ()) -> Turn:
-    return Turn(
-        kind=kind, model=model, started_s=started_s, next_model=None, alpha=0.0, reason="-", group=beside, budget_s=0.1
-    )
+    return Turn(kind=kind, model=model, started_s=started_s, next_model=None, group=beside, budget_s=0.1)
 
 
 def test_a_decode_turn_is_cut_where_its_steps_begin_and_cease_to_prefill() -> None:
