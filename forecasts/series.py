@@ -116,11 +116,6 @@ class DemandSeries:
         """The buckets that ended by `origin_s`."""
         return self._cut(0, self._index(origin_s))
 
-    def split(self, origin_s: float) -> tuple["DemandSeries", "DemandSeries"]:
-        """The buckets that ended by `origin_s`, and the others."""
-        index = self._index(origin_s)
-        return self._cut(0, index), self._cut(index, len(self.values))
-
     def last(self, span_s: float) -> "DemandSeries":
         """The newest whole buckets within `span_s` seconds."""
         return self._cut(max(0, len(self.values) - self.buckets_in(span_s)), len(self.values))

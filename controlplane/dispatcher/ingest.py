@@ -14,7 +14,7 @@ from controlplane.errors import InvalidValueError, NotFoundError, TidepoolError,
 from controlplane.policies.aliases import main_model
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import EndpointRequest, parse_json, stored_query
-from controlplane.serving.in_flight import check_context, check_task
+from controlplane.serving.in_flight import BYTES_PER_TOKEN, OUTPUT_TOKENS_GUESS, check_context, check_task
 from controlplane.serving.query import Query
 from controlplane.settings import Settings
 from controlplane.store.batch_attempts import Due
@@ -28,8 +28,6 @@ from dataplane.protocol.tiers import Tier
 log = structlog.get_logger()
 _ERRORS_SHOWN_MAX = 100
 _CUSTOM_ID_MAX = 512
-_BYTES_PER_TOKEN = 4
-_OUTPUT_TOKENS_GUESS = 256
 _NO_MODEL = "the model '{}' does not exist"
 
 
@@ -115,8 +113,8 @@ class LineReader:
             raise LineError("missing_required_parameter", "body must be a JSON object", "body")
         request, query = self._check_body(body)
         answers = len(query.prompts) * query.best_of if query.task == "generate" else 0
-        input_tokens = len(body) // _BYTES_PER_TOKEN
-        tokens = input_tokens + answers * (request.tokens_max() or _OUTPUT_TOKENS_GUESS)
+        input_tokens = len(body) // BYTES_PER_TOKEN
+        tokens = input_tokens + answers * (request.tokens_max() or OUTPUT_TOKENS_GUESS)
         self.tokens += tokens
         self.asked.setdefault(query.model, number)
         return NewRequest(

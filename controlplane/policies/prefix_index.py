@@ -14,6 +14,8 @@ from msgspec import Struct
 
 HOLDERS_MAX = 16
 """Instances of one key at most; the most recent ones are kept."""
+_EVICTED_BELOW = 0.5
+"""An instance that had cached less than this share of what was expected has evicted it."""
 
 
 class Use(Struct, frozen=True, gc=False):
@@ -76,6 +78,13 @@ class PrefixIndex:
                 del uses[instance]
                 if not uses:
                     del self._uses[key]
+
+    def note_answer(self, instance: str, before: Use | None, *, expected_tokens: int, cached_tokens: int) -> None:
+        """An instance has answered a prompt and says how much of it was cached. One that should have had the prompt and
+        did not has evicted it, and all that it last used before. `before`: the last use of what was expected.
+        """
+        if before is not None and before.computed and cached_tokens < _EVICTED_BELOW * expected_tokens:
+            self.note_evicted(instance, before.used_s)
 
     def note_evicted(self, instance: str, used_s: float) -> None:
         """An instance no longer has what it used last at this time or before."""

@@ -14,8 +14,9 @@ from controlplane.store.tables import Model
 from dataplane.protocol.messages import Finished, Generate, Started, Task, Token
 from dataplane.protocol.records import RecordedEvent, TextRecord
 
-_BYTES_PER_TOKEN = 4
-_OUTPUT_TOKENS_GUESS = 256
+BYTES_PER_TOKEN = 4
+OUTPUT_TOKENS_GUESS = 256
+"""Estimates, as long as no node has tokenized a prompt, and where a request does not limit its answer."""
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 256, 16
 """What a chat template may add to a prompt, and to each of its messages."""
 
@@ -103,7 +104,7 @@ class InFlightRequest:
         """An estimate of prompt and completion tokens together, as limits and queues count them."""
         if self.message.pooling:
             return self.input_tokens
-        return self.input_tokens + (self.message.sampling.max_tokens or _OUTPUT_TOKENS_GUESS)
+        return self.input_tokens + (self.message.sampling.max_tokens or OUTPUT_TOKENS_GUESS)
 
     @property
     def tokens_max(self) -> int:
@@ -111,7 +112,7 @@ class InFlightRequest:
         prompt = self.input_tokens
         if self.message.prompt_tokens is None:
             messages = len(self.message.messages or ())
-            prompt = _BYTES_PER_TOKEN * prompt + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages
+            prompt = BYTES_PER_TOKEN * prompt + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages
         answer = 0 if self.message.pooling else self.message.sampling.max_tokens or self.context_tokens
         return min(self.context_tokens, prompt + answer)
 
@@ -157,10 +158,10 @@ def estimated_input_tokens(message: Generate) -> int:
     if message.prompt_tokens is not None:
         return len(message.prompt_tokens)
     texts = [message.prompt or ""] if message.messages is None else [each.content for each in message.messages]
-    tokens = sum(len(text.encode()) // _BYTES_PER_TOKEN + 1 for text in texts)
+    tokens = sum(len(text.encode()) // BYTES_PER_TOKEN + 1 for text in texts)
     calls = [each.tool_calls for each in message.messages or () if each.tool_calls]
     if calls or message.tools is not None:
-        tokens += len(msgspec.json.encode((calls, message.tools))) // _BYTES_PER_TOKEN
+        tokens += len(msgspec.json.encode((calls, message.tools))) // BYTES_PER_TOKEN
     return tokens
 
 

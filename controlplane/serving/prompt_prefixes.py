@@ -21,8 +21,6 @@ _FIRST_PIECE_BYTES = 256
 _LENGTH_MAX = 2**26
 _HOME_BYTES = 4096
 """How much of a prompt's leading content names its conversation."""
-_EVICTED_BELOW = 0.5
-"""An instance that had cached less than this share of what was expected has evicted it."""
 _LOST = ("loading", "failed")
 """States in which an instance has nothing cached."""
 
@@ -147,12 +145,11 @@ class SentPrompt:
         self._note(computed=True)
 
     def note_end(self, end: Finished) -> None:
-        """The answer is complete. An instance that should have had the prompt and did not has evicted it, and all that
-        it last used before.
-        """
-        before = self._before
-        if before is not None and before.computed and end.cached_tokens < _EVICTED_BELOW * self._route.cached_tokens:
-            self._index.note_evicted(self._route.instance_id, before.used_s)
+        """The answer is complete."""
+        route = self._route
+        self._index.note_answer(
+            route.instance_id, self._before, expected_tokens=route.cached_tokens, cached_tokens=end.cached_tokens
+        )
 
     def note_failed(self) -> None:
         """The instance failed: whatever it computed of the prompt is not counted on."""

@@ -83,6 +83,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 _COLUMNS = ", ".join(RequestRecord.__struct_fields__)
+_FOUND_MAX = 100
+"""Requests of one id, which clients choose, that are found at most."""
 
 
 def write_requests(session: Session, records: Sequence[RequestRecord]) -> None:
@@ -95,14 +97,12 @@ def write_requests(session: Session, records: Sequence[RequestRecord]) -> None:
     copy_rows(session, f"request_log ({_COLUMNS})", map(msgspec.structs.astuple, records))
 
 
-def find_requests(
-    session: Session, request_id: str, *, tenant: str | None = None, count_max: int = 100
-) -> list[LoggedRequest]:
+def find_requests(session: Session, request_id: str, *, tenant: str | None = None) -> list[LoggedRequest]:
     """The requests of an id, the newest first; of one tenant's, if that is named."""
     query = select(LoggedRequest).where(LoggedRequest.request_id == request_id)
     if tenant is not None:
         query = query.where(LoggedRequest.tenant == tenant)
-    return list(session.scalars(query.order_by(LoggedRequest.number.desc()).limit(count_max)))
+    return list(session.scalars(query.order_by(LoggedRequest.number.desc()).limit(_FOUND_MAX)))
 
 
 def list_requests(

@@ -85,11 +85,9 @@ def list_rows(
     which: Mapping[str, Any] | None = None,
     after: str | None,
     limit: int,
-    newest_first: bool = False,
 ) -> Page[Row]:
     """One page of the rows of a table. `which`: values by column; None: any."""
-    query = select(table).where(*matching(table, which or {}))
-    return page(session, query, after=after, limit=limit, newest_first=newest_first)
+    return page(session, select(table).where(*matching(table, which or {})), after=after, limit=limit)
 
 
 def delete_some(

@@ -178,11 +178,6 @@ class Database:
         with self._counted(self._alone) as session:
             yield session
 
-    def ping(self) -> None:
-        """Raise SQLAlchemyError unless Postgres answers."""
-        with self.statement() as session:
-            session.execute(text("SELECT 1"))
-
     @contextmanager
     def _counted(self, sessions: sessionmaker[Session]) -> Iterator[Session]:
         self._count(1)

@@ -242,7 +242,7 @@ class Dispatcher:
             def load_s(worker: int) -> float:
                 return _load_s(queues[worker], pools[worker]) if worker in pools else 0.0
 
-            chosen = choose_prefill_slot(request, queues, load_s, self._settings).slot
+            chosen = choose_prefill_slot(request, queues, load_s, self._settings)
         self._queues[chosen] = self._queues[chosen].join(request, self._settings)
         inflight.queued_at = chosen
         return chosen

@@ -59,12 +59,6 @@ class Outputs:
         """The next one that is unread; None: there is none."""
         return self._unread.popleft() if self._unread else None
 
-    def take(self) -> list[EngineOutput | DataplaneError]:
-        """All that are unread."""
-        taken = list(self._unread)
-        self._unread.clear()
-        return taken
-
 
 def _joined(last: EngineOutput | DataplaneError, output: EngineOutput | DataplaneError) -> EngineOutput | None:
     """Both outputs as one; None where more than tokens would be lost, or it would be too long."""

@@ -28,7 +28,7 @@ class ResidencyFacts:
     """An arena of `slabs` slabs at one moment, and the model to load.
 
     `home`: where its run last started, if it had one; CUDA graphs captured with those addresses are valid there again.
-    `blocked`: slabs that no eviction frees (of KV, or moving). `weights_slabs`: those that KV does not use.
+    `blocked`: slabs that no eviction frees (of KV, or moving).
     """
 
     model: str
@@ -37,7 +37,6 @@ class ResidencyFacts:
     slabs: int
     residents: tuple[ResidentModel, ...]
     blocked: frozenset[int]
-    weights_slabs: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,6 @@ class RunChoice:
 
     start: int
     evictions: tuple[str, ...]
-    reason: str
 
 
 def choose_run(facts: ResidencyFacts) -> RunChoice | None:
@@ -61,7 +59,7 @@ def choose_run(facts: ResidencyFacts) -> RunChoice | None:
     if facts.home is not None:
         evicted = _evicted(facts, blocked, facts.home)
         if evicted is not None:
-            return _choice(facts, facts.home, evicted, "home")
+            return _choice(facts.home, evicted)
     # A run that fits still fits, for no more evictions, when it is moved down to the end of what is below it.
     ends = {
         0,
@@ -72,7 +70,7 @@ def choose_run(facts: ResidencyFacts) -> RunChoice | None:
     if not options:
         return None
     start = min(options, key=lambda start: (sorted((r.used_s for r in options[start]), reverse=True), start))
-    return _choice(facts, start, options[start], "longest unused" if options[start] else "free gap")
+    return _choice(start, options[start])
 
 
 def _evicted(facts: ResidencyFacts, blocked: Sequence[int], start: int) -> tuple[ResidentModel, ...] | None:
@@ -85,10 +83,5 @@ def _evicted(facts: ResidencyFacts, blocked: Sequence[int], start: int) -> tuple
     return None if any(resident.pinned for resident in evicted) else evicted
 
 
-def _choice(facts: ResidencyFacts, start: int, evicted: Sequence[ResidentModel], reason: str) -> RunChoice:
-    above = max(0, start + facts.slabs_needed - max(start, facts.weights_slabs))
-    return RunChoice(
-        start=start,
-        evictions=tuple(resident.model for resident in evicted),
-        reason=f"{reason}, {above} slabs above the reserve" if above else reason,
-    )
+def _choice(start: int, evicted: Sequence[ResidentModel]) -> RunChoice:
+    return RunChoice(start=start, evictions=tuple(resident.model for resident in evicted))

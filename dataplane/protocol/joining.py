@@ -34,11 +34,6 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.weights_bytes is not None and self.weights_bytes < 1:
             raise ValueError(f"weights_bytes must be at least 1, not {self.weights_bytes}")
 
-    @property
-    def worker_gpus(self) -> int:
-        """GPUs of one worker: the most that a model may take."""
-        return self.gpus // self.workers
-
 
 Version = Annotated[str, msgspec.Meta(max_length=100, pattern=r"^[!-~]+$")]
 """A version of a package, as its own metadata has it."""

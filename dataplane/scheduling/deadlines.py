@@ -74,7 +74,6 @@ class SliceChoice(Struct, frozen=True, kw_only=True):
     model: str
     following: tuple[str, ...]
     slice_s: float
-    reason: str
 
 
 def choose_slice(
@@ -103,7 +102,7 @@ def choose_slice(
     models = {*held, *[one.model for one in work]}
     since_s = {model: state.since_s.get(model, now_s) for model in models if model != state.model}
     work = _by_due(work, since_s, now_s, slice_s, near_s)
-    stuck, began_s, reason = state.stuck, state.began_s, "its slice is not over"
+    stuck, began_s = state.stuck, state.began_s
     if all(one.model in stuck for one in work):
         stuck = frozenset()
     present = next((one for one in work if one.model == state.model and one.model not in stuck), None)
@@ -112,14 +111,13 @@ def choose_slice(
     if present is None or now_s >= _ends_s(present, work, began_s, slice_s, near_s):
         stuck = stuck if state.model in stuck else frozenset()
         present = min(work, key=lambda one: (one.model in stuck, one.due_s == math.inf, one.model == state.model))
-        began_s, reason = now_s + present.missing_s, "the first to be due"
+        began_s = now_s + present.missing_s
         if state.model in models:
             since_s[state.model] = now_s
     return SliceChoice(
         model=present.model,
         following=tuple([one.model for one in work if one is not present]),
         slice_s=slice_s,
-        reason=reason,
     ), SliceState(
         model=present.model,
         began_s=began_s,

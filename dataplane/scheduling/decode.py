@@ -3,7 +3,7 @@
 A round gives each model's batch one turn. Decoding for its quota q at t seconds per step makes q / t tokens, which
 last q n seconds at a target of d seconds per token (n = d / t); all quotas are chosen so that they last equally long.
 The paper leaves open: a model has at most one turn per round; one that joins gets the next turn; one that cannot run
-loses its turn, and joins again when it can; a turn of the only model has no end.
+loses its turn, and joins again when it can; the only model has turn after turn.
 """
 
 import math
@@ -181,13 +181,10 @@ def idle_s(state: RoundState, model: str, now_s: float) -> float:
 
 
 class DecodeTurn(Struct, frozen=True, kw_only=True):
-    """Decode this model until `ends_s` (infinite if it is the only one); then `next_model`, None if none follows."""
+    """Decode this model; then `next_model`, None if none follows."""
 
     model: str
-    ends_s: float
     next_model: str | None
-    alpha: float
-    reason: str
 
 
 def choose_decode_turn(
@@ -199,21 +196,11 @@ def choose_decode_turn(
     runnable = {batch.model: batch for batch in batches if batch.can_run}
     if not runnable:
         return None, RoundState()
-    reason, model = "its turn is not over", state.model
-    if model not in runnable or now_s >= state.ends_s:
-        before, state = model, _advance(runnable, state, now_s, settings)
-        model = state.model
-        reason = "its turn comes" if model != before else "its turn comes again"
-    assert model is not None
-    alone = len(runnable) == 1
-    turn = DecodeTurn(
-        model=model,
-        ends_s=math.inf if alone else state.ends_s,
-        next_model=None if alone else _next_model(runnable, state),
-        alpha=state.alpha,
-        reason="the only model to decode" if alone else reason,
-    )
-    return turn, state
+    if state.model not in runnable or now_s >= state.ends_s:
+        state = _advance(runnable, state, now_s, settings)
+    assert state.model is not None
+    following = None if len(runnable) == 1 else _next_model(runnable, state)
+    return DecodeTurn(model=state.model, next_model=following), state
 
 
 def let_in(

@@ -15,10 +15,6 @@ class PrefillPace(Struct, frozen=True, kw_only=True):
     token_s: float = 1e-4
     switch_s: float = 0.5
 
-    def of(self, tokens: int) -> float:
-        """Seconds for a prompt of so many tokens, without a switch."""
-        return self.base_s + tokens * self.token_s
-
 
 _UNSEEN = PrefillPace()
 

@@ -141,19 +141,12 @@ class PrefillQueue(Struct, frozen=True, kw_only=True):
         return total_s
 
 
-class PrefillPlacement(Struct, frozen=True, kw_only=True):
-    """The slot of a request, and whether it `joins` a group there or opens one."""
-
-    slot: int
-    joins: bool
-
-
 def choose_prefill_slot(
     request: PrefillRequest,
     queues: Mapping[int, PrefillQueue],
     load_s: Callable[[int], float],
     settings: PrefillSettings,
-) -> PrefillPlacement:
+) -> int:
     """The slot of the first group that accepts the request, slots in order of number; else the least loaded slot.
 
     `queues` are by slot, at least one; `load_s(slot)`, called only if no group accepts it: a slot's seconds to serve
@@ -164,8 +157,8 @@ def choose_prefill_slot(
     for slot in slots:
         for group in queues[slot].groups:
             if group.takes(request, settings):
-                return PrefillPlacement(slot=slot, joins=True)
-    return PrefillPlacement(slot=min(slots, key=load_s), joins=False)
+                return slot
+    return min(slots, key=load_s)
 
 
 class GroupState(Struct, frozen=True, kw_only=True):
@@ -181,7 +174,6 @@ class GroupChoice(Struct, frozen=True, kw_only=True):
     group: PrefillGroup
     following: tuple[PrefillGroup, ...]
     state: GroupState
-    reason: str
 
 
 def choose_group(
@@ -212,16 +204,15 @@ def choose_group(
     at_hand = next((group for group in peers if group.model == running_model), None)
     overtaken = state.overtaken
     if begun:
-        chosen, reason = begun, "its group was begun"
+        chosen = begun
     elif at_hand and at_hand is not front and overtaken != front.group_id:
-        chosen, reason, overtaken = at_hand, "its model is running", front.group_id
+        chosen, overtaken = at_hand, front.group_id
     else:
-        chosen, reason = front, "first in order"
+        chosen = front
     return GroupChoice(
         group=chosen,
         following=tuple([group for group in ordered if group is not chosen]),
         state=GroupState(serving=chosen.group_id, overtaken=overtaken),
-        reason=reason,
     )
 
 
@@ -243,5 +234,4 @@ def _first_of_one_model(
         group=replace(groups[0], waiting=chosen),
         following=following,
         state=replace(state, serving=groups[0].group_id),
-        reason="first in order of one model",
     )

@@ -104,7 +104,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     with a group is mixed: its steps, of `budget_s` each, prefill beside the batch. `counts`: for its kind's share.
 
     `started_s` changes when the kind or the model does, by deadlines also when the next model does. `next_model`: the
-    model to prefetch, None if none follows. `alpha`: the slot's load by its decode batches.
+    model to prefetch, None if none follows.
     """
 
     kind: Kind
@@ -114,8 +114,6 @@ class Turn(Struct, frozen=True, kw_only=True):
     counts: bool = True
     started_s: float
     next_model: str | None
-    alpha: float
-    reason: str
 
     @property
     def is_mixed(self) -> bool:
@@ -189,7 +187,7 @@ def choose_turn(
         budgets_s = _budgets_s(batches, groups, max(round_.alpha, facts.load))
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     if prefill and not mixes and _prefill_first(facts, state, owed, prefill, decode, now_s, settings):
-        turn, served = _prefill_turn(last, round_, prefill, decode, now_s, settings), prefill.state
+        turn, served = _prefill_turn(last, prefill, decode, now_s, settings), prefill.state
     elif decode:
         turn, served = _decode_turn(last, prefill, decode, now_s, counts=not mixes), state.groups
         if decode.model in budgets_s:
@@ -241,7 +239,7 @@ def _choose_by_deadlines(
     mixes = prefill is not None and _is_mixed(facts, budgets_s, round_, prefill, now_s, settings)
     kind: Kind = "prefill" if prefill and (batch is None or not (mixes or owed == "decode")) else "decode"
     next_model = choice.model if aside else next(iter(choice.following), None)
-    turn = _slice_turn(state.turn, kind, model, next_model, now_s, choice.reason, round_.alpha)
+    turn = _slice_turn(state.turn, kind, model, next_model, now_s)
     if prefill and kind == "prefill":
         ids = tuple([request.request_id for request in prefill.group.in_order(now_s, settings.prefill)])
         turn = replace(turn, group=ids)
@@ -251,13 +249,11 @@ def _choose_by_deadlines(
     return turn, SlotState(round=round_, slice=slice_, groups=served, turn=turn, over_s=over_s, owed=owed)
 
 
-def _slice_turn(
-    last: Turn | None, kind: Kind, model: str, next_model: str | None, now_s: float, reason: str, alpha: float
-) -> Turn:
+def _slice_turn(last: Turn | None, kind: Kind, model: str, next_model: str | None, now_s: float) -> Turn:
     """A turn of a slice by deadlines. Where another model comes to be the next, that one is prefetched too."""
     goes_on = last is not None and _goes_on(last, kind, model) and last.next_model == next_model
     started_s = last.started_s if last and goes_on else now_s
-    return Turn(kind=kind, model=model, started_s=started_s, next_model=next_model, alpha=alpha, reason=reason)
+    return Turn(kind=kind, model=model, started_s=started_s, next_model=next_model)
 
 
 def _work(facts: SlotFacts, now_s: float) -> list[ModelWork]:
@@ -412,7 +408,6 @@ def _prefill_first(
 
 def _prefill_turn(
     last: Turn | None,
-    round_: RoundState,
     choice: GroupChoice,
     decode: DecodeTurn | None,
     now_s: float,
@@ -428,8 +423,6 @@ def _prefill_turn(
         group=tuple([request.request_id for request in choice.group.in_order(now_s, settings.prefill)]),
         started_s=last.started_s if last and _goes_on(last, "prefill", model) else now_s,
         next_model=next((other for other in after if other != model), None) if after else None,
-        alpha=round_.alpha,
-        reason=choice.reason,
     )
 
 
@@ -442,8 +435,6 @@ def _decode_turn(
         model=decode.model,
         started_s=last.started_s if last and _goes_on(last, "decode", decode.model) else now_s,
         next_model=waiting or decode.next_model,
-        alpha=decode.alpha,
-        reason=decode.reason,
         counts=counts,
     )
 

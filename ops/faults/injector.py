@@ -47,15 +47,37 @@ class InjectedFault:
     lasted_s: float
 
 
-class FaultInjector:
+class FaultSource:
+    """What makes faults in a run, and when it `made` each."""
+
+    def __init__(self) -> None:
+        self.made: list[InjectedFault] = []
+        self._started_s = 0.0
+
+    def times(self) -> list[FaultTimes]:
+        """When each fault was, on `time.monotonic`."""
+        return [
+            FaultTimes(
+                what=f"{made.kind} {kind_of_process(made.victim)}",
+                began_s=self._started_s + made.at_s,
+                ended_s=self._started_s + made.at_s + made.lasted_s,
+            )
+            for made in self.made
+        ]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The faults so far, for a report."""
+        return [asdict(made) for made in self.made]
+
+
+class FaultInjector(FaultSource):
     """Injects faults into a stack. The same seed draws the same kinds and victims in the same order."""
 
     def __init__(self, stack: FaultStack, kinds: tuple[Kind, ...], seed: int) -> None:
+        super().__init__()
         self._stack = stack
         self._kinds = kinds
         self._random = random.Random(seed)
-        self._started_s = 0.0
-        self._made: list[InjectedFault] = []
         self._lasting: set[asyncio.Task[None]] = set()
 
     async def run(self, every_s: float, until: asyncio.Event) -> None:
@@ -69,26 +91,6 @@ class FaultInjector:
                 await asyncio.wait_for(until.wait(), every_s)
         await asyncio.gather(*self._lasting)
 
-    @property
-    def made(self) -> list[InjectedFault]:
-        """The faults so far."""
-        return list(self._made)
-
-    def times(self) -> list[FaultTimes]:
-        """When each fault was, on `time.monotonic`."""
-        return [
-            FaultTimes(
-                what=f"{made.kind} {kind_of_process(made.victim)}",
-                began_s=self._started_s + made.at_s,
-                ended_s=self._started_s + made.at_s + made.lasted_s,
-            )
-            for made in self._made
-        ]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """The faults so far, for a report."""
-        return [asdict(made) for made in self._made]
-
     async def _one(self, kind: Kind) -> None:
         at_s = time.monotonic() - self._started_s
         lasts_s = self._random.uniform(PAUSE_MIN_S, PAUSE_MAX_S)
@@ -98,7 +100,7 @@ class FaultInjector:
             victim = await self._pause(lasts_s)
         else:
             victim, lasts_s = self._kill(kind), 0.0
-        self._made.append(InjectedFault(kind=kind, victim=victim, at_s=round(at_s, 1), lasted_s=round(lasts_s, 1)))
+        self.made.append(InjectedFault(kind=kind, victim=victim, at_s=round(at_s, 1), lasted_s=round(lasts_s, 1)))
 
     async def _cut(self, fault: Fault, lasts_s: float) -> str:
         links = list(self._stack.links.values())

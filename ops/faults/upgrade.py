@@ -8,19 +8,17 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from alembic.script import ScriptDirectory
 
 import migrations
 from ops.client.api import CommandError
 from ops.faults import released
-from ops.faults.injector import InjectedFault
+from ops.faults.injector import FaultSource, InjectedFault
 from ops.faults.load import Streamed
-from ops.faults.losses import FaultTimes, kind_of_process
+from ops.faults.losses import kind_of_process
 from ops.faults.stack import SERVERS, FaultStack
 from ops.local.waiting import wait_until
 
@@ -79,16 +77,17 @@ class Releases:
         return {file.name: (released.__file__, str(file)) for file in self._folder.iterdir()}
 
 
-class Upgrade:
-    """Migrates the database, replaces every process by this release's, and then by the previous one's again."""
+class Upgrade(FaultSource):
+    """Migrates the database, replaces every process by this release's, and then by the previous one's again. Each
+    process that is away is a fault.
+    """
 
     def __init__(self, stack: FaultStack, releases: Releases, previous: Path, notify: Callable[[str], None]) -> None:
+        super().__init__()
         self._stack = stack
         self._releases = releases
         self._previous = previous
         self._notify = notify
-        self._started_s = 0.0
-        self.made: list[InjectedFault] = []
 
     async def run(self, every_s: float, _until: asyncio.Event) -> None:
         """Replace a process every `every_s`, and all of them before this returns."""
@@ -100,21 +99,6 @@ class Upgrade:
             for name in each:
                 await self._replace(what, name, tree)
                 await asyncio.sleep(every_s)
-
-    def times(self) -> list[FaultTimes]:
-        """When each process was away, on `time.monotonic`."""
-        return [
-            FaultTimes(
-                what=f"{made.kind} {kind_of_process(made.victim)}",
-                began_s=self._started_s + made.at_s,
-                ended_s=self._started_s + made.at_s + made.lasted_s,
-            )
-            for made in self.made
-        ]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """The replacements so far, for a report."""
-        return [asdict(made) for made in self.made]
 
     def _processes(self) -> list[str]:
         return [name for name in self._stack.local.supervisor.pids() if name not in SERVERS]

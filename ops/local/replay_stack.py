@@ -132,10 +132,6 @@ class ReplayStack:
         if not await wait_until(is_idle, timeout_s):
             raise TimeoutError(f"nodes still have requests after {timeout_s:g} s")
 
-    async def ready_endpoints(self) -> int:
-        """How many endpoints have an instance that is ready."""
-        return len(await asyncio.to_thread(_ready, self.local.url, self.local.keys["admin"]))
-
 
 def register_replayed(url: str, admin_key: str, fleet: Fleet) -> None:
     """Register a fleet's regions, models, and endpoints with their instances."""

@@ -16,7 +16,6 @@ import openai
 import yaml
 
 from ops.client.api import Api, open_api
-from ops.deploy.helm.played import HostFolders, Manifest, Played, container_of, names, play, probed
 from ops.deploy.helm.rendered import EXAMPLES, render
 from ops.local.checkpoints import describe_checkpoint
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
@@ -24,6 +23,7 @@ from ops.local.ports import free_port
 from ops.local.sample_fleet import offer_model
 from ops.local.supervisor import Supervisor
 from ops.local.tiny_models import TinyModel, build_tiny_models
+from tests.e2e.played import HostFolders, Manifest, Played, container_of, names, play, probed
 from tests.e2e.podman import Podman
 from tests.flows.waiting import wait_until
 

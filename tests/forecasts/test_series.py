@@ -59,12 +59,10 @@ def test_rebin_counts_back_from_the_end_and_averages_what_is_known() -> None:
         series(1, 2).rebin(90)
 
 
-def test_split_leaves_the_bucket_under_way_in_the_future() -> None:
-    past, future = series(1, 2, 3, 4).split(150)
-    assert past.values.tolist() == [1, 2]
-    assert (future.start_s, future.values.tolist()) == (120, [3, 4])
+def test_before_leaves_out_the_bucket_under_way() -> None:
+    assert series(1, 2, 3, 4).before(150).values.tolist() == [1, 2]
     assert series(1, 2).before(-50).values.size == 0
-    assert series(1, 2).split(999)[1].values.size == 0
+    assert series(1, 2).before(999).values.tolist() == [1, 2]
 
 
 def test_last_hour_max_looks_back_sixty_minutes_and_skips_gaps() -> None:
@@ -83,8 +81,9 @@ def test_rebinning_stays_within_the_values(values: list[float], factor: int) -> 
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=30), st.floats(-100, 2000))
-def test_split_loses_nothing(values: list[float], origin_s: float) -> None:
-    past, future = series(*values).split(origin_s)
-    assert [*past.values, *future.values] == values
-    assert past.end_s == future.start_s
-    assert past.values.size == 0 or past.end_s <= origin_s + 1e-6
+def test_before_has_every_bucket_that_ended(values: list[float], origin_s: float) -> None:
+    past = series(*values).before(origin_s)
+    count = len(past.values)
+    assert past.values.tolist() == values[:count]
+    assert count == 0 or past.end_s <= origin_s + 1e-6
+    assert count == len(values) or past.end_s + past.bucket_s > origin_s - 1e-6

@@ -158,7 +158,6 @@ class SlotAdd:
     node_id: str
     slot: int
     gpus: int
-    reason: str
     kind: InstanceKind = InstanceKind.MIXED
     replaces: tuple[str, ...] = ()
     succeeds: str | None = None

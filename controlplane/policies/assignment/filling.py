@@ -233,7 +233,6 @@ class Filling:
             node_id=slot.node_id,
             slot=slot.slot,
             gpus=gpus,
-            reason=step.reason,
             kind=step.kind,
             replaces=tuple(each.instance_id for each in spare),
             succeeds=step.succeeds,

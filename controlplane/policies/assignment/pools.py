@@ -193,7 +193,7 @@ class _Filling:
                 if key not in self._facts.held or not self._holds_weights(key, slot.room):
                     continue
                 if (mine := here.get(key)) is None:
-                    self.adds.append(_add_on(slot, key.endpoint, "the reserve holds it"))
+                    self.adds.append(_add_on(slot, key.endpoint))
                     continue
                 self.kept[mine.instance_id] = mine
                 if mine.draining:
@@ -323,13 +323,11 @@ class _Filling:
             return slot.room.node_id in failed_on, not beside, slot.fullness(share), not here, slot.room.ref
 
         slot = min(found, key=rank)
-        self.adds.append(_add_on(slot, key.endpoint, "the plan pools it"))
+        self.adds.append(_add_on(slot, key.endpoint))
         return slot
 
 
-def _add_on(slot: _PoolSlot, endpoint: Endpoint, reason: str) -> SlotAdd:
+def _add_on(slot: _PoolSlot, endpoint: Endpoint) -> SlotAdd:
     """A pooled instance to start."""
     room = slot.room
-    return SlotAdd(
-        endpoint=endpoint, gpu_type=room.gpu_type, node_id=room.node_id, slot=room.slot, gpus=0, reason=reason
-    )
+    return SlotAdd(endpoint=endpoint, gpu_type=room.gpu_type, node_id=room.node_id, slot=room.slot, gpus=0)

@@ -26,7 +26,6 @@ class Explanation:
         self._pool_of: dict[Endpoint, PoolOption] = {
             row.endpoint: option for row in self._rows.values() for option in row.options if option.key in answer.pooled
         }
-        self._pool_gpus = answer.pool_gpus
         self._instances: dict[Endpoint, int] = {}
         self._throughput: dict[Endpoint, float] = {}
         self._served: dict[str, float] = {}

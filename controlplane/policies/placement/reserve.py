@@ -162,14 +162,13 @@ class _Region:
         """The reserve; None where there is none, and none is missing."""
         if not self.slots and not self.missing:
             return None
-        step, needed = self.room.slot_gpus, self._sum(1.0)
+        step = self.room.slot_gpus
         return ReserveSize(
             place=self.place,
             gpus=self.slots * step,
             slot_gpus=step,
             missing_gpus=self.missing * step,
-            needed_gpus=needed.gpus,
-            reason=self._reason(needed),
+            reason=self._reason(),
             worker_gpus=self.room.worker_gpus,
         )
 
@@ -219,8 +218,8 @@ class _Region:
         missing = max(0, wanted - self.room.slots_beside(own))
         return max(0, -free), missing * step, own + wanted * step
 
-    def _reason(self, needed: ReserveSum) -> str:
-        percent = f"{100 * self._settings.quantile:g} %"
+    def _reason(self) -> str:
+        needed, percent = self._sum(1.0), f"{100 * self._settings.quantile:g} %"
         words = (
             f"{len(self.endpoints)} models need {needed.gpus:.2f} GPUs beyond their own instances in {percent} of hours"
             f" ({needed.alone:.2f} if each kept a reserve of its own); they have {self.own_gpus} GPUs of their own,"

@@ -142,14 +142,12 @@ class ReserveSize:
     Attributes:
         gpus: of its slots, which it takes whole. slot_gpus: of one of them; worker_gpus: of each worker there.
         missing_gpus: what it should have more, for which there is no capacity.
-        needed_gpus: what demand beyond own instances takes of it at the quantile.
     """
 
     place: RegionGpu
     gpus: int
     slot_gpus: int
     missing_gpus: int
-    needed_gpus: float
     reason: str
     worker_gpus: int = 1
 

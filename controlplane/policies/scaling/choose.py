@@ -57,7 +57,6 @@ def choose_scaling(facts: ScalingFacts, now_s: float, settings: ScalingSettings)
     moment = Moment(now_s=now_s, window_start_s=facts.window_start_s, settings=settings)
     steps: list[ScaleStep] = []
     kinds: list[KindStep] = []
-    last_scaled_s: dict[Endpoint, float] = {}
     settled: dict[Endpoint, Counts | None] = {}
     for endpoint in sorted(facts.endpoints, key=lambda each: each.endpoint):
         proposed, changed = _exchanged(strategy(endpoint, moment))
@@ -65,10 +64,7 @@ def choose_scaling(facts: ScalingFacts, now_s: float, settings: ScalingSettings)
         kinds += changed
         steps += sorted(taken, key=lambda step: (step.kind, step.gpu_type or ""))
         settled[endpoint.endpoint] = _settled(endpoint, taken)
-        scaled_s = now_s if taken else endpoint.last_scaled_s
-        if scaled_s is not None:
-            last_scaled_s[endpoint.endpoint] = scaled_s
-    return ScalingDecision(steps=tuple(steps), last_scaled_s=last_scaled_s, settled=settled, kinds=tuple(kinds))
+    return ScalingDecision(steps=tuple(steps), settled=settled, kinds=tuple(kinds))
 
 
 def _settled(facts: EndpointScaleFacts, steps: Sequence[ScaleStep]) -> Counts | None:

@@ -245,12 +245,11 @@ class KindStep:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingDecision:
-    """Steps ordered by endpoint, kind and GPU type. `last_scaled_s`, `settled`: facts of the next call. `kinds`:
-    changes of kind, to be applied before the steps.
+    """Steps ordered by endpoint, kind and GPU type. `settled`: a fact of the next call. `kinds`: changes of kind, to
+    be applied before the steps.
     """
 
     steps: tuple[ScaleStep, ...]
-    last_scaled_s: Mapping[Endpoint, float]
     settled: Mapping[Endpoint, Counts | None]
     kinds: tuple[KindStep, ...] = ()
 

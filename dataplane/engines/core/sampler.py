@@ -109,20 +109,15 @@ class SequenceDraws(Generic[KvT]):
         )
 
 
-def noise(draws: Sequence[tuple[int, int]], tokens: int, device: torch.device) -> torch.Tensor:
-    """Exponentially distributed numbers `[len(draws), tokens]`, float32, that only (seed, position) of each draw and
-    the token id decide, the same on every device and torch version but for the last bit.
-    """
-    (keys,) = upload(device, _keys(draws))
-    return _noise(keys, tokens)
-
-
 def _keys(draws: Sequence[tuple[int, int]]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     digests = [blake2b(f"{seed}:{position}".encode(), digest_size=8).digest() for seed, position in draws]
     return np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64)
 
 
 def _noise(keys: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Exponentially distributed numbers `[len(keys), tokens]`, float32, that only the (seed, position) of each key and
+    the token id decide, the same on every device and torch version but for the last bit.
+    """
     of_tokens = torch.arange(tokens, device=keys.device) * _MULTIPLIERS[0]
     made = torch.empty(len(keys), tokens, dtype=torch.float32, device=keys.device)
     rows = max(1, (_CPU_NOISE_AT_ONCE if keys.device.type == "cpu" else _NOISE_AT_ONCE) // tokens)

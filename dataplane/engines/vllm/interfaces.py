@@ -28,7 +28,7 @@ A version that was not tested is refused at start. To support one: run `make tes
 
 import gc
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from dataplane.engines.core.devices import VISIBLE, visible_gpus
@@ -60,9 +60,9 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
         environment[VISIBLE] = visible_gpus(range(int(index), int(index) + ranks), environment)
 
 
-def layout_settings(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+def layout_settings() -> list[tuple[str, str]]:
     """vLLM's environment variables, which may select kernels and thereby the layout of weights."""
-    return sorted((name, value) for name, value in environment.items() if name.startswith("VLLM_"))
+    return sorted((name, value) for name, value in os.environ.items() if name.startswith("VLLM_"))
 
 
 def check_interfaces(engine: Any) -> None:

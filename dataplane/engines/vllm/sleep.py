@@ -15,13 +15,8 @@ import torch
 from dataplane.engines.vllm.interfaces import kv_tensors
 
 
-def weights_bytes(worker: Any) -> int:
-    """The size of a model's weights, each storage counted once."""
-    return sum(storage.nbytes() for storage in _weights(worker))
-
-
 def copy_weights(worker: Any, host: torch.Tensor) -> None:
-    """Write the weights, one after the other, to `host`, flat uint8 of `weights_bytes`."""
+    """Write the weights, one after the other, to `host`, flat uint8 of the sum of `weight_sizes`."""
     start = 0
     for storage in _weights(worker):
         end = start + storage.nbytes()

@@ -52,10 +52,6 @@ class SharedModel:
     kv_bytes: int
     kv_bytes_per_token: int
 
-    @property
-    def layer_bytes(self) -> int:
-        return self.layers_bytes // self.layers
-
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:

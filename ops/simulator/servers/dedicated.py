@@ -49,7 +49,6 @@ class Instance:
         self.kv_tokens_max = settings.kv_bytes // model.kv_bytes_per_token
         self.batch_max = settings.batch_max
         self.busy_s = 0.0
-        self.driven_out_total = 0
         self.next_s = inf
         self._prompt_tokens = 0
         """To prefill."""
@@ -224,7 +223,6 @@ class Instance:
         batch = self._batch
         fast_forward = batch.fast_forward(now_s, steps_max, self._reserved_tokens)
         while fast_forward is None and batch.size:
-            self.driven_out_total += 1
             driven_out = batch.drive_out(now_s)
             self._let_go(driven_out)
             insort(self._away, driven_out, key=lambda sequence: sequence.key)

@@ -90,11 +90,6 @@ class PoolServer:
         return sum(process.busy_s for process in self._processes)
 
     @property
-    def opened(self) -> int:
-        """The number of slots that are open or not empty yet."""
-        return sum(process.open for process in self._processes) + len(self._closing)
-
-    @property
     def switches(self) -> int:
         return sum(process.engine.switches_total for process in self._processes)
 

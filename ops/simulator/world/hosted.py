@@ -66,11 +66,6 @@ class HostedInstance:
         return self.server.endpoint
 
     @property
-    def wanted(self) -> bool:
-        """Whether it serves our own requests, now or soon."""
-        return self.state in {"serving", "warming"}
-
-    @property
     def use(self) -> Use:
         state: State = "pooled" if self.pooled and self.state == "serving" else self.state
         return Use(self.endpoint, state, self.kind, self.node.gpu_type, 0 if self.in_pool_slot else self.gpus)

@@ -15,8 +15,6 @@ from controlplane.policies.routing import RoutingSettings, choose_route
 from ops.simulator.kernel.requests import BLOCK_TOKENS, Request, Served
 
 _KEYS_MAX = 2_000_000
-_EVICTED_BELOW = 0.5
-"""As in `controlplane.serving.prompt_prefixes`."""
 
 
 class Router(Protocol):
@@ -90,10 +88,9 @@ class KnownPrompts:
         request = served.request
         index, sent = self._index_of(request), self._sent.pop(request.number)
         index.note(request.reusable, sent.instance_id, now_s, computed=True)
-        before, expected = sent.before, sent.cached_tokens.get(sent.instance_id, 0)
-        if before is not None and before.computed and served.cached < _EVICTED_BELOW * expected:
-            index.note_evicted(sent.instance_id, before.used_s)
-        return sent.instance_id
+        name, expected = sent.instance_id, sent.cached_tokens.get(sent.instance_id, 0)
+        index.note_answer(name, sent.before, expected_tokens=expected, cached_tokens=served.cached)
+        return name
 
     def _index_of(self, request: Request) -> PrefixIndex:
         return self._indexes[request.number % len(self._indexes)]

@@ -1,5 +1,7 @@
 """The approximate index of prefixes: what it finds, what it forgets, and its bounds."""
 
+import pytest
+
 from controlplane.policies.prefix_index import HOLDERS_MAX, PrefixIndex
 
 
@@ -33,6 +35,28 @@ def test_what_is_evicted_takes_with_it_all_that_was_used_before() -> None:
     assert index.find([1, 2]) == {"a": 2, "b": 1}, "computed again"
     index.note_evicted("a", 1.0)
     assert index.find([4]) == {"a": 1}, "older news change nothing"
+
+
+@pytest.mark.parametrize(
+    ("expected_tokens", "cached_tokens", "found"),
+    [(100, 100, {"a": 1}), (100, 50, {"a": 1}), (100, 49, {}), (0, 0, {"a": 1})],
+)
+def test_an_answer_with_less_than_half_of_what_was_expected_says_that_the_prefix_is_evicted(
+    expected_tokens: int, cached_tokens: int, found: dict[str, int]
+) -> None:
+    index = index_of(([1], "a", 1.0), ([2], "a", 2.0), ([3], "a", 3.0))
+    before = index.last_use([2], "a", 1)
+    index.note_answer("a", before, expected_tokens=expected_tokens, cached_tokens=cached_tokens)
+    assert index.find([1]) == index.find([2]) == found
+    assert index.find([3]) == {"a": 1}, "used later"
+
+
+def test_an_answer_says_nothing_of_what_was_not_computed_or_not_known() -> None:
+    index = index_of(([1], "a", 1.0))
+    index.note([2], "a", 2.0, computed=False)
+    for before in (index.last_use([2], "a", 1), None):
+        index.note_answer("a", before, expected_tokens=100, cached_tokens=0)
+    assert index.find([1]) == index.find([2]) == {"a": 1}
 
 
 def test_what_failed_is_dropped_at_that_instance_alone() -> None:

@@ -279,8 +279,8 @@ def asks_until_it_hangs(database: Database, server: EmbeddedPostgres) -> None:
 
 
 def answers(database: Database) -> bool:
-    with contextlib.suppress(SQLAlchemyError):
-        database.ping()
+    with contextlib.suppress(SQLAlchemyError), database.statement() as session:
+        session.execute(text("SELECT 1"))
         return True
     return False
 

@@ -36,11 +36,11 @@ def test_a_newer_claim_ends_the_older_run_and_an_older_one_is_refused() -> None:
     fences.enter("a/2", 1)  # another request
     fences.enter("a/1", 3)
     assert ended == ["first"]
-    assert isinstance(first.outputs.take()[0], StaleEpochError), "its reader gets the reason"
+    assert isinstance(first.outputs.pop(), StaleEpochError), "its reader gets the reason"
     fences.run("a/1", 3, second, cancel)
     with pytest.raises(StaleEpochError):
         fences.enter("a/1", 2)
-    assert (ended, second.outputs.take()) == (["first"], [])
+    assert (ended, second.outputs.pop()) == (["first"], None)
 
 
 def test_a_claim_that_came_while_another_was_tokenized_wins() -> None:

@@ -121,7 +121,7 @@ def test_a_slot_says_what_each_worker_has_for_weights() -> None:
 
 def test_an_agent_from_before_has_slots_of_one_worker() -> None:
     reported = msgspec.json.decode(b'{"gpus": 8, "memory_bytes": 1}', type=SlotSpec)
-    assert (reported.workers, reported.worker_gpus, reported.weights_bytes) == (1, 8, None)
+    assert (reported.workers, reported.weights_bytes) == (1, None)
 
 
 @pytest.mark.parametrize(

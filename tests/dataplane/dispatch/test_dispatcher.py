@@ -85,7 +85,7 @@ def test_a_request_is_prefilled_decoded_elsewhere_and_its_kv_released() -> None:
     node.output(0, "r1", 7, kv=HANDLE)
     assert node.commands() == [[], [continued(7, kv=HANDLE)]]
     assert node.dispatcher.queue(0).groups == ()
-    assert inflight.outputs.take()[0].token_ids == (7,)  # type: ignore[union-attr]
+    assert inflight.outputs.pop().token_ids == (7,)  # type: ignore[union-attr]
     node.output(1, "r1", 8)
     assert node.commands() == [[("release", "r1")], []]
     node.output(1, "r1", 9, finish_reason="length")
@@ -178,11 +178,11 @@ def test_a_request_over_which_too_many_workers_died_ends() -> None:
     node = Node("b", losses_max=1)
     inflight = node.dispatcher.submit(request(), "tide")
     for died in (True, False, False, True):
-        assert not inflight.outputs.take(), "a process that is reassigned is no fault of the request"
+        assert inflight.outputs.pop() is None, "a process that is reassigned is no fault of the request"
         node.lose(0, died=died)
         node.workers[0].ready = True
         node.dispatcher.assign_waiting("i1")
-    assert isinstance(inflight.outputs.take()[0], WorkerLostError)
+    assert isinstance(inflight.outputs.pop(), WorkerLostError)
     assert len(node.dispatcher) == 0
 
 
@@ -267,7 +267,7 @@ def test_a_request_that_cannot_be_sent_later_costs_no_other(again: str) -> None:
         for name in requests:
             dispatcher.receive(first, EngineOutput(request_id=name, token_ids=(7,), kv=HANDLE))
         assert ("release", "bad") in first.take()
-    error = requests["bad"].outputs.take()[-1]
+    *_, error = iter(requests["bad"].outputs.pop, None)
     assert isinstance(error, DataplaneError)
     assert "OverflowError" in error.message
     assert (len(dispatcher), dispatcher.count(1), len(second.take())) == (1, 1, 1)

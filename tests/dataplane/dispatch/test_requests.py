@@ -23,7 +23,7 @@ async def test_outputs_are_read_in_order_by_a_waiting_reader_or_later() -> None:
     for token_id in (1, 2, 3):
         outputs.put(output(token_id))
     assert await waiting == output(1)
-    assert [await outputs.get(), *outputs.take(), *outputs.take()] == [output(2), output(3)]
+    assert [await outputs.get(), *iter(outputs.pop, None)] == [output(2), output(3)]
 
 
 @pytest.mark.parametrize("output_first", [True, False])
@@ -68,9 +68,10 @@ def test_what_is_more_than_tokens_or_too_much_is_not_joined() -> None:
         outputs.listen(lambda: None)
         for each in (output(1), one, output(2)):
             outputs.put(each)
-        assert outputs.take() == [output(1), one, output(2)]
+        assert list(iter(outputs.pop, None)) == [output(1), one, output(2)]
     outputs = Outputs()
     outputs.listen(lambda: None)
     for _ in range(2 * JOINED_TOKENS_MAX):
         outputs.put(output(1))
-    assert [len(one.token_ids) for one in outputs.take() if isinstance(one, EngineOutput)] == [JOINED_TOKENS_MAX] * 2
+    joined = iter(outputs.pop, None)
+    assert [len(one.token_ids) for one in joined if isinstance(one, EngineOutput)] == [JOINED_TOKENS_MAX] * 2

@@ -65,26 +65,7 @@ def facts(
         slabs=slabs,
         residents=residents,
         blocked=blocked,
-        weights_slabs=6,
     )
-
-
-@pytest.mark.parametrize(
-    ("home", "residents", "reason"),
-    [
-        (2, (A,), "home"),
-        (None, (A, B), "free gap, 2 slabs above the reserve"),
-        (None, (), "free gap"),
-        (5, (), "home, 1 slabs above the reserve"),
-        (None, (A, B, C), "longest unused, 2 slabs above the reserve"),
-    ],
-)
-def test_the_reason_says_what_it_costs_the_kv_cache(
-    home: int | None, residents: tuple[ResidentModel, ...], reason: str
-) -> None:
-    choice = choose_run(facts(2, home, residents, frozenset()))
-    assert choice is not None
-    assert choice.reason == reason
 
 
 def options(f: ResidencyFacts) -> dict[int, tuple[ResidentModel, ...]]:
@@ -178,7 +159,6 @@ class ResidencyMachine(RuleBasedStateMachine):
                     for name, run in runs.items()
                 ),
                 blocked=self.arena.blocked,
-                weights_slabs=self.arena.weights_slabs,
             )
             choice = choose_run(f)
             assert_best(f, choice)

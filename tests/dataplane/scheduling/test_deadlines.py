@@ -35,7 +35,6 @@ def work(
 
 def choose(state: SliceState, now_s: float, *models: ModelWork) -> tuple[str, tuple[str, ...], SliceState]:
     choice, after = choose_slice(models, state, now_s, near_s=NEAR_S, settings=SETTINGS)
-    assert choice.reason
     return choice.model, choice.following, after
 
 

@@ -158,7 +158,7 @@ def test_a_round_in_turns() -> None:
     for now_s in (0.0, 2.9, 3.0, 5.9, 6.0, 9.0):
         turn, state = choose_decode_turn(facts, state, now_s, SETTINGS)
         assert turn is not None
-        seen.append((turn.model, turn.ends_s, turn.next_model))
+        seen.append((turn.model, state.ends_s, turn.next_model))
     assert seen == [
         ("a", 3.0, "b"),
         ("a", 3.0, "b"),
@@ -169,17 +169,17 @@ def test_a_round_in_turns() -> None:
     ]
 
 
-def test_alone_there_is_no_end_and_a_newcomer_waits_for_the_quota_at_most() -> None:
+def test_alone_no_model_follows_and_a_newcomer_waits_for_the_quota_at_most() -> None:
     turn, state = choose_decode_turn(batches("a"), RoundState(), 0.0, SETTINGS)
     assert turn is not None
-    assert (turn.model, turn.ends_s, turn.next_model) == ("a", math.inf, None)
+    assert (turn.model, turn.next_model) == ("a", None)
     turn, later = choose_decode_turn(batches("a"), state, 500.0, SETTINGS)
     assert turn is not None
-    assert (turn.model, turn.ends_s) == ("a", math.inf)
-    turn, _ = choose_decode_turn(batches("ab"), later, 500.0, SETTINGS)
+    assert (turn.model, turn.next_model) == ("a", None)
+    turn, joined = choose_decode_turn(batches("ab"), later, 500.0, SETTINGS)
     assert turn is not None
     assert (turn.model, turn.next_model) == ("a", "b")
-    assert turn.ends_s <= 500.0 + SETTINGS.quota_max_s
+    assert joined.ends_s <= 500.0 + SETTINGS.quota_max_s
     turn, _ = choose_decode_turn(batches("ab"), state, 500.0, SETTINGS)
     assert turn is not None
     assert turn.model == "b"
@@ -190,23 +190,22 @@ def test_a_newcomer_gets_the_next_turn_and_not_the_next_round() -> None:
     alpha = state.alpha
     turn, state = choose_decode_turn(batches("abcd"), state, 1.0, SETTINGS)
     assert turn is not None
-    assert (turn.model, turn.next_model, turn.alpha) == ("a", "d", alpha)
-    turn, state = choose_decode_turn(batches("abcd"), state, 3.0, SETTINGS)
+    assert (turn.model, turn.next_model, state.alpha) == ("a", "d", alpha)
+    turn, grown = choose_decode_turn(batches("abcd"), state, 3.0, SETTINGS)
     assert turn is not None
     assert (turn.model, turn.next_model) == ("d", "b")
-    assert turn.alpha > alpha
-    turn, state = choose_decode_turn(batches("abc"), state, 4.0, SETTINGS)
+    assert grown.alpha > alpha
+    turn, state = choose_decode_turn(batches("abc"), grown, 4.0, SETTINGS)
     assert turn is not None
-    assert (turn.model, turn.alpha) == ("b", state.alpha)  # the higher alpha stays for the round
-    assert turn.alpha > alpha
+    assert (turn.model, state.alpha) == ("b", grown.alpha)  # the higher alpha stays for the round
     assert [quota.model for quota in state.quotas] == ["a", "d", "b", "c"]
 
 
 def test_a_newcomer_does_not_lower_the_load_of_the_round() -> None:
     _, state = choose_decode_turn(batches("abcde"), RoundState(), 0.0, SETTINGS)
-    turn, _ = choose_decode_turn(batches("ef"), state, 1.0, SETTINGS)
+    turn, after = choose_decode_turn(batches("ef"), state, 1.0, SETTINGS)
     assert turn is not None
-    assert (turn.model, turn.alpha) == ("f", state.alpha)
+    assert (turn.model, after.alpha) == ("f", state.alpha)
 
 
 def test_one_turn_a_round() -> None:

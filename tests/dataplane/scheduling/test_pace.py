@@ -43,9 +43,10 @@ def test_a_turn_of_several_prompts_says_what_each_takes() -> None:
 
 def test_short_prompts_say_nothing_of_long_ones() -> None:
     pace = pace_of([turn(8, 0.05), turn(8, 0.07)])
-    assert pace.of(8) == pytest.approx(0.06)
-    assert pace.of(4000) < 1.0, "in proportion it would be 30 s"
-    assert pace_of([turn(100, 0.001)]).of(100) == pytest.approx(0.001), "quicker than the default"
+    assert pace.base_s + 8 * pace.token_s == pytest.approx(0.06)
+    assert pace.base_s + 4000 * pace.token_s < 1.0, "in proportion it would be 30 s"
+    short = pace_of([turn(100, 0.001)])
+    assert short.base_s + 100 * short.token_s == pytest.approx(0.001), "quicker than the default"
     assert pace_of([turn(8, 9.0), turn(800, 0.1)]).token_s == 0.0, "no prompt is quicker for being longer"
     assert pace_of([turn(100, 0.5, switched=True)]).switch_s == pytest.approx(0.0, abs=1e-12)
 

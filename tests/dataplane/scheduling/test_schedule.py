@@ -39,7 +39,6 @@ def test_a_prefill_of_another_model(arrived_s: float, tier: Tier, slack_s: float
     assert turn is not None
     assert turn.kind == kind
     assert (turn.model, turn.next_model) == (("b", "a") if kind == "prefill" else ("a", "b"))
-    assert turn.reason
 
 
 def test_one_tight_batch_holds_a_prefill_back() -> None:
@@ -115,8 +114,6 @@ def test_prefill_alone_takes_group_after_group() -> None:
         group=("b0", "b2"),
         started_s=3.0,
         next_model="c",
-        alpha=0.0,
-        reason="first in order",
     )
     assert state.groups.serving == "b0"
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ops.deploy.helm.played import HostFolders, container_of, names, play, probed
 from ops.deploy.helm.rendered import EXAMPLES, RENDERED
+from tests.e2e.played import HostFolders, container_of, names, play, probed
 
 HOST = HostFolders(memory=Path("/dev/shm/here"), secrets=Path("/secrets"))
 KEPT = ("image", "command", "args", "securityContext", "resources")

@@ -94,7 +94,7 @@ class _Program:
 
     def __init__(self, chooser: Chooser, choice: Ints, free: Bools, at: Ints) -> None:
         tables, rows, columns = chooser.tables, chooser.rows, chooser.columns
-        self._columns, self._at, self._tables = columns, at, tables
+        self._columns, self._at = columns, at
         fixed = choice[~free]
         left = rows.limit - np.asarray(columns.use_by_column[fixed].sum(axis=0)).ravel()
         taken = sparse.csr_matrix(columns.use_by_column[at].T)

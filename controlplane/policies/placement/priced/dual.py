@@ -27,6 +27,8 @@ WIDTH_FIRST, WIDTH_GROWTH = 1.0, 1.5
 TAU_FIRST, TAU_LAST, TAU_FALL = 0.1, 0.001, 0.7
 """In dearest prices of a GPU per hour."""
 CLIMB_STEPS, PATIENCE = 400, 4
+KEPT = 3
+"""Configurations of each endpoint that a round adds at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +62,6 @@ def configurations_at(
     rows: Rows,
     prices: Floats,
     *,
-    among: Ints | None = None,
     keep: int = 1,
     spare: Floats | None = None,
     exact: bool = True,
@@ -71,19 +72,18 @@ def configurations_at(
         tables: the problem.
         rows: its shared rows.
         prices: of them.
-        among: these endpoints only, [N].
         keep: configurations of each endpoint at most.
         spare: list configurations that cost so much more than the cheapest too, [N].
         exact: False = good configurations found quickly, and a weaker bound.
     """
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(len(tables.regions), -1)
-    among = np.arange(len(tables.home)) if among is None else among
-    least, known, found = np.zeros(len(among)), np.zeros(len(among)), []
-    size = CHUNK if spare is None else CHUNK_SPARE
-    for start in range(0, len(among), size):
-        part = slice(start, start + size)
-        at = among[part]
+    size = len(tables.home)
+    least, known, found = np.zeros(size), np.zeros(size), []
+    chunk = CHUNK if spare is None else CHUNK_SPARE
+    for start in range(0, size, chunk):
+        part = slice(start, start + chunk)
+        at = np.arange(size)[part]
         model, region = tables.model_of[at], tables.region_of[at]
         unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
         cells = Cells(
@@ -100,12 +100,12 @@ def configurations_at(
         least[part], known[part] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     if tables.pools:
-        cost = _pool_costs(tables, gpu, host, token)[among]
+        cost = _pool_costs(tables, gpu, host, token)
         least = np.minimum(least, cost.min(axis=1))
         limit = least + (0.0 if spare is None else spare)
         known = np.minimum(known, limit)
         number, kind = np.nonzero(cost <= limit[:, None])
-        found.append((among[number], np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
+        found.append((number, np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return Configurations(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)
 
@@ -144,7 +144,7 @@ def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_sto
     """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
     the share `least_gain`.
     """
-    step = _step_of_prices(tables, dual.rows)
+    step = _step_of_prices(tables)
     width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
     for turn in range(rounds):
         dual = priced_out(tables, dual, prices)
@@ -161,9 +161,9 @@ def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_sto
     return dual
 
 
-def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> Dual:
+def priced_out(tables: Tables, dual: Dual, prices: Floats) -> Dual:
     """The bound that these prices prove, if it is better, and the columns that are cheapest at them."""
-    configurations = configurations_at(tables, dual.rows, prices, keep=keep)
+    configurations = configurations_at(tables, dual.rows, prices, keep=KEPT)
     bound = float(configurations.least.sum() - dual.rows.limit @ prices) + tables.constant
     columns = joined(
         tables, dual.rows, dual.columns, configurations.endpoint, configurations.counts, configurations.pooled
@@ -173,7 +173,7 @@ def priced_out(tables: Tables, dual: Dual, prices: Floats, *, keep: int = 3) -> 
     return replace(dual, columns=columns)
 
 
-def _step_of_prices(tables: Tables, rows: Rows) -> Floats:
+def _step_of_prices(tables: Tables) -> Floats:
     """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
     instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
     gpus = np.tile(tables.gpu_price, len(tables.regions))

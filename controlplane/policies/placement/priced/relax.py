@@ -50,11 +50,10 @@ class Cells:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Relaxed:
-    """`count_price`: of an instance, for the most that may be. `loss_rate`: by segment, with both prices."""
+    """`loss_rate`: by segment, with the price of a token and that of an instance."""
 
     bound: Floats
     token_price: Floats
-    count_price: Floats
     counts: Ints
     split: Ints
     loss_rate: Floats
@@ -115,7 +114,6 @@ def _fill(cells: Cells, count_price: Floats) -> Relaxed:
     return Relaxed(
         bound=token_price * cells.home - count_price * cells.most + least,
         token_price=token_price,
-        count_price=count_price,
         counts=counts.reshape(size, types, segments).sum(axis=2),
         split=split // segments,
         loss_rate=loss_rate,

@@ -54,10 +54,6 @@ class ModelFacts:
         assert self.load_s > 0, self.load_s
         assert self.compute_s is None or self.compute_s > 0, self.compute_s
 
-    @property
-    def offloaded_bytes(self) -> int:
-        return self.offloaded * self.layer_bytes
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:

@@ -58,12 +58,11 @@ class KvImports:
         ranks: int = 1,
         note_file: Callable[[str, torch.Tensor], None] | None = None,
         wait_max_s: float = WAIT_MAX_S,
-        device_wait_max_s: float = DEVICE_WAIT_MAX_S,
     ) -> None:
         self._device = device
         self._events = events
         self._ranks, self._note_file = ranks, note_file
-        self._wait_max_s, self._device_wait_max_s = wait_max_s, device_wait_max_s
+        self._wait_max_s = wait_max_s
         self._files: dict[str, ImportedFile] = {}
         self._leaving: list[ImportedFile] = []
         """Files of slots that have ended, still pinned."""
@@ -112,7 +111,7 @@ class KvImports:
             if self._events.has_passed(handle):
                 continue
             if time.monotonic() >= until_s:
-                raise DeviceLostError(f"the event of another worker has not passed for {self._device_wait_max_s:g} s")
+                raise DeviceLostError(f"the event of another worker has not passed for {DEVICE_WAIT_MAX_S:g} s")
             with self._lock:
                 self._waits.append((handle, until_s))
         awaited = {handle for handle, _ in self._waits}
@@ -151,7 +150,7 @@ class KvImports:
             return False
         with self._lock:
             file.awaited.add(handle)
-            self._waits.append((handle, time.monotonic() + self._device_wait_max_s))
+            self._waits.append((handle, time.monotonic() + DEVICE_WAIT_MAX_S))
             self._on_device += 1
         return True
 

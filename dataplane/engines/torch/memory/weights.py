@@ -333,5 +333,4 @@ class WeightStore:
             slabs=limit,
             residents=residents,
             blocked=self._arena.blocked.difference(self._clearable_slabs()),
-            weights_slabs=self._arena.kv_from,
         )

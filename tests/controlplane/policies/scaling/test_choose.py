@@ -1,17 +1,9 @@
-"""One way in: what is remembered, and what is refused."""
+"""Bad facts and settings are refused."""
 
 import pytest
 
 from controlplane.policies.scaling.facts import ScalingSettings
-from tests.controlplane.policies.scaling.endpoints import HERE, NOW, decide, endpoint
-
-
-def test_the_state_remembers_when_an_endpoint_was_scaled() -> None:
-    hot = endpoint({"H": 2}, utilization=0.9, last_scaled_s=10.0)
-    calm = endpoint({"H": 2}, last_scaled_s=20.0)
-    assert decide("reactive", hot).last_scaled_s == {HERE: NOW}
-    assert decide("reactive", calm).last_scaled_s == {HERE: 20.0}
-    assert decide("reactive", endpoint({"H": 2})).last_scaled_s == {}
+from tests.controlplane.policies.scaling.endpoints import endpoint
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.core.sampler import Draw, _cut_tail, choose_tokens, noise
+from dataplane.engines.core.sampler import Draw, _cut_tail, _keys, _noise, choose_tokens
 
 
 def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
@@ -79,7 +79,8 @@ def test_what_is_drawn_does_not_depend_on_the_company(
 
 
 def test_noise_depends_on_seed_position_and_token_and_is_exponential() -> None:
-    values = noise([(seed, position) for seed in range(40) for position in range(40)], 64, torch.device("cpu"))
+    keys = _keys([(seed, position) for seed in range(40) for position in range(40)])
+    values = _noise(torch.tensor(keys), 64)
     assert len(values.unique()) > 0.98 * values.numel()
     assert values.min() > 0
     assert values.mean() == pytest.approx(1.0, abs=0.02)

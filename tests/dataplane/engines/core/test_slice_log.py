@@ -10,9 +10,7 @@ from dataplane.scheduling.schedule import Kind, Turn
 
 
 def turn(kind: Kind, model: str, started_s: float, *, beside: tuple[str, ...] = ()) -> Turn:
-    return Turn(
-        kind=kind, model=model, started_s=started_s, next_model=None, alpha=0.0, reason="-", group=beside, budget_s=0.1
-    )
+    return Turn(kind=kind, model=model, started_s=started_s, next_model=None, group=beside, budget_s=0.1)
 
 
 def test_a_decode_turn_is_cut_where_its_steps_begin_and_cease_to_prefill() -> None:
@@ -28,7 +26,7 @@ def test_a_decode_turn_is_cut_where_its_steps_begin_and_cease_to_prefill() -> No
         ("mixed", 1.0, 1.9, 4, 2, 600),
         ("decode", 1.9, 3.0, 1, 0, 0),
     ]
-    assert log.prefill_pace.of(300) == pytest.approx(0.45)
+    assert log.prefill_pace.base_s + 300 * log.prefill_pace.token_s == pytest.approx(0.45)
 
 
 def test_time_without_memory_for_prompts_beside_is_no_time_of_prefills() -> None:
@@ -38,7 +36,7 @@ def test_time_without_memory_for_prompts_beside_is_no_time_of_prefills() -> None
         log.step(1, prompts=() if blocked else (100,))
     log.turn(None, 9.1)
     assert [(one.kind, one.prompts) for one in log.slices] == [("mixed", 1), ("decode", 0), ("mixed", 1)]
-    assert log.prefill_pace.of(100) == pytest.approx(0.1)
+    assert log.prefill_pace.base_s + 100 * log.prefill_pace.token_s == pytest.approx(0.1)
 
 
 def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:

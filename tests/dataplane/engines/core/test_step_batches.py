@@ -21,7 +21,7 @@ def batches(slot: Slot, left_s: float) -> StepBatches[SequenceKv]:
 
 def mixed(step: StepBatches[SequenceKv], slot: Slot, *group: ReplaySequence) -> list[ReplaySequence]:
     """What a mixed step of model a runs, beside one decoding sequence or more."""
-    turn = Turn(kind="decode", model="a", budget_s=math.inf, started_s=0.0, next_model=None, alpha=0.0, reason="")
+    turn = Turn(kind="decode", model="a", budget_s=math.inf, started_s=0.0, next_model=None)
     return [chunk.sequence for chunk in step.form(turn, slot.models["a"], group)]
 
 

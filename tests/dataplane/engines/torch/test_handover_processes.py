@@ -201,10 +201,10 @@ def test_a_prefill_slot_that_dies_before_its_transfers_pass_is_not_waited_for(
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", ["device"])
 def test_a_device_that_waits_for_a_dead_process_ends_its_worker(
-    wait: Wait, decoder: TorchEngine, checkpoint: Checkpoint, tmp_path: Path
+    wait: Wait, decoder: TorchEngine, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else ends the wait of a stream. The agent starts another worker, and requests go on there."""
-    decoder.kv.imports._device_wait_max_s = 1.0
+    monkeypatch.setattr("dataplane.engines.torch.memory.kv_imports.DEVICE_WAIT_MAX_S", 1.0)
     settings = prefill_slot(checkpoint, tmp_path, kv_events="device")
     with remote(checkpoint, settings, table(wait, tmp_path), stops="device") as prefiller:
         handing = Handing(wanted=wants(1), decoder=decoder, release=prefiller.release)

@@ -48,6 +48,11 @@ def day_and_night(half_s: float, day_per_s: float, night_per_s: float) -> Iterat
         )
 
 
+def slots_in_use(pool: PoolServer) -> int:
+    """Those that are open or not empty yet."""
+    return sum(process.open for process in pool._processes) + len(pool._closing)
+
+
 def test_slots_follow_the_demand_and_every_request_is_served() -> None:
     scenario = grouped([(4,), (4,), (1, 1, 1, 1)], QUICK)
     requests = list(day_and_night(80.0, 40.0, 16.0))
@@ -56,7 +61,7 @@ def test_slots_follow_the_demand_and_every_request_is_served() -> None:
     opened: list[tuple[float, int, int]] = []
 
     def look() -> None:
-        counts = {gpus: pool.opened for gpus, pool in pools.items()}
+        counts = {gpus: slots_in_use(pool) for gpus, pool in pools.items()}
         assert sum(gpus * count for gpus, count in counts.items()) <= 12, "a GPU is in one slot at most"
         opened.append((world.events.now_s, counts[1], counts[4]))
         world.events.at(world.events.now_s + 0.5, TICK, look)

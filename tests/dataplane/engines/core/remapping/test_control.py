@@ -44,6 +44,10 @@ def applied(facts: RemapFacts, decision: RemapDecision) -> tuple[ModelFacts, ...
     return tuple(replace(model, offloaded=after[model.model]) for model in facts.models)
 
 
+def offloaded_bytes(models: tuple[ModelFacts, ...]) -> int:
+    return sum(model.offloaded * model.layer_bytes for model in models)
+
+
 def choose(
     *models: ModelFacts, short: int = 0, free: int = 0, settings: RemapSettings = SETTINGS, at_s: float = LATER_S
 ) -> tuple[dict[str, int], RemapDecision]:
@@ -184,7 +188,7 @@ def test_bytes_add_up_and_nothing_is_offloaded_beyond_its_cap(
     decision, _ = choose_remap(facts, RemapState(), LATER_S, settings)
     assert choose_remap(facts, RemapState(), LATER_S, settings)[0] == decision
     after = applied(facts, decision)
-    gained = sum(model.offloaded_bytes for model in after) - sum(model.offloaded_bytes for model in models)
+    gained = offloaded_bytes(after) - offloaded_bytes(models)
     assert gained + facts.free_bytes >= short - decision.missing_bytes
     for before, model in zip(models, after, strict=True):
         cap = choose_cap(model, settings).layers
@@ -229,7 +233,7 @@ def test_demand_that_swings_within_the_spare_does_not_flap(
     changes = []
     for _ in range(8):
         for demand in (level + swing for swing in demands):
-            capacity = own_bytes + sum(model.offloaded_bytes for model in models)
+            capacity = own_bytes + offloaded_bytes(models)
             short, free = max(demand - capacity, 0), max(capacity - demand, 0)
             facts = RemapFacts(models=models, short_bytes=short, free_bytes=free)
             decision, _ = choose_remap(facts, RemapState(), LATER_S, settings)
