@@ -106,6 +106,8 @@ class JsonCallReader:
             return
         try:
             value = json.loads(self._value)
+            if isinstance(value, str):
+                value.encode()  # half of a surrogate pair, which JSON can spell, cannot be sent to anyone
         except (ValueError, RecursionError):
             self.failed = not self._reported
             self._expected = ","
