@@ -20,6 +20,8 @@ EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
+ANSWER_FAILED = "answer_failed"
+"""Code of the failure of an answer that cannot be made of its tokens: any other node would fail with them, too."""
 INSTANCE_NOT_READY = "instance_not_ready"
 """Code of the refusal of a request whose instance is not on the node, or not ready there."""
 
