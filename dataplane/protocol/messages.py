@@ -46,6 +46,12 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tool_call_id: str | None = None
     reasoning: str | None = None
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of it that a chat template may write into a prompt, besides its role."""
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        return self.content, self.reasoning or "", self.name or "", self.tool_call_id or "", *calls
+
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A function that the model may call. `parameters`: the JSON schema of its arguments; None: any object. With
