@@ -23,11 +23,14 @@ _KEYS = {*_NAME, *_ARGUMENTS, "id", "type"}
 
 
 class CallReader(Protocol):
-    """Reads one call."""
+    """Reads one call. `whole`: its arguments have ended, even if the call itself has not."""
 
     done: bool
     failed: bool
     rest: str
+
+    @property
+    def whole(self) -> bool: ...
 
     def feed(self, text: str) -> list[Piece]:
         """More of the call."""
@@ -50,6 +53,10 @@ class JsonCallReader:
         self._early: str | None = None
         """Arguments that came before the name."""
         self._streams = self._reported = False
+
+    @property
+    def whole(self) -> bool:
+        return self._reported and not self._streams
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -153,6 +160,10 @@ class NamedCallReader:
         self._accepts = accepts
         self._before = ""
         self._scanner: ValueScanner | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.done
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []

@@ -61,6 +61,12 @@ class ToolCallParser:
         self.calls = 0
         self.stopped = False
 
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, and the last of them was not cut."""
+        cut = self._reported and self._reader is not None and not self._reader.whole
+        return self.calls > 0 and not cut
+
     def feed(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """The content and the calls that are certain with more text."""
         self._pending += text

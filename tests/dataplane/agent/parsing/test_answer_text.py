@@ -114,6 +114,37 @@ def test_a_stop_string_ends_reasoning_and_calls_too() -> None:
     assert whole.content == "a <tool_call>b "
 
 
+ONE_CALL = f"a <tool_call>{CALL}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "stop", "reason"),
+    [
+        ("hermes", ONE_CALL, (), "tool_calls"),
+        ("hermes", ONE_CALL, ("</tool_call>",), "tool_calls"),
+        ("hermes", ONE_CALL, ("Ky",), "stop"),
+        ("hermes", ONE_CALL.removesuffix("}}</tool_call>"), (), "stop"),
+        ("hermes", ONE_CALL.removesuffix("}</tool_call>"), (), "tool_calls"),
+        ("hermes", f"{ONE_CALL}<tool_call>{CALL.replace('Ky', 'Na')}", ("Na",), "stop"),
+        ("hermes", f"{ONE_CALL} Na", (" Na",), "tool_calls"),
+        ("hermes", f"{ONE_CALL} <tool_call>no", (), "tool_calls"),
+        ("hermes", 'a <tool_call>{"name": "weather"', (), "stop"),
+        ("mistral", 'a [TOOL_CALLS]weather[ARGS]{"city": "Ky', (), "stop"),
+        ("mistral", 'a [TOOL_CALLS]weather[ARGS]{"city": "Ky"}', (), "tool_calls"),
+    ],
+)
+def test_an_answer_ends_with_a_call_only_where_its_last_call_was_not_cut(
+    family: str, text: str, stop: tuple[str, ...], reason: str
+) -> None:
+    made, families = tokens(text), families_of(model(tool_parser=family, reasoning_parser="none"), None)
+    for cut in (0, len(made) // 2, len(made)):  # continued on another node
+        answer = answer_text(request(stop=stop), SpecialBytes(), families, "")
+        answer.resume(made[:cut])
+        answer.feed_all(made[cut:])
+        answer.finish()
+        assert (answer.finish_reason("stop"), answer.finish_reason("length")) == (reason, "length")
+
+
 def test_the_answer_of_one_call_stops_behind_it() -> None:
     families = families_of(model(tool_parser="hermes"), None)
     answer = answer_text(request(tools=ToolUse(tools=TOOLS.tools, parallel=False)), SpecialBytes(), families, "")
