@@ -108,7 +108,7 @@ def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, ta
         names = frozenset(tool.name for tool in uses.tools)
         tools = ToolCallParser(family.form_for(uses), names, parallel=uses.parallel, special=frozenset(shown.values()))
     return AnswerText(
-        IncrementalDetokenizer(tokenizer, generate.sampling.stop, shown=shown),
+        IncrementalDetokenizer(tokenizer, generate.sampling.stop, min_tokens=generate.sampling.min_tokens, shown=shown),
         reasoning=None if form is None else ReasoningParser(form, opened=tail.rstrip().endswith(form.opening)),
         tools=tools,
         sent_chars=generate.sent_chars,

@@ -91,8 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `frequency_penalty` and `presence_penalty` count the tokens of the answer, `repetition_penalty` those of the prompt
     too. `logit_bias`: (token id, bias) pairs. `top_k` 0: no limit. `min_p`: the least probability, relative to that of
-    the likeliest token. `min_tokens`: no end of sequence before so many tokens. `logprobs`: report the log probability
-    of each token under the model's raw distribution, and of so many likeliest ones; None: none.
+    the likeliest token. `min_tokens`: no end of sequence and no stop string within so many tokens. `logprobs`: report
+    the log probability of each token under the model's raw distribution, and of so many likeliest ones; None: none.
     """
 
     max_tokens: int | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from dataplane.agent.answers import answer_text
@@ -112,6 +113,16 @@ def test_a_stop_string_ends_reasoning_and_calls_too() -> None:
     assert (whole.content, merged(whole.tool_calls)) == ("a", [("weather", '{"city": "')])
     whole, _ = pieces("hermes", "a <tool_call>b END c", stop=("END",))
     assert whole.content == "a <tool_call>b "
+
+
+def test_the_first_tokens_are_counted_from_the_beginning_of_the_answer() -> None:
+    made, sampling = tokens("a END b END c END"), Sampling(stop=("END",), min_tokens=8)
+    for cut in range(len(made)):  # continued on another node
+        asked = msgspec.structs.replace(request(), sampling=sampling)
+        answer = answer_text(asked, SpecialBytes(), families_of(model(), None), "")
+        whole = answer.resume(made[:cut])
+        whole += answer.feed_all(made[cut:])[0]
+        assert (answer.stopped, whole.content) == (True, "a END b ")
 
 
 ONE_CALL = f"a <tool_call>{CALL}</tool_call>"
