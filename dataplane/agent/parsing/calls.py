@@ -47,7 +47,7 @@ class JsonCallReader:
         self._accepts = accepts
         self._expected = "{"
         self._scanner: ValueScanner | None = None
-        self._value = ""
+        self._value: list[str] = []
         self._key = ""
         self._name: str | None = None
         self._early: str | None = None
@@ -70,7 +70,7 @@ class JsonCallReader:
             if self._streams:
                 self._report(part, pieces)
             else:
-                self._value += part
+                self._value.append(part)
             at = len(text) if end is None else end
             if end is not None:
                 self._scanner = None
@@ -86,7 +86,7 @@ class JsonCallReader:
         if char.isspace():
             return at + 1
         if self._expected in {"key", "value"} and not (self._expected == "key" and char != '"'):
-            self._scanner, self._value = ValueScanner(), ""
+            self._scanner, self._value = ValueScanner(), []
             wanted = self._expected == "value" and self._key in _ARGUMENTS and not self._reported
             self._streams = wanted and self._name is not None and char in "{["
             return at
@@ -111,8 +111,9 @@ class JsonCallReader:
             self._streams = False
             self._expected = ","
             return
+        text = "".join(self._value)
         try:
-            value = json.loads(self._value)
+            value = json.loads(text)
             if isinstance(value, str):
                 value.encode()  # half of a surrogate pair, which JSON can spell, cannot be sent to anyone
         except (ValueError, RecursionError):
@@ -129,7 +130,7 @@ class JsonCallReader:
             self.failed = not self._reported and not self._accepts(self._name)
         elif self._key in _ARGUMENTS and not self._reported and self._early is None:
             # Arguments as text are JSON twice; null stands for none.
-            self._early = value if isinstance(value, str) else "{}" if value is None else self._value
+            self._early = value if isinstance(value, str) else "{}" if value is None else text
         if self._name and self._early is not None and not self.failed:
             self._report(self._early, pieces)
             self._early = None

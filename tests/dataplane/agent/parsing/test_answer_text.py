@@ -1,6 +1,8 @@
 """The answer of a stream that is cut after any token and continued on another node: each piece of it comes once."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import pytest
@@ -123,6 +125,41 @@ def test_the_first_tokens_are_counted_from_the_beginning_of_the_answer() -> None
         whole = answer.resume(made[:cut])
         whole += answer.feed_all(made[cut:])[0]
         assert (answer.stopped, whole.content) == (True, "a END b ")
+
+
+def chars_looked_at(run: Callable[[], object]) -> int:
+    """Characters of all texts of which methods are called while it runs."""
+    count = 0
+
+    def note(_frame: object, event: str, called: object) -> None:
+        nonlocal count
+        text = getattr(called, "__self__", None) if event == "c_call" else None
+        count += len(text) if isinstance(text, str) else 0
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "json"])
+@pytest.mark.parametrize("reasoning", ["none", "qwen3"])
+@pytest.mark.parametrize(
+    "begin", ["", "a", "<think>", "<think>a", "<think>a</think>", "<tool_call>", '<tool_call>{"id": "', "[TOOL_CALLS]"]
+)
+def test_many_blanks_are_looked_at_once(family: str, reasoning: str, begin: str) -> None:
+    def answer(blanks: int) -> None:
+        families = families_of(model(tool_parser=family, reasoning_parser=reasoning), None)
+        text = answer_text(request(), SpecialBytes(), families, "")
+        for token_id in tokens(begin + " \n" * blanks):
+            text.feed(token_id)
+        text.finish()
+
+    few, many = (chars_looked_at(partial(answer, blanks)) for blanks in (500, 2000))
+    assert 1500 < many < 5 * few
 
 
 ONE_CALL = f"a <tool_call>{CALL}</tool_call>"
