@@ -8,6 +8,7 @@ import structlog
 from controlplane.errors import NodeError
 from controlplane.policies.decisions import Route
 from controlplane.policies.health import Circuit, CircuitSettings, OutcomeFacts, choose_circuit, is_forgotten, probed
+from dataplane.protocol.messages import ANSWER_FAILED
 
 log = structlog.get_logger()
 _NO_OUTCOME = frozenset({400, 409, 413, 429})
@@ -38,8 +39,12 @@ class Circuits:
                 self._circuits[name] = probed(self._circuits[name], self._clock(), self._settings)
 
     def note_end(self, route: Route, error: NodeError | None) -> None:
-        """Record how a request ended. Every failure counts for the instance, those of the connection for its node."""
-        if error is not None and error.code != _NODE_FAILED and error.status in _NO_OUTCOME:
+        """Record how a request ended. Every failure counts for the instance, those of the connection for its node; an
+        answer that no node could have made counts for none.
+        """
+        if error is not None and (
+            error.code == ANSWER_FAILED or (error.code != _NODE_FAILED and error.status in _NO_OUTCOME)
+        ):
             return
         self._note(route.instance_id, ok=error is None)
         self._note(route.node_id, ok=error is None or error.code != _NODE_FAILED)

@@ -18,7 +18,7 @@ BYTES_PER_TOKEN = 4
 OUTPUT_TOKENS_GUESS = 256
 """Estimates, as long as no node has tokenized a prompt, and where a request does not limit its answer."""
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 256, 16
-"""What a chat template may add to a prompt, and to each of its messages."""
+"""What a chat template may add to a prompt, and to each of its messages and of their calls."""
 
 EventStream = AsyncGenerator[list[RecordedEvent], None]
 """The events of a request; those that arrived together are one list."""
@@ -111,8 +111,8 @@ class InFlightRequest:
         """The most prompt and completion tokens that it may take: a token of text has a byte at least."""
         prompt = self.input_tokens
         if self.message.prompt_tokens is None:
-            messages = len(self.message.messages or ())
-            prompt = BYTES_PER_TOKEN * prompt + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * messages
+            parts = sum(1 + len(each.tool_calls) for each in self.message.messages or ())
+            prompt = BYTES_PER_TOKEN * prompt + _TEMPLATE_TOKENS + _MESSAGE_TOKENS * parts
         answer = 0 if self.message.pooling else self.message.sampling.max_tokens or self.context_tokens
         return min(self.context_tokens, prompt + answer)
 
@@ -154,14 +154,15 @@ class InFlightRequest:
 
 
 def estimated_input_tokens(message: Generate) -> int:
-    """Prompt tokens before a node has tokenized the prompt: the token ids' number, or the text's bytes over four."""
+    """Prompt tokens before a node has tokenized the prompt: the token ids' number, or the bytes over four of all that a
+    chat template may write, of tools and of its variables as JSON.
+    """
     if message.prompt_tokens is not None:
         return len(message.prompt_tokens)
-    texts = [message.prompt or ""] if message.messages is None else [each.content for each in message.messages]
-    tokens = sum(len(text.encode()) // BYTES_PER_TOKEN + 1 for text in texts)
-    calls = [each.tool_calls for each in message.messages or () if each.tool_calls]
-    if calls or message.tools is not None:
-        tokens += len(msgspec.json.encode((calls, message.tools))) // BYTES_PER_TOKEN
+    texts = [(message.prompt or "",)] if message.messages is None else [each.texts for each in message.messages]
+    tokens = sum(sum(len(text.encode()) for text in each) // BYTES_PER_TOKEN + 1 for each in texts)
+    if message.tools is not None or message.template:
+        tokens += len(msgspec.json.encode((message.tools, message.template))) // BYTES_PER_TOKEN
     return tokens
 
 

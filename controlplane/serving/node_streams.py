@@ -7,7 +7,15 @@ from http import HTTPStatus
 import msgspec
 
 from controlplane.errors import NodeError
-from dataplane.protocol.messages import INSTANCE_NOT_READY, Failed, Finished, Started, Token, decode_lines
+from dataplane.protocol.messages import (
+    ANSWER_FAILED,
+    INSTANCE_NOT_READY,
+    Failed,
+    Finished,
+    Started,
+    Token,
+    decode_lines,
+)
 from dataplane.protocol.records import MEDIA_TYPE, RecordedEvent, RecordReader, TextRecord, joined
 
 PassOn = Callable[[TextRecord], bool]
@@ -229,12 +237,15 @@ def refusal(body: bytes, status: int) -> NodeError:
 
 
 def error_of(event: Failed) -> NodeError:
-    """The failure that a node reports. Only faults of the request are final; otherwise another node may do better."""
+    """The failure that a node reports. Only faults of the request, and answers that cannot be made of their tokens, are
+    final; otherwise another node may do better.
+    """
+    final = event.status in _REQUEST_AT_FAULT or event.code == ANSWER_FAILED
     return NodeError(
         event.message,
         status=_STATUS_FOR_CLIENTS.get(event.status, 502),
         code=event.code,
         param=event.param,
-        retryable=event.retryable or event.status not in _REQUEST_AT_FAULT,
+        retryable=event.retryable or not final,
         untouched=event.code == INSTANCE_NOT_READY,
     )

@@ -2,6 +2,7 @@
 are accepted with their default value, else refused with a message, so that no client assumes what was never applied.
 """
 
+import math
 from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -93,7 +94,21 @@ def json_text(value: Any) -> str:
         raise ValueError("holds a string or a number that cannot be passed on") from None
     if len(encoded) > OBJECT_BYTES_MAX:
         raise ValueError(f"at most {OBJECT_BYTES_MAX} bytes of JSON are allowed, not {len(encoded)}")
+    if not _is_finite(value):  # it would be written as null
+        raise ValueError("holds a number that is not finite")
     return encoded.decode()
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in a value are finite."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict | list):
+            left += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, float) and not math.isfinite(one):
+            return False
+    return True
 
 
 def _bounded(value: dict[str, Any]) -> dict[str, Any]:

@@ -27,11 +27,13 @@ from controlplane.serving.in_flight import EventStream, InFlightRequest
 from controlplane.serving.prompt_prefixes import CachedPrefixes
 from controlplane.serving.tracing import attempting, step
 from controlplane.settings import Settings
-from dataplane.protocol.messages import STALE_EPOCH, Generate, Sampling
+from dataplane.protocol.messages import ANSWER_FAILED, STALE_EPOCH, Generate, Sampling
 from dataplane.protocol.tiers import Tier
 
 _RETRY_ROUTE_S = 0.25
 _SEED_BITS = 31
+_FINAL = frozenset({STALE_EPOCH, ANSWER_FAILED})
+"""Codes of failures that end a request, also one whose answer has begun."""
 
 
 class Sender:
@@ -114,12 +116,13 @@ class Sender:
     def _require_another(self, request: InFlightRequest, error: NodeError) -> None:
         """Raise `error` if no other instance shall be tried. A stream that has begun was not the request's fault, nor
         is what moved a request that another instance had accepted; a claim that is no longer the newest may run on no
-        node. An error is no longer `untouched` once an earlier instance has worked on the request.
+        node, and an answer that cannot be made of its tokens can be made on none. An error is no longer `untouched`
+        once an earlier instance has worked on the request.
         """
         may_try_again = error.untouched and time.monotonic() < request.wait_until_s
         error.untouched &= request.failure is None or request.failure.untouched
         *before, last = (one.instance_id for one in request.routes)
-        if error.code == STALE_EPOCH:
+        if error.code in _FINAL:
             over = True
         elif last == request.rerouted_to and last not in before and not request.begun:
             over = False

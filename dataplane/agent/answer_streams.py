@@ -1,21 +1,27 @@
 """The bytes of an answer, and how they get to its reader: written when outputs arrive, with no task woken for a token.
 
-A reader that leaves much unread holds back the outputs of its own answer, for which no text is made meanwhile.
+A reader that leaves much unread holds back the outputs of its own answer, for which no text is made meanwhile. Where a
+part of an answer cannot be made, that answer fails for good: a connection that broke off would be the node's fault, and
+another node that is given the same tokens fails with them, too.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
+import structlog
 
 from dataplane.agent.answers import Answer
 from dataplane.agent.pooled_answers import PooledAnswer
+from dataplane.engines.interface import EngineOutput
 from dataplane.protocol.connections import BodyWriter
-from dataplane.protocol.messages import Generate, StreamEvent, Token, encode_line
+from dataplane.protocol.errors import AnswerFailedError, DataplaneError
+from dataplane.protocol.messages import Failed, Generate, StreamEvent, Token, encode_line
 from dataplane.protocol.records import MEDIA_TYPE, encode_events, encode_text
 
 LINES_MEDIA_TYPE = "application/x-ndjson"
 Encode = Callable[[Sequence[StreamEvent]], bytes]
+log = structlog.get_logger()
 _encode_text = msgspec.json.Encoder().encode
 
 
@@ -47,8 +53,17 @@ def _encode_record(event: StreamEvent, before: bytes, after: bytes) -> bytes:
 
 async def parts(answer: Answer | PooledAnswer, encode: Encode) -> AsyncIterator[bytes]:
     """The parts of an answer, for a reader to whom they are sent one by one."""
-    async for event in answer.events():
-        yield encode((event,))
+    try:
+        async for event in answer.events():
+            yield encode((event,))
+    except Exception:
+        yield encode((_failure(answer),))
+
+
+def _failure(answer: Answer | PooledAnswer) -> Failed:
+    """The end of an answer of which a part could not be made; called where the exception is handled."""
+    log.exception("an answer cannot be made", request_id=answer.request_id)
+    return answer.fail(AnswerFailedError("an internal error: the node cannot make this answer of its tokens"))
 
 
 class AnswerStream:
@@ -62,15 +77,11 @@ class AnswerStream:
         self._ended: asyncio.Future[None] = self._loop.create_future()
 
     async def run(self) -> None:
-        """Write the answer until it has ended, or its reader is gone.
-
-        Raises:
-            Exception: what making its text ended with.
-        """
+        """Write the answer until it has ended, or its reader is gone."""
         body, answer = self._body, self._answer
         body.on_room, body.on_lost = self._advance, self._end
         answer.outputs.listen(self._wake)
-        body.write(self._encode(answer.begin()))
+        self._write(answer.begin)
         if answer.ended or body.lost:
             return
         self._advance()
@@ -85,15 +96,20 @@ class AnswerStream:
         body, answer = self._body, self._answer
         if self._ended.done():
             return
+        while not body.full and (output := answer.outputs.pop()) is not None:
+            self._write(answer.feed, output)
+            if answer.ended:
+                self._end()
+                return
+
+    def _write(self, make: Callable[..., Sequence[StreamEvent]], *of: EngineOutput | DataplaneError) -> None:
+        """Write the events that are made of an output, or the failure to make them."""
         try:
-            while not body.full and (output := answer.outputs.pop()) is not None:
-                if data := self._encode(answer.feed(output)):
-                    body.write(data)
-                if answer.ended:
-                    self._end()
-                    return
-        except Exception as error:
-            self._ended.set_exception(error)
+            data = self._encode(make(*of))
+        except Exception:
+            data = self._encode((_failure(self._answer),))
+        if data:
+            self._body.write(data)
 
     def _end(self) -> None:
         if not self._ended.done():

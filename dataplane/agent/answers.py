@@ -14,6 +14,7 @@ from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest, TokenScore
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
 from dataplane.protocol.messages import (
+    ANSWER_FAILED,
     Constraint,
     Failed,
     Finished,
@@ -40,7 +41,7 @@ def failed_event(error: DataplaneError) -> Failed:
         code=error.code,
         message=error.message,
         param=error.param,
-        retryable=error.status in RETRYABLE_STATUSES,
+        retryable=error.status in RETRYABLE_STATUSES and error.code != ANSWER_FAILED,
     )
 
 
@@ -107,7 +108,7 @@ def answer_text(generate: Generate, tokenizer: Tokenizer, families: Families, ta
         names = frozenset(tool.name for tool in uses.tools)
         tools = ToolCallParser(family.form_for(uses), names, parallel=uses.parallel, special=frozenset(shown.values()))
     return AnswerText(
-        IncrementalDetokenizer(tokenizer, generate.sampling.stop, shown=shown),
+        IncrementalDetokenizer(tokenizer, generate.sampling.stop, min_tokens=generate.sampling.min_tokens, shown=shown),
         reasoning=None if form is None else ReasoningParser(form, opened=tail.rstrip().endswith(form.opening)),
         tools=tools,
         sent_chars=generate.sent_chars,
@@ -139,6 +140,10 @@ class Answer:
         self._completion_tokens = len(inflight.request.generated)
         self._cached_tokens: int | None = None
 
+    @property
+    def request_id(self) -> str:
+        return self._inflight.request.request_id
+
     def close(self) -> None:
         """Cancel the request, if it runs."""
         self._cancel(self._inflight.request)
@@ -164,9 +169,9 @@ class Answer:
     def feed(self, output: EngineOutput | DataplaneError) -> list[StreamEvent]:
         """What follows from the next output."""
         if isinstance(output, DataplaneError):
-            return [self._failed(output)]
+            return [self.fail(output)]
         if output.error is not None:
-            return [self._failed((BadRequestError if output.invalid else DataplaneError)(output.error))]
+            return [self.fail((BadRequestError if output.invalid else DataplaneError)(output.error))]
         events = self._token_events(output)
         if self._text.stopped:
             events.append(self._stopped())
@@ -174,7 +179,8 @@ class Answer:
             events.append(self._finished(output.finish_reason))
         return events
 
-    def _failed(self, error: DataplaneError) -> Failed:
+    def fail(self, error: DataplaneError) -> Failed:
+        """The end of an answer that goes no further."""
         self.ended = True
         self._measure.ended("error")
         return failed_event(error)

@@ -17,14 +17,22 @@ class IncrementalDetokenizer:
 
     `stopped` is set when a stop string was found; the text then ends before it and later tokens are ignored. Text is
     held back while the bytes of a character are incomplete, or while it may be the beginning of a stop string.
-    `shown`: the text of special tokens that are not left out, by their ids.
+    A stop string that is complete within the first `min_tokens` tokens is text. `shown`: the text of special tokens
+    that are not left out, by their ids.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, shown: Mapping[int, str] | None = None
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._not_yet = min_tokens
+        """Tokens within which no stop string ends the text."""
         self._shown = shown or {}
         self._token_ids: list[int] = []
         #      start        read             end
@@ -40,6 +48,7 @@ class IncrementalDetokenizer:
         """Add a token; the text that is certain with it."""
         if self.stopped:
             return ""
+        self._not_yet -= 1
         piece = self._tokenizer.piece(token_id)
         if piece is not None and self._settled:
             self._token_ids.append(token_id)
@@ -93,8 +102,10 @@ class IncrementalDetokenizer:
         )
 
     def _release(self, new: str, *, last: bool = False) -> str:
-        pending = self._held + new
-        found = [at for at in (pending.find(stop) for stop in self._stop) if at >= 0]
+        pending, held = self._held + new, len(self._held)
+        wanted = self._stop if self._not_yet < 0 else ()
+        # One that is complete without new text was so within the first tokens.
+        found = [at for stop in wanted if (at := pending.find(stop, max(0, held - len(stop) + 1))) >= 0]
         if found:
             self.stopped = True
             self._held = ""

@@ -18,7 +18,7 @@ from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.replay.vocabulary import REPLAY_EMBEDDING_SIZE
 from dataplane.protocol.errors import BadRequestError, ContextLengthError, DataplaneError
-from dataplane.protocol.messages import EngineKind, Finished, Generate, ModelSpec, Pooled, Started, StreamEvent
+from dataplane.protocol.messages import EngineKind, Failed, Finished, Generate, ModelSpec, Pooled, Started, StreamEvent
 from dataplane.runtime.tracing import current_parent
 
 PAIR = ("query", "document")
@@ -147,6 +147,10 @@ class PooledAnswer:
         self._cancel = cancel
         self._measure = measure
 
+    @property
+    def request_id(self) -> str:
+        return self._inflight.request.request_id
+
     def close(self) -> None:
         """Cancel the request, if it runs."""
         self._cancel(self._inflight.request)
@@ -158,8 +162,7 @@ class PooledAnswer:
         yield Started(prompt_tokens=prompt_tokens)
         output = await self._inflight.outputs.get()
         if isinstance(output, DataplaneError) or output.error is not None:
-            self._measure.ended("error")
-            yield failed_event(output if isinstance(output, DataplaneError) else DataplaneError(output.error or ""))
+            yield self.fail(output if isinstance(output, DataplaneError) else DataplaneError(output.error or ""))
             return
         self._measure.ended("stop")
         yield Pooled(values=self._cut(output.values))
@@ -169,6 +172,11 @@ class PooledAnswer:
             completion_tokens=0,
             cached_tokens=output.cached_tokens,
         )
+
+    def fail(self, error: DataplaneError) -> Failed:
+        """The end of an answer that goes no further."""
+        self._measure.ended("error")
+        return failed_event(error)
 
     def _cut(self, values: tuple[float, ...]) -> tuple[float, ...]:
         rules = self._rules

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from dataplane.agent.parsing.families import TOOL_FAMILIES, ToolFamily
 from dataplane.agent.settings import AgentSettings
 from dataplane.agent.templates.chat_template import ChatTemplate
@@ -48,8 +50,9 @@ class Conversation:
 
     @property
     def chars(self) -> int:
-        calls = (call for message in self.messages for call in message.tool_calls)
-        return sum(len(message.content) for message in self.messages) + sum(len(call.arguments) for call in calls)
+        """Of all that a template may write; of tools and variables as JSON."""
+        others = msgspec.json.encode((self.tools, self.variables))
+        return sum(len(text) for message in self.messages for text in message.texts) + len(others)
 
 
 class PromptTokenizer:

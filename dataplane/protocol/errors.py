@@ -1,6 +1,6 @@
 """The data plane's exception tree. Each carries the HTTP status the node answers with."""
 
-from dataplane.protocol.messages import INSTANCE_NOT_READY, STALE_EPOCH
+from dataplane.protocol.messages import ANSWER_FAILED, INSTANCE_NOT_READY, STALE_EPOCH
 
 
 class DataplaneError(Exception):
@@ -53,6 +53,12 @@ class StaleEpochError(DataplaneError):
 
     status = 409
     code = STALE_EPOCH
+
+
+class AnswerFailedError(DataplaneError):
+    """An answer cannot be made of its tokens, by a defect of ours. No other instance could make it."""
+
+    code = ANSWER_FAILED
 
 
 class OverloadedError(DataplaneError):

@@ -20,6 +20,8 @@ EngineChoice = Literal["auto", "torch", "vllm"]
 """Which engine a model's dedicated instances run on; auto: the node decides. Pooled ones always run on torch."""
 STALE_EPOCH = "stale_epoch"
 """Code of the refusal of a claim that is not the newest of its fence."""
+ANSWER_FAILED = "answer_failed"
+"""Code of the failure of an answer that cannot be made of its tokens: any other node would fail with them, too."""
 INSTANCE_NOT_READY = "instance_not_ready"
 """Code of the refusal of a request whose instance is not on the node, or not ready there."""
 
@@ -43,6 +45,12 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     reasoning: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All of it that a chat template may write into a prompt, besides its role."""
+        calls = [text for call in self.tool_calls for text in (call.id, call.name, call.arguments)]
+        return self.content, self.reasoning or "", self.name or "", self.tool_call_id or "", *calls
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -83,8 +91,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `frequency_penalty` and `presence_penalty` count the tokens of the answer, `repetition_penalty` those of the prompt
     too. `logit_bias`: (token id, bias) pairs. `top_k` 0: no limit. `min_p`: the least probability, relative to that of
-    the likeliest token. `min_tokens`: no end of sequence before so many tokens. `logprobs`: report the log probability
-    of each token under the model's raw distribution, and of so many likeliest ones; None: none.
+    the likeliest token. `min_tokens`: no end of sequence and no stop string within so many tokens. `logprobs`: report
+    the log probability of each token under the model's raw distribution, and of so many likeliest ones; None: none.
     """
 
     max_tokens: int | None = None

@@ -117,10 +117,11 @@ class ResponseWriter:
 
     def _finish(self, end: Finished) -> list[Body]:
         cut = end.finish_reason == "length"
+        cut_call = isinstance(self._open, CallOutput) and end.finish_reason != "tool_calls"
         told: list[Body] = []
         if self._open is None and not self._done:
             told += self._open_as(MessageOutput)
-        told += self._close("incomplete" if cut else "completed")
+        told += self._close("incomplete" if cut or cut_call else "completed")
         self._end = {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

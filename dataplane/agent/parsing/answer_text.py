@@ -92,8 +92,8 @@ class AnswerText:
         return self._detokenizer.token_bytes(token_id)
 
     def finish_reason(self, reason: FinishReason) -> FinishReason:
-        """Why the answer ended: `tool_calls` where it would be `stop`, and a tool was called."""
-        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.calls else reason
+        """Why the answer ended: `tool_calls` where it would be `stop`, a tool was called, and no call was cut."""
+        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.called else reason
 
     def _parse(self, text: str) -> Parsed:
         if not text:

@@ -23,11 +23,14 @@ _KEYS = {*_NAME, *_ARGUMENTS, "id", "type"}
 
 
 class CallReader(Protocol):
-    """Reads one call."""
+    """Reads one call. `whole`: its arguments have ended, even if the call itself has not."""
 
     done: bool
     failed: bool
     rest: str
+
+    @property
+    def whole(self) -> bool: ...
 
     def feed(self, text: str) -> list[Piece]:
         """More of the call."""
@@ -44,12 +47,16 @@ class JsonCallReader:
         self._accepts = accepts
         self._expected = "{"
         self._scanner: ValueScanner | None = None
-        self._value = ""
+        self._value: list[str] = []
         self._key = ""
         self._name: str | None = None
         self._early: str | None = None
         """Arguments that came before the name."""
         self._streams = self._reported = False
+
+    @property
+    def whole(self) -> bool:
+        return self._reported and not self._streams
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
@@ -63,7 +70,7 @@ class JsonCallReader:
             if self._streams:
                 self._report(part, pieces)
             else:
-                self._value += part
+                self._value.append(part)
             at = len(text) if end is None else end
             if end is not None:
                 self._scanner = None
@@ -79,7 +86,7 @@ class JsonCallReader:
         if char.isspace():
             return at + 1
         if self._expected in {"key", "value"} and not (self._expected == "key" and char != '"'):
-            self._scanner, self._value = ValueScanner(), ""
+            self._scanner, self._value = ValueScanner(), []
             wanted = self._expected == "value" and self._key in _ARGUMENTS and not self._reported
             self._streams = wanted and self._name is not None and char in "{["
             return at
@@ -104,8 +111,11 @@ class JsonCallReader:
             self._streams = False
             self._expected = ","
             return
+        text = "".join(self._value)
         try:
-            value = json.loads(self._value)
+            value = json.loads(text)
+            if isinstance(value, str):
+                value.encode()  # half of a surrogate pair, which JSON can spell, cannot be sent to anyone
         except (ValueError, RecursionError):
             self.failed = not self._reported
             self._expected = ","
@@ -120,7 +130,7 @@ class JsonCallReader:
             self.failed = not self._reported and not self._accepts(self._name)
         elif self._key in _ARGUMENTS and not self._reported and self._early is None:
             # Arguments as text are JSON twice; null stands for none.
-            self._early = value if isinstance(value, str) else "{}" if value is None else self._value
+            self._early = value if isinstance(value, str) else "{}" if value is None else text
         if self._name and self._early is not None and not self.failed:
             self._report(self._early, pieces)
             self._early = None
@@ -151,6 +161,10 @@ class NamedCallReader:
         self._accepts = accepts
         self._before = ""
         self._scanner: ValueScanner | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.done
 
     def feed(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []

@@ -1,5 +1,6 @@
 """Reasoning before an answer: the text between two markers."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,8 @@ class ReasoningParser:
         self._form = form
         self._opened = opened or form.assumed
         self._state: _State = "start"
+        self._blanks: list[str] = []
+        """Those before the held text, in pieces, each of which is looked at once: there may be very many."""
         self._held = ""
 
     @property
@@ -49,41 +52,62 @@ class ReasoningParser:
         self._advance()
         rest = ""
         if self.is_over():
-            rest, self._held = self._held, ""
+            rest = self._take_held()
         return reasoning, rest
 
     def finish(self) -> tuple[str, str]:
         """The reasoning and the rest that were held back, when no text follows."""
-        held, self._held = self._held, ""
+        held = self._take_held()
         return (held, "") if self.open else ("", held)
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        return self._take_blanks() + held
+
+    def _take_blanks(self) -> str:
+        blanks = "".join(self._blanks)
+        self._blanks.clear()
+        return blanks
 
     def _advance(self) -> None:
         """Leave the states that pass blanks and the opening marker, as far as the held text shows that they end."""
-        text = self._held.lstrip()
         if self._state == "start":
-            if text.startswith(self._form.opening):
-                self._state, text = "opened", text.removeprefix(self._form.opening).lstrip()
-            elif self._form.opening.startswith(text):
+            self._pass_blanks()
+            if self._held.startswith(self._form.opening):
+                self._state, self._held = "opened", self._held.removeprefix(self._form.opening)
+            elif self._form.opening.startswith(self._held):
                 return
-            elif self._opened:
-                self._state = "opened"
             else:
-                self._state = "rest"
-                return
+                self._state = "opened" if self._opened else "rest"
         if self._state in {"opened", "closed"}:
-            self._held = text
-            if text:
+            self._pass_blanks()
+            self._blanks.clear()
+            if self._held:
                 self._state = "reasoning" if self._state == "opened" else "rest"
+
+    def _pass_blanks(self) -> None:
+        text = self._held.lstrip()
+        self._blanks.append(self._held[: len(self._held) - len(text)])
+        self._held = text
 
     def _take_reasoning(self) -> str:
         """Reasoning up to the closing marker, or as far as the held text cannot be its beginning."""
         before, marker, after = self._held.partition(self._form.closing)
         if marker:
             self._held, self._state = after, "closed"
-            return before.rstrip()
-        sure = len(before[: len(before) - overlap(before, self._form.closing)].rstrip())
-        self._held = before[sure:]
-        return before[:sure]
+            sure, blanks = before.rstrip(), ""
+        else:
+            sure, blanks, self._held = divided(before, (self._form.closing,))
+        reasoning = self._take_blanks() + sure if sure else ""
+        self._blanks.append(blanks)
+        return reasoning
+
+
+def divided(text: str, markers: Iterable[str]) -> tuple[str, str, str]:
+    """A text in three parts: up to its last letter, blanks, and the longest end that is a beginning of a marker."""
+    end = len(text) - max((overlap(text, marker) for marker in markers), default=0)
+    sure = text[:end].rstrip()
+    return sure, text[len(sure) : end], text[end:]
 
 
 def overlap(text: str, marker: str) -> int:

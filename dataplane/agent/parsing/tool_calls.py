@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dataplane.agent.parsing.calls import CallReader, Piece
-from dataplane.agent.parsing.reasoning import overlap
+from dataplane.agent.parsing.reasoning import divided
 from dataplane.protocol.messages import ToolCallDelta
 
 MakeReader = Callable[[Callable[[str], bool], str], CallReader]
@@ -50,8 +50,10 @@ class ToolCallParser:
         self._state: _State = "content"
         self._bare = form.bare
         """Whether a call without a marker may begin the pending text."""
+        self._blanks: list[str] = []
+        """Those before the pending text, in pieces, each of which is looked at once: there may be very many."""
         self._pending = ""
-        self._raw = ""
+        self._raw: list[str] = []
         """The text of a call that is not reported yet: the first `_marked` characters are its marker."""
         self._marked = self._reread = 0
         self._known = self._in_list = self._reported = False
@@ -60,6 +62,12 @@ class ToolCallParser:
         self._deltas: list[ToolCallDelta] = []
         self.calls = 0
         self.stopped = False
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, and the last of them was not cut."""
+        cut = self._reported and self._reader is not None and not self._reader.whole
+        return self.calls > 0 and not cut
 
     def feed(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """The content and the calls that are certain with more text."""
@@ -83,9 +91,9 @@ class ToolCallParser:
     def finish(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """What was held back, when no text follows."""
         if not self._reported and not self.stopped:
-            held = self._raw + self._pending
+            held = "".join([*self._raw, *self._blanks, self._pending])
             self._add_content(held if held.strip() or not self.calls else "")
-        self._raw = self._pending = ""
+        self._raw, self._blanks, self._pending = [], [], ""
         return self._taken()
 
     def _taken(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
@@ -101,44 +109,56 @@ class ToolCallParser:
 
     def _scan(self) -> bool:
         """Content up to the next marker. Blanks at its end are held back: they may be before a call."""
-        text = self._pending
         if self._bare:
-            start = text.lstrip()
-            if not start:
+            self._blanks.append(self._pass_blanks())
+            if not self._pending:
                 return False
             self._bare = False
-            if start[0] == "{" or (self._form.lists and start[0] == "["):
-                blanks = len(text) - len(start)
-                self._begin(text[:blanks], start, marked=blanks + 1, known=True)
+            if self._pending[0] == "{" or (self._form.lists and self._pending[0] == "["):
+                blanks = self._take_blanks()
+                self._begin(blanks, self._pending, marked=len(blanks) + 1, known=True)
                 return True
+        text = self._pending
         found = [(at, opening) for opening in self._form.openings if (at := text.find(opening)) >= 0]
         if found:
             at, opening = min(found)
             before = text[:at].rstrip()
-            self._add_content(before)
-            marker = text[len(before) : at + len(opening)]
+            if before:
+                self._add_content(self._take_blanks() + before)
+            marker = self._take_blanks() + text[len(before) : at + len(opening)]
             self._begin(marker, text[at + len(opening) :], marked=len(marker), known=self._form.known)
             return True
-        held = max((overlap(text, opening) for opening in self._form.openings), default=0)
-        sure = len(text[: len(text) - held].rstrip())
-        self._add_content(text[:sure])
-        self._pending = text[sure:]
+        sure, blanks, self._pending = divided(text, self._form.openings)
+        if sure:
+            self._add_content(self._take_blanks() + sure)
+        self._blanks.append(blanks)
         return False
 
+    def _take_blanks(self) -> str:
+        blanks = "".join(self._blanks)
+        self._blanks.clear()
+        return blanks
+
+    def _pass_blanks(self) -> str:
+        """Take the blanks at the beginning of the pending text off it."""
+        text = self._pending.lstrip()
+        blanks, self._pending = self._pending[: len(self._pending) - len(text)], text
+        return blanks
+
     def _begin(self, marker: str, rest: str, *, marked: int, known: bool) -> None:
-        self._raw, self._marked, self._known = marker, marked, known
+        self._raw, self._marked, self._known = [marker], marked, known
         self._pending, self._state = rest, "opened"
 
     def _open(self) -> bool:
         """Begin a call, or the list that it is in."""
-        text = self._pending.lstrip()
-        self._raw += self._pending[: len(self._pending) - len(text)]
-        self._pending = text
+        self._raw.append(self._pass_blanks())
+        text = self._pending
         if not text:
             return False
         if text[0] == "[" and self._form.lists and not self._in_list:
             self._in_list = True
-            self._raw, self._pending = self._raw + "[", text[1:]
+            self._raw.append("[")
+            self._pending = text[1:]
             return True
         self._reader = self._form.reader(self._accepts, text[0])
         self._state = "call"
@@ -156,14 +176,15 @@ class ToolCallParser:
             return False
         pieces = reader.feed(text)
         if not self._reported:
-            self._raw += text[: len(text) - len(reader.rest)]
+            self._raw.append(text[: len(text) - len(reader.rest)])
         self._pending = reader.rest
         if reader.failed:
-            self._reread += len(self._raw) - self._marked
-            sure = self._marked if self._reread <= REREAD_CHARS_MAX else len(self._raw)
-            self._add_content(self._raw[:sure])
-            self._pending = self._raw[sure:] + self._pending
-            self._raw, self._in_list, self._state = "", False, "content"
+            raw = "".join(self._raw)
+            self._reread += len(raw) - self._marked
+            sure = self._marked if self._reread <= REREAD_CHARS_MAX else len(raw)
+            self._add_content(raw[:sure])
+            self._pending = raw[sure:] + self._pending
+            self._raw, self._in_list, self._state = [], False, "content"
             return True
         self._report(pieces)
         if not reader.done:
@@ -176,7 +197,7 @@ class ToolCallParser:
     def _report(self, pieces: list[Piece]) -> None:
         for name, arguments in pieces:
             if name is not None:
-                self._raw, self._reported = "", True
+                self._raw, self._reported = [], True
                 self.calls += 1
                 self._deltas.append(ToolCallDelta(index=self.calls - 1, name=name))
             elif self._deltas and self._deltas[-1].name is None and self._deltas[-1].index == self.calls - 1:
@@ -187,7 +208,8 @@ class ToolCallParser:
 
     def _close(self) -> bool:
         """What follows a call: closing markers, another call, or content."""
-        text = self._pending = self._pending.lstrip()
+        self._pass_blanks()
+        text = self._pending
         if not text:
             return False
         for closing in self._form.closings:

@@ -35,6 +35,10 @@ def test_what_says_nothing_of_health_is_not_counted() -> None:
         assert not noted(NodeError("no", status=status, code=code), times=20)[0].avoided()
 
 
+def test_an_answer_that_no_node_can_make_is_no_nodes_fault() -> None:
+    assert not noted(NodeError("a defect", code="answer_failed", retryable=False), times=20)[0].avoided()
+
+
 def test_one_probe_then_all_or_nothing() -> None:
     circuits, clock = noted(BROKEN)
     clock.now_s = 1.5

@@ -26,7 +26,16 @@ from dataplane.agent.parsing.answer_text import AnswerText
 from dataplane.dispatch.requests import InflightRequest
 from dataplane.engines.interface import EngineOutput, EngineRequest
 from dataplane.protocol import messages
-from dataplane.protocol.messages import STALE_EPOCH, Failed, Finished, Generate, Sampling, Started, Token
+from dataplane.protocol.messages import (
+    ANSWER_FAILED,
+    STALE_EPOCH,
+    Failed,
+    Finished,
+    Generate,
+    Sampling,
+    Started,
+    Token,
+)
 from dataplane.protocol.records import TextRecord
 from dataplane.protocol.tiers import Objective, Tier
 from tests.controlplane.serving.scripted import ScriptedConnections, encoded
@@ -63,7 +72,8 @@ class ByteTokenizer:
 
 class Nodes(AgentClient):
     """Two nodes that make the tokens of BYTES through the agent's own answers. The first one's streams break off after
-    `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, a `Failed`, a newer claim.
+    `lines` lines, in the middle of the next one; `ends` is how: by a broken connection, a `Failed` of a
+    worker or of an answer that cannot be made, a newer claim.
     """
 
     def __init__(self, lines: int, *, ends: str = "broken", end: str = "length", old: bool = False) -> None:
@@ -83,6 +93,9 @@ class Nodes(AgentClient):
             if node in self.lost and sent == self.lines:
                 if self.ends == "stale":
                     yield encoded(Failed(status=409, code=STALE_EPOCH, message="older", retryable=True), generate)
+                    return
+                if self.ends == "cannot":
+                    yield encoded(Failed(status=500, code=ANSWER_FAILED, message="a defect"), generate)
                     return
                 if self.ends == "failed":
                     yield encoded(Failed(status=503, code="worker_lost", message="lost", retryable=True), generate)
@@ -260,6 +273,17 @@ def test_a_claim_that_is_no_longer_the_newest_goes_nowhere_else(lines: int) -> N
         with pytest.raises(NodeError, match="older"):
             await ask(nodes)
         assert len(nodes.asked) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("lines", [0, 3])
+def test_an_answer_that_cannot_be_made_goes_nowhere_else(lines: int) -> None:
+    async def run() -> None:
+        nodes = Nodes(lines, ends="cannot")
+        with pytest.raises(NodeError, match="a defect") as raised:
+            await ask(nodes)
+        assert (len(nodes.asked), raised.value.retryable) == (1, False)
 
     asyncio.run(run())
 

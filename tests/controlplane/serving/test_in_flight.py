@@ -6,7 +6,17 @@ import pytest
 
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import ChatMessage, Finished, Generate, Sampling, Started, Token
+from dataplane.protocol.messages import (
+    ChatMessage,
+    Finished,
+    Generate,
+    Sampling,
+    Started,
+    Token,
+    Tool,
+    ToolCall,
+    ToolUse,
+)
 from dataplane.protocol.tiers import Tier
 from tests.controlplane.serving.test_continuation import Fleet
 
@@ -31,6 +41,25 @@ def in_flight(max_tokens: int | None = 100, **prompt: Any) -> InFlightRequest:
 def test_no_prompt_counts_for_more_than_the_context(prompt: dict[str, Any], tokens: int) -> None:
     assert in_flight(**prompt).input_tokens == tokens
     assert in_flight(**prompt).tokens == tokens + 100
+
+
+LONG = "x" * 400
+LONG_PARTS: dict[str, dict[str, Any]] = {
+    "content": {"messages": (ChatMessage(role="user", content=LONG),)},
+    "reasoning": {"messages": (ChatMessage(role="assistant", reasoning=LONG),)},
+    "name": {"messages": (ChatMessage(role="user", name=LONG),)},
+    "id": {"messages": (ChatMessage(role="tool", tool_call_id=LONG),)},
+    "call": {"messages": (ChatMessage(role="assistant", tool_calls=(ToolCall(id="1", name="a", arguments=LONG),)),)},
+    "tool": {"messages": (ChatMessage(role="user"),), "tools": ToolUse(tools=(Tool(name="a", description=LONG),))},
+    "variable": {"messages": (ChatMessage(role="user"),), "template": {"documents_text": LONG}},
+}
+
+
+@pytest.mark.parametrize("part", LONG_PARTS)
+def test_all_that_a_template_may_write_counts(part: str) -> None:
+    request = in_flight(10, **LONG_PARTS[part])
+    assert 100 <= request.input_tokens <= 130
+    assert 400 <= request.tokens_max <= 850
 
 
 def test_tokens_and_continuations_are_counted_as_events_arrive() -> None:

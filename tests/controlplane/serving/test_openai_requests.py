@@ -1,5 +1,6 @@
 """Bodies of chat completions and completions: what they become, and what is refused by name."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -94,6 +95,29 @@ def test_refusals_name_their_field(endpoint: str, fields: dict[str, Any], param:
     assert refused.value.param == param
     assert words in refused.value.message
     assert refused.value.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        (
+            "response_format.json_schema.schema",
+            '{"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"minimum": %s}}}}',
+        ),
+        ("structured_outputs.json", '{"structured_outputs": {"json": {"enum": [1, {"a": [%s]}]}}}'),
+        (
+            "tools.0.function.parameters",
+            '{"tools": [{"type": "function", "function": {"name": "f", "parameters": {"maximum": %s}}}]}',
+        ),
+        ("chat_template_kwargs", '{"chat_template_kwargs": {"a": %s}}'),
+    ],
+)
+def test_a_number_that_is_not_finite_is_refused_and_not_passed_on_as_null(param: str, fields: str, number: str) -> None:
+    body = json.dumps(BODIES[CHAT] | json.loads(fields % '"here"')).replace('"here"', number)
+    with pytest.raises(InvalidValueError, match="not finite") as refused:
+        parse_json(CHAT, body.encode())
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize("endpoint", list(BODIES))

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import httpx2 as httpx
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
 
 from dataplane.agent.answer_streams import LINES_MEDIA_TYPE, AnswerStream, encoder, parts
 from dataplane.agent.answers import Answer, answer_text
@@ -226,7 +227,7 @@ async def test_what_waits_when_there_is_room_is_written_until_there_is_none() ->
 
 @asynchronous
 async def test_a_stream_ends_with_its_failure_its_stop_string_or_its_reader() -> None:
-    failed, stopped, left, broken = Asked(), Asked(sampling=Sampling(stop=("B",))), Asked(), Asked()
+    failed, stopped, left = Asked(), Asked(sampling=Sampling(stop=("B",))), Asked()
     async with failed.streaming():
         failed.put(65)
         failed.inflight.outputs.put(WorkerLostError("gone"))
@@ -245,9 +246,41 @@ async def test_a_stream_ends_with_its_failure_its_stop_string_or_its_reader() ->
         left.body.on_lost()
         left.put(65)
     assert len(left.body.written) == 1
-    with pytest.raises(TypeError):
-        async with broken.streaming():
-            broken.put("no token")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["written", "sent"])
+@asynchronous
+async def test_an_answer_that_cannot_be_made_fails_for_good_and_breaks_no_connection(way: str) -> None:
+    asked = Asked()
+    with capture_logs() as logged:
+        if way == "written":
+            async with asked.streaming():
+                asked.put(65)
+                await turns()
+                asked.put("no token")  # type: ignore[arg-type]
+            data = b"".join(asked.body.written)
+        else:
+            asked.put(65)
+            asked.put("no token")  # type: ignore[arg-type]
+            data = b"".join([part async for part in parts(asked.answer, asked.encode)])
+    *_, token, last = read_all(data)
+    assert isinstance(token, TextRecord)
+    assert isinstance(last, Failed)
+    assert (last.status, last.code, last.retryable) == (500, "answer_failed", False)
+    assert [(line["event"], line["request_id"], line["exc_info"]) for line in logged] == [
+        ("an answer cannot be made", "r", True)
+    ]
+    assert 'finished_reason="error",model_name="tide"} 1.0' in generate_latest(asked.registry).decode()
+
+
+@asynchronous
+async def test_an_answer_whose_beginning_cannot_be_made_fails_too() -> None:
+    asked = Asked()
+    asked.answer.begin = lambda: [Token(text="\ud83d")]  # type: ignore[method-assign]
+    async with asked.streaming():
+        pass
+    [failed] = read_all(b"".join(asked.body.written))
+    assert isinstance(failed, Failed)
 
 
 async def stream_of(client: httpx.AsyncClient, body: Generate, accept: str) -> tuple[str, bytes]:

@@ -23,8 +23,15 @@ class ByteTokenizer(WordTokenizer):
         return chr(token_id) if token_id < 128 else None
 
 
-def stream(data: bytes, *stop: str) -> tuple[list[str], IncrementalDetokenizer]:
-    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop)
+class Marked(ByteTokenizer):
+    """Tokens above those of bytes are special: its text leaves them out."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return super().decode([token_id for token_id in token_ids if token_id < 256])
+
+
+def stream(data: bytes, *stop: str, min_tokens: int = 0) -> tuple[list[str], IncrementalDetokenizer]:
+    detokenizer = IncrementalDetokenizer(ByteTokenizer(), stop, min_tokens=min_tokens)
     pieces = []
     for token_id in data:
         pieces.append(detokenizer.feed(token_id))
@@ -88,15 +95,39 @@ def test_stops(data: str, stop: tuple[str, ...], expected: str) -> None:
     assert detokenizer.stopped == (data != expected)
 
 
-@given(st.text(alphabet="ab", max_size=20), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-def test_stop_is_where_a_search_of_the_whole_text_ends(text: str, stop: list[str]) -> None:
-    """The text ends before the stop string that is complete first; of those, before the one that begins first."""
-    ends = sorted((text.index(s) + len(s), text.index(s)) for s in stop if s in text)
-    pieces, detokenizer = stream(text.encode(), *stop)
-    if not ends:
-        assert "".join(pieces) == text
-    else:
-        assert "".join(pieces) == text[: min(begin for end, begin in ends if end == ends[0][0])]
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "a"), (4, "a"), (5, "aSTOPb"), (9, "aSTOPb"), (10, "aSTOPbSTOPc"), (99, None)]
+)
+def test_a_stop_string_within_the_first_tokens_is_text(min_tokens: int, expected: str | None) -> None:
+    text = "aSTOPbSTOPc"
+    pieces, detokenizer = stream(f"{text}STOPd".encode(), "STOP", min_tokens=min_tokens)
+    assert "".join(pieces) == (expected or f"{text}STOPd")
+    assert detokenizer.stopped == (expected is not None)
+
+
+def test_tokens_without_text_are_among_the_first() -> None:
+    detokenizer = IncrementalDetokenizer(Marked(), ["STOP"], min_tokens=6)
+    for token_id in (302, 302, *b"STOP"):
+        detokenizer.feed(token_id)
+    assert not detokenizer.stopped
+    for token_id in b"STOP":
+        detokenizer.feed(token_id)
+    assert detokenizer.stopped
+
+
+@given(
+    st.text(alphabet="ab", max_size=20),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 20),
+)
+def test_stop_is_where_a_search_of_the_whole_text_ends(text: str, stop: list[str], min_tokens: int) -> None:
+    """The text ends before the stop string that is complete first, behind the first tokens; of several, before the one
+    that begins first.
+    """
+    found = [(at + len(s), at) for s in stop for at in range(len(text)) if text.startswith(s, at)]
+    ends = sorted((end, begin) for end, begin in found if end > min_tokens)
+    pieces, detokenizer = stream(text.encode(), *stop, min_tokens=min_tokens)
+    assert "".join(pieces) == (text[: ends[0][1]] if ends else text)
     assert detokenizer.stopped == bool(ends)
 
 
@@ -108,10 +139,6 @@ def test_words_have_blanks_between_them_and_none_in_front() -> None:
 
 
 def test_special_tokens_that_are_shown_stand_where_they_were() -> None:
-    class Marked(ByteTokenizer):
-        def decode(self, token_ids: Sequence[int]) -> str:
-            return super().decode([token_id for token_id in token_ids if token_id < 256])
-
     text = IncrementalDetokenizer(Marked(), ["[STOP]"], shown={300: "[CALL]", 301: "[STOP]"})
     tokens = [*"né".encode()[:2], 300, *"é!".encode(), 302, 301, 65]
     assert [text.feed(token_id) for token_id in tokens] == ["n", "", "\ufffd[CALL]", "", "é", "!", "", "", ""]

@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
+from typing import Any
 
 import pytest
 
-from dataplane.agent.prompts import Prompt, PromptTokenizer
+from dataplane.agent.prompts import Conversation, Prompt, PromptTokenizer
 from dataplane.agent.templates.renderers import TemplateRenderers
 from dataplane.agent.tokenization import WordTokenizer
 from dataplane.protocol.errors import OverloadedError
-from dataplane.protocol.messages import Failed, Finished
+from dataplane.protocol.messages import ChatMessage, Failed, Finished, Tool, ToolCall, ToolUse
 from tests.dataplane.replay_node import PATIENCE_S, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import read
 from tests.event_loop import asynchronous
@@ -42,6 +43,23 @@ class SteppedTokenizer(WordTokenizer):
             with self._lock:
                 self.running -= 1
         return super().encode_text(prompt, tokens_max=tokens_max, special=special, param=param)
+
+
+@pytest.mark.parametrize(
+    ("message", "others"),
+    [
+        (ChatMessage(role="user", content=LONG), {}),
+        (ChatMessage(role="assistant", reasoning=LONG), {}),
+        (ChatMessage(role="assistant", tool_calls=(ToolCall(id="1", name="a", arguments=LONG),)), {}),
+        (ChatMessage(role="user"), {"tools": ToolUse(tools=(Tool(name="a", description=LONG),))}),
+        (ChatMessage(role="user"), {"template": {"text": LONG}}),
+    ],
+)
+def test_a_conversation_is_as_long_as_all_that_its_template_may_write(
+    message: ChatMessage, others: dict[str, Any]
+) -> None:
+    chars = Conversation.of(generate(prompt=None, messages=(message,), **others)).chars
+    assert len(LONG) <= chars <= len(LONG) + 100
 
 
 @asynchronous

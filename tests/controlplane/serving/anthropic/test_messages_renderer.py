@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import pytest
+
 from controlplane.errors import NodeError
 from controlplane.serving.answers import ChoiceAnswer
 from controlplane.serving.anthropic.renderer import MessagesRenderer
@@ -97,11 +99,12 @@ def test_thinking_text_and_tools_are_blocks() -> None:
     assert message["stop_reason"] == told[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_an_answer_that_is_cut() -> None:
+@pytest.mark.parametrize(("reason", "told"), [("length", "max_tokens"), ("stop", "end_turn")])
+def test_an_answer_whose_call_was_cut_asks_for_no_use_of_a_tool(reason: str, told: str) -> None:
     cut = CALLS[:5]
-    assert streamed(*cut, finished("length"))[-2]["delta"]["stop_reason"] == "max_tokens"
-    message = whole(*cut, finished("length"))
-    assert (message["stop_reason"], message["content"][-1]["input"]) == ("max_tokens", {})
+    assert streamed(*cut, finished(reason))[-2]["delta"]["stop_reason"] == told
+    message = whole(*cut, finished(reason))
+    assert (message["stop_reason"], message["content"][-1]["input"]) == (told, {})
 
 
 def test_an_empty_answer_has_no_blocks() -> None:

@@ -139,6 +139,15 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
     assert response["output"][0]["status"] == "incomplete"
 
 
+def test_a_call_that_a_stop_cut_is_incomplete() -> None:
+    writer = a_writer()
+    call = Token(text="", tool_calls=(ToolCallDelta(index=0, name="look", arguments='{"a"'),))
+    told = events_of(writer, call, finished("stop"))
+    assert told[-1]["response"]["status"] == "completed"
+    [item] = told[-1]["response"]["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+
+
 def test_an_empty_answer_is_an_empty_message() -> None:
     writer = a_writer()
     events_of(writer, finished())

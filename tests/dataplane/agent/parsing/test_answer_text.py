@@ -1,7 +1,10 @@
 """The answer of a stream that is cut after any token and continued on another node: each piece of it comes once."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import msgspec
 import pytest
 
 from dataplane.agent.answers import answer_text
@@ -112,6 +115,82 @@ def test_a_stop_string_ends_reasoning_and_calls_too() -> None:
     assert (whole.content, merged(whole.tool_calls)) == ("a", [("weather", '{"city": "')])
     whole, _ = pieces("hermes", "a <tool_call>b END c", stop=("END",))
     assert whole.content == "a <tool_call>b "
+
+
+def test_the_first_tokens_are_counted_from_the_beginning_of_the_answer() -> None:
+    made, sampling = tokens("a END b END c END"), Sampling(stop=("END",), min_tokens=8)
+    for cut in range(len(made)):  # continued on another node
+        asked = msgspec.structs.replace(request(), sampling=sampling)
+        answer = answer_text(asked, SpecialBytes(), families_of(model(), None), "")
+        whole = answer.resume(made[:cut])
+        whole += answer.feed_all(made[cut:])[0]
+        assert (answer.stopped, whole.content) == (True, "a END b ")
+
+
+def chars_looked_at(run: Callable[[], object]) -> int:
+    """Characters of all texts of which methods are called while it runs."""
+    count = 0
+
+    def note(_frame: object, event: str, called: object) -> None:
+        nonlocal count
+        text = getattr(called, "__self__", None) if event == "c_call" else None
+        count += len(text) if isinstance(text, str) else 0
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "json"])
+@pytest.mark.parametrize("reasoning", ["none", "qwen3"])
+@pytest.mark.parametrize(
+    "begin", ["", "a", "<think>", "<think>a", "<think>a</think>", "<tool_call>", '<tool_call>{"id": "', "[TOOL_CALLS]"]
+)
+def test_many_blanks_are_looked_at_once(family: str, reasoning: str, begin: str) -> None:
+    def answer(blanks: int) -> None:
+        families = families_of(model(tool_parser=family, reasoning_parser=reasoning), None)
+        text = answer_text(request(), SpecialBytes(), families, "")
+        for token_id in tokens(begin + " \n" * blanks):
+            text.feed(token_id)
+        text.finish()
+
+    few, many = (chars_looked_at(partial(answer, blanks)) for blanks in (500, 2000))
+    assert 1500 < many < 5 * few
+
+
+ONE_CALL = f"a <tool_call>{CALL}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "stop", "reason"),
+    [
+        ("hermes", ONE_CALL, (), "tool_calls"),
+        ("hermes", ONE_CALL, ("</tool_call>",), "tool_calls"),
+        ("hermes", ONE_CALL, ("Ky",), "stop"),
+        ("hermes", ONE_CALL.removesuffix("}}</tool_call>"), (), "stop"),
+        ("hermes", ONE_CALL.removesuffix("}</tool_call>"), (), "tool_calls"),
+        ("hermes", f"{ONE_CALL}<tool_call>{CALL.replace('Ky', 'Na')}", ("Na",), "stop"),
+        ("hermes", f"{ONE_CALL} Na", (" Na",), "tool_calls"),
+        ("hermes", f"{ONE_CALL} <tool_call>no", (), "tool_calls"),
+        ("hermes", 'a <tool_call>{"name": "weather"', (), "stop"),
+        ("mistral", 'a [TOOL_CALLS]weather[ARGS]{"city": "Ky', (), "stop"),
+        ("mistral", 'a [TOOL_CALLS]weather[ARGS]{"city": "Ky"}', (), "tool_calls"),
+    ],
+)
+def test_an_answer_ends_with_a_call_only_where_its_last_call_was_not_cut(
+    family: str, text: str, stop: tuple[str, ...], reason: str
+) -> None:
+    made, families = tokens(text), families_of(model(tool_parser=family, reasoning_parser="none"), None)
+    for cut in (0, len(made) // 2, len(made)):  # continued on another node
+        answer = answer_text(request(stop=stop), SpecialBytes(), families, "")
+        answer.resume(made[:cut])
+        answer.feed_all(made[cut:])
+        answer.finish()
+        assert (answer.finish_reason("stop"), answer.finish_reason("length")) == (reason, "length")
 
 
 def test_the_answer_of_one_call_stops_behind_it() -> None:

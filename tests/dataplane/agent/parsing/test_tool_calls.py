@@ -59,6 +59,10 @@ SEP = "<\uff5ctool▁sep\uff5c>"
 DEEPSEEK = f"<\uff5ctool▁call▁begin\uff5c>function{SEP}weather\n```json\n{ARGUMENTS}\n```<\uff5ctool▁call▁end\uff5c>"
 DEEPSEEK_31 = f"<\uff5ctool▁call▁begin\uff5c>time{SEP}{{}}<\uff5ctool▁call▁end\uff5c>"
 
+HALF_IN_NAME = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+HALF_IN_ARGUMENTS = r'<tool_call>{"name": "weather", "arguments": "{\"city\": \"\ud83d\"}"}</tool_call>'
+"""Half of a surrogate pair, where text is read as JSON and would be sent as it is read."""
+
 CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", ("", ONE)),
     ("hermes", f"I look.\n\n<tool_call>{CALL}</tool_call>\n", ("I look.", ONE)),
@@ -75,6 +79,8 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", '<tool_call>{"name": "weather", "arg', ('<tool_call>{"name": "weather", "arg', [])),
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"c', ("", [("weather", '{"c')])),
     ("hermes", "  plain text \n", ("  plain text \n", [])),
+    ("hermes", HALF_IN_NAME, (HALF_IN_NAME, [])),
+    ("hermes", HALF_IN_ARGUMENTS, (HALF_IN_ARGUMENTS, [])),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "parameters": {{"b": 2}}}}', ("", ONE)),
     ("hermes", f'<tool_call>{{"arguments": {ARGUMENTS}, "parameters": {{"b": 2}}, "name": "weather"}}', ("", ONE)),
     ("hermes", f'<tool_call>{{"id": [<tool_call>{CALL}]}}', ('<tool_call>{"id": []}', ONE)),
