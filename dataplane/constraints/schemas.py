@@ -49,13 +49,19 @@ def step_of(keyword: str, key: str | int | None) -> str:
     return f".{keyword}" if key is None else f".{keyword}.{key}"
 
 
-def tightened(schema: dict[str, Any], depth: int = 0) -> dict[str, Any]:
-    """A schema whose answers match the given one also where the library alone would not see to it.
+def tightened(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose answers match the given one also where the library alone would not see to it, but for names of
+    properties that are written with escapes: where further properties must match something of their own, or names must
+    match patterns.
 
     Raises:
         BadRequestError: a `minProperties` that keys which the schema does not name would have to meet: nothing keeps
             them from being the same. Or a value that is an integer too large for the library's numbers.
     """
+    return _tightened(schema, has_patterns=_has_patterns(schema))
+
+
+def _tightened(schema: dict[str, Any], depth: int = 0, *, has_patterns: bool) -> dict[str, Any]:
     if depth >= DEPTH_MAX:
         return schema
     least, required = schema.get("minProperties"), schema.get("required")
@@ -70,14 +76,34 @@ def tightened(schema: dict[str, Any], depth: int = 0) -> dict[str, Any]:
     for keyword, key, part in parts(schema):
         if not isinstance(part, dict):
             continue
-        inner = tightened(part, depth + 1)
+        inner = _tightened(part, depth + 1, has_patterns=has_patterns)
         if key is None:
             made[keyword] = inner
         else:
             if made[keyword] is schema[keyword]:
                 made[keyword] = schema[keyword].copy()
             made[keyword][key] = inner
+    if not has_patterns:
+        made = _with_further_names(made)
     return _with_format(made, str(schema.get("format")))
+
+
+def _has_patterns(schema: Any, depth: int = 0) -> bool:
+    """Whether a schema, or one inside of it, has patterns of names."""
+    if not isinstance(schema, dict) or depth >= DEPTH_MAX:
+        return False
+    return "patternProperties" in schema or any(_has_patterns(part, depth + 1) for _, _, part in parts(schema))
+
+
+def _with_further_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema that allows any further properties besides those it lists, with a pattern that all of their names match.
+    It means the same, but in names that match a pattern the library allows no escapes that make one a listed name. It
+    refuses several patterns that a name may match, as parts of an `allOf` may have.
+    """
+    further = schema.get("additionalProperties", True)
+    if "properties" not in schema or (further is not True and further != {}):
+        return schema
+    return {**schema, "patternProperties": {"": {}}, "additionalProperties": False}
 
 
 def _with_format(schema: dict[str, Any], name: str) -> dict[str, Any]:

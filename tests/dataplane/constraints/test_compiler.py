@@ -99,6 +99,34 @@ def test_texts_between_the_slashes_of_a_grammar(folder: Path) -> None:
     assert not matches(compiler, tokens, choice, "b")
 
 
+@pytest.mark.parametrize("further", [{}, {"additionalProperties": True}, {"additionalProperties": {}}])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_listed_property_written_with_escapes_is_no_further_one(
+    folder: Path, further: dict[str, Any], inside: bool
+) -> None:
+    tokens, compiler = TokenTable(folder), ConstraintCompiler(folder)
+    listed = {"type": "object", "properties": {"admin": {"const": False}, "é": {"type": "integer"}}, **further}
+    constraint = schema({"type": "array", "items": {"allOf": [listed]}} if inside else listed)
+
+    def fits(text: str) -> bool:
+        return matches(compiler, tokens, constraint, f"[{text}]" if inside else text)
+
+    for text in ("{}", '{"admin":false}', '{"é":1}', '{"other":[true]}', '{"admin":false,"a\\nb":1}'):
+        assert fits(text), text
+    for text in (
+        r'{"admin":false,"\u0061dmin":true}',
+        r'{"\u0061dmin":true}',
+        r'{"\u00e9":"x"}',
+        '{"admin":false,"admin":true}',
+    ):
+        assert not fits(text), text
+
+
+def test_names_of_listed_properties_are_compiled_beside_patterns_of_names(folder: Path) -> None:
+    parts = [{"properties": {"a": {}}}, {"patternProperties": {"^x": {"type": "integer"}}}]
+    assert refusal_of(schema({"type": "object", "allOf": parts}), TokenTable(folder)) is None
+
+
 def test_only_so_many_definitions_stay_compiled_and_each_matcher_is_its_own(folder: Path) -> None:
     compiler = ConstraintCompiler(folder)
     first = Constraint(kind="choice", definition='["one", "two"]')
