@@ -23,6 +23,7 @@ from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.ranks.commands import (
     ADAPTED,
     FILES_KEPT,
+    HELD,
     HOST_KV,
     REPORT,
     STREAMS,
@@ -43,7 +44,7 @@ from dataplane.engines.torch.ranks.commands import (
     region_file,
     send_command,
 )
-from dataplane.memory.events import AllOf, Event, FlagEvent, Settled, TransferError
+from dataplane.memory.events import PASSED, AllOf, Event, FlagEvent, Settled, TransferError
 from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 
 
@@ -101,6 +102,9 @@ class Leader:
         self._lock = threading.Lock()
         self._streams: dict[str, MirroredStream] = {}
         self._models = 0
+        self._holds = 0
+        self._mapped: dict[int, tuple[FlagEvent, ...]] = {}
+        """By `Hold` that not all ranks have reported: an event for each other rank."""
 
     def stream(self, name: str, inner: CopyStream) -> "MirroredStream":
         """A stream whose copies all ranks make."""
@@ -118,6 +122,18 @@ class Leader:
             number = self._models
         self.send(Build(model=number, folder=str(folder), task=skeleton.task))
         return ModelMirror(self, number, skeleton)
+
+    def hold(self, model: int, file: Path) -> Event:
+        """Let the other ranks map a model's host copy. The event is done when all of them have: until then the file
+        must stay where it is.
+        """
+        mapped = tuple(FlagEvent() for _ in self._connections)
+        with self._lock:
+            number, self._holds = self._holds, self._holds + 1
+            pending = {known: events for known, events in self._mapped.items() if not AllOf(events).done()}
+            self._mapped = {**pending, number: mapped}
+        self.send(Hold(model=model, number=number, file=str(file)))
+        return AllOf(mapped)
 
     def send(self, command: Command) -> None:
         """Send a command to all other ranks.
@@ -191,6 +207,8 @@ class Leader:
                 for kind, value in REPORT.iter_unpack(received[:whole]):
                     if kind == ADAPTED:
                         self._adapted[number].put(bool(value))
+                    elif kind == HELD:
+                        self._mapped[value][number].finish()
                     else:
                         self._streams[STREAMS[kind]].reported(value, number)
                 received = received[whole:]
@@ -270,13 +288,14 @@ class ModelMirror:
         self._lock = threading.RLock()
         self._is_held = self._is_forgotten = False
 
-    def hold(self, host: torch.Tensor, file: Path) -> None:
+    def hold(self, host: torch.Tensor, file: Path) -> Event:
         """See `Mirror`. A model may be forgotten while another thread reads it: its copy is then of no use."""
         with self._lock:
-            if not self._is_forgotten:
-                self._is_held = True
-                self._leader.regions.add(model_region(self._number), host)
-                self._leader.send(Hold(model=self._number, file=str(file)))
+            if self._is_forgotten:
+                return PASSED
+            self._is_held = True
+            self._leader.regions.add(model_region(self._number), host)
+            return self._leader.hold(self._number, file)
 
     def release(self) -> None:
         with self._lock:
