@@ -408,7 +408,7 @@ def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
 def _stages(model: Any) -> list[torch.nn.Module]:
     """The modules with a shard of their own: the decoder layers in order, then the output embedding."""
     head = model.get_output_embeddings()
-    tied = head is None or head.weight is model.get_input_embeddings().weight
+    tied = head is None or getattr(head, "weight", None) is model.get_input_embeddings().weight  # packed: not tied
     return [*model.get_decoder().layers, *([] if tied else [head])]
 
 
