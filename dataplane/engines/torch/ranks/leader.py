@@ -83,9 +83,9 @@ class Leader:
     """
 
     def __init__(
-        self, rank: Rank, connections: Sequence[socket.socket], close: Callable[[], None], *, exports: bool
+        self, rank: Rank, connections: Sequence[socket.socket], end: Callable[[], None], *, exports: bool
     ) -> None:
-        """`close` closes the connections and waits for the end of the other ranks."""
+        """`end` shuts the connections down and waits for the end of the other ranks."""
         self.rank = rank
         self.regions = Regions()
         self._exports = exports
@@ -98,7 +98,7 @@ class Leader:
         ]
         for reader in self._readers:
             reader.start()
-        self._close = close
+        self._end = end
         self._lock = threading.Lock()
         self._streams: dict[str, MirroredStream] = {}
         self._models = 0
@@ -188,12 +188,13 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks."""
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for reader in self._readers:
-            reader.join()
-        self._close()
+        try:
+            self._end()
+        finally:
+            for reader in self._readers:
+                reader.join()
+            for connection in self._connections:
+                connection.close()
 
     def _read_reports(self, connection: socket.socket, number: int) -> None:
         """Note what another rank reports, until it is gone."""
