@@ -20,8 +20,8 @@ PROMPTS = "config_sentence_transformers.json"
 LENGTHS = "sentence_bert_config.json"
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 HEAD_SUFFIX = "ForSequenceClassification"
-HEADS = frozenset(("lm_head.weight", "score.weight"))
-"""Tensors that an embedding does not need."""
+HEADS = ("lm_head.", "score.")
+"""How the names of tensors begin that an embedding does not need."""
 
 PooledTokens = Literal["last", "mean", "cls"]
 """Which states make an embedding: the last token's, the mean of all, or the first token's."""

@@ -237,7 +237,7 @@ def _describe(path: str, folder: Path, tensors: Mapping[str, tuple[str, int]], t
     except ModelLoadError as error:
         raise CheckpointError(error.message.replace(str(folder), path.rstrip("/"))) from error
     if task == "embed":
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in HEADS}
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
     config = _Config(f"{path.rstrip('/')}/config.json", content)
     bytes_by_type: Counter[str] = Counter()
     for dtype, size_bytes in tensors.values():

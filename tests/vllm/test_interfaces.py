@@ -114,7 +114,7 @@ def test_what_we_set_in_the_environment_is_read() -> None:
     from vllm import envs  # noqa: PLC0415
 
     environment: dict[str, str] = {}
-    interfaces.prepare_process("cpu", environment)
+    interfaces.prepare_process("cpu", environment, ranks=2)
     ours = {name for name in environment if name.startswith("VLLM_")}
     assert ours <= set(envs.environment_variables)
-    assert "VLLM_USE_V2_MODEL_RUNNER" in ours
+    assert {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"} <= ours

@@ -1,4 +1,4 @@
-"""A model that vLLM splits over two processes: the same tokens, constraints and all, and one that dies is noticed."""
+"""A model that vLLM splits over two processes: the same tokens, constraints and all. One that dies or fails is seen."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
@@ -55,8 +56,33 @@ def test_the_same_tokens_as_the_torch_engine_until_a_process_is_lost(
     engine.step()
     [rank, *_] = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
-    with pytest.raises(DeviceLostError, match="a process that runs it has ended"):
+    with pytest.raises(DeviceLostError, match="a step of 2 processes failed"):
         drain(engine)
+
+
+def test_a_step_that_fails_in_one_process_ends_the_worker(
+    make_engine: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for the other one, and says nothing: the limit of time ends that."""
+    engine = make_engine(weights_bytes=2**24, kv_bytes=2**26, ranks=2, batch_max=8)
+    engine.load("a", spec(folder))
+    monkeypatch.setattr("vllm.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", 3, raising=False)
+    engine.models["model"].runner.engine.collective_rpc(fail_once)
+    engine.add(request("one", (5, 9, 33)))
+    with pytest.raises(DeviceLostError, match="a step of 2 processes failed"):
+        drain(engine)
+
+
+def fail_once(worker: Any) -> None:
+    """Let the next step of rank 1 fail."""
+    if worker.rank == 1:
+        execute = worker.execute_model
+
+        def fail(*_: Any, **__: Any) -> None:
+            worker.execute_model = execute
+            raise torch.OutOfMemoryError("injected")
+
+        worker.execute_model = fail
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -210,17 +210,15 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
         return True  # its host copy was made when it was loaded
 
     def _run(self, turn: Turn, model: VllmModel, now_s: float) -> Made[VllmKv] | None:
-        """A failing model ends its own requests only; a lost device ends the worker, as does a lost process of several
-        that run the model.
+        """A failing model ends its own requests only; a lost device ends the worker, as does a step that failed in one
+        of several processes that run the model.
         """
         try:
             self._wake(model, now_s)
             return self._step_of(model)
-        except torch.AcceleratorError:
+        except (torch.AcceleratorError, DeviceLostError):
             raise
         except Exception as error:
-            if model.runner.has_lost_process:
-                raise DeviceLostError(f"{model.name}: a process that runs it has ended: {error}") from error
             mine = [sequence for sequence in self.requests if sequence.model == model.name]
             self.requests.end_all(mine, f"model {model.name} failed: {type(error).__name__}: {error}")
             return []

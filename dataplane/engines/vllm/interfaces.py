@@ -13,7 +13,6 @@ this module alone:
     .get_max_concurrency_for_kv_cache_config
     engine.engine_core._finalizer                       unload: the public way to end an engine takes
     .engine_core.model_executor, .scheduler: shutdown() torch.distributed from all engines of the process
-    engine.engine_core.engine_core.model_executor       several GPUs: .is_failed, whether a process of them has ended
     worker.model_runner.kv_caches                       sleep
     vllm.v1.worker.workspace._manager                   turns: scratch memory on a GPU, one per process; the engine
                                                         made last replaces it, one that ends removes it
@@ -44,6 +43,10 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_DEFAULTS_OF_RANKS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process may have used its GPU already
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # as long as ranks of the torch engine have for a step
+}
 
 
 def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ, *, ranks: int = 1) -> None:
@@ -51,10 +54,8 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
     after it that run a model together with it.
     """
     environment.update(_ENVIRONMENT)
-    for name, value in _DEFAULTS.items():
+    for name, value in (_DEFAULTS | (_DEFAULTS_OF_RANKS if ranks > 1 else {})).items():
         environment.setdefault(name, value)
-    if ranks > 1:
-        environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used its GPU already
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         environment[VISIBLE] = visible_gpus(range(int(index), int(index) + ranks), environment)
@@ -78,7 +79,6 @@ def check_interfaces(engine: Any) -> None:
             "scheduler.requests": isinstance(_scheduler(engine).requests, dict),
             "_finalizer.detach": callable(engine.engine_core._finalizer.detach),  # noqa: SLF001
             "model_executor.shutdown": callable(engine.engine_core.engine_core.model_executor.shutdown),
-            "model_executor.is_failed": not has_failed(engine),
             "kv_caches": engine.collective_rpc(lambda worker: len(kv_tensors(worker)))[0] > 0,
             "needs_kv_cache_zeroing": isinstance(_scheduler(engine).needs_kv_cache_zeroing, bool),
             "batch_queue": steps_in_flight(engine) == 0,
@@ -111,12 +111,6 @@ def overlaps(engine: Any) -> bool:
 def steps_in_flight(engine: Any) -> int:
     """Steps that were submitted, and whose tokens no call has returned."""
     return len(engine.engine_core.engine_core.batch_queue or ())
-
-
-def has_failed(engine: Any) -> bool:
-    """Whether one of the processes has ended in which an engine runs its model; False where that is this one."""
-    in_several = engine.vllm_config.parallel_config.world_size > 1
-    return in_several and bool(engine.engine_core.engine_core.model_executor.is_failed)
 
 
 def kv_usage(engine: Any) -> float:

@@ -17,7 +17,7 @@ from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from dataplane.engines.vllm.settings import ITEM_BYTES, VllmEngineSettings
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.memory.model_cache import CachedModel, ModelCache
-from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import Task
 
 _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
@@ -96,11 +96,6 @@ class Runner:
         return self._kv_sizes is None
 
     @property
-    def has_lost_process(self) -> bool:
-        """Whether one of several processes that run it has ended. It cannot run any more then."""
-        return interfaces.has_failed(self.engine)
-
-    @property
     def kv_usage(self) -> float:
         """The share of its KV blocks that are in use; 0 while it sleeps."""
         return interfaces.kv_usage(self.engine) if self.awake else 0.0
@@ -144,15 +139,19 @@ class Runner:
     def step(self) -> Step:
         """Run a step. With asynchronous scheduling vLLM submits one, and returns the tokens of the one before it: where
         none is in flight, the first call returns nothing.
+
+        Raises:
+            DeviceLostError: several processes run the model, and one of them failed, has ended, or did not answer in
+                time.
         """
         assert self.awake
         interfaces.use_scratch(self.scratch)
         if self._overlaps:
             if not interfaces.steps_in_flight(self.engine):
-                self.engine.step()
+                self._step_engine()
             self._computed = {one: interfaces.computed_tokens(self.engine, one) for one in self._preempted}
         step = Step(tokens={}, ended={})
-        for output in self.engine.step():
+        for output in self._step_engine():
             if isinstance(output, PoolingRequestOutput):
                 if output.finished:
                     step.pooled[output.request_id] = output.outputs.data
@@ -167,6 +166,19 @@ class Runner:
                 step.ended[output.request_id] = str(answer.finish_reason)
         self._note_preemptions()
         return step
+
+    def _step_engine(self) -> list[Any]:
+        """vLLM's own step. Where one of several processes fails, answers to this step remain in vLLM's queues, and the
+        next step would take them for its own.
+        """
+        try:
+            outputs: list[Any] = self.engine.step()
+        except Exception as error:
+            ranks = self._settings.ranks
+            if ranks == 1:
+                raise
+            raise DeviceLostError(f"{self._name}: a step of {ranks} processes failed: {error}") from error
+        return outputs
 
     def keep_host_copy(self) -> None:
         """Copy the weights to host memory, once, so that the model can sleep.

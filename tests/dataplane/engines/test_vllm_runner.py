@@ -1,7 +1,8 @@
-"""A vLLM model that is put to sleep, on a fake of vLLM's engine."""
+"""A vLLM model that is put to sleep, or whose step fails, on a fake of vLLM's engine."""
 
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
-from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 
 
 class StandIn:
@@ -19,7 +20,7 @@ class StandIn:
         self.lets_go = True
         self.called: list[str] = []
         model_config = SimpleNamespace(max_model_len=8, get_vocab_size=lambda: 16)
-        self.vllm_config = SimpleNamespace(model_config=model_config, parallel_config=SimpleNamespace(world_size=1))
+        self.vllm_config = SimpleNamespace(model_config=model_config)
         scheduler = SimpleNamespace(
             requests={}, needs_kv_cache_zeroing=False, kv_cache_manager=SimpleNamespace(usage=0.5), kv_cache_config=None
         )
@@ -36,6 +37,9 @@ class StandIn:
         self.called.append(function.__name__)
         return [1]
 
+    def step(self) -> list[Any]:
+        raise RuntimeError("Worker failed with error 'out of memory'")
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
@@ -45,7 +49,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
 
 
 @pytest.fixture
-def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
+def make_runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Callable[[int], Any]:
+    """Makes a runner of so many processes."""
     vllm, logprobs = ModuleType("vllm"), ModuleType("vllm.logprobs")
     lora, lora_request = ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
     for name in ("EngineArgs", "LLMEngine", "PoolingParams", "PoolingRequestOutput", "SamplingParams"):
@@ -62,7 +67,17 @@ def runner(engine: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> A
     monkeypatch.setitem(sys.modules, "dataplane.engines.vllm.runner", module)  # so that it is forgotten again
     monkeypatch.setattr(module, "engine_arguments", lambda *_: None)
     monkeypatch.setattr(module, "_build", lambda *_: engine)
-    made = module.Runner("tide", tmp_path, VllmEngineSettings(weights_bytes=1, kv_bytes=1), None, kv_bytes=1)
+
+    def make(ranks: int) -> Any:
+        settings = VllmEngineSettings(weights_bytes=1, kv_bytes=1, ranks=ranks)
+        return module.Runner("tide", tmp_path, settings, None, kv_bytes=1)
+
+    return make
+
+
+@pytest.fixture
+def runner(engine: StandIn, make_runner: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = make_runner(1)
     monkeypatch.setattr(made, "_copy", object())
     engine.called.clear()
     return made
@@ -80,6 +95,16 @@ def test_a_model_whose_kv_cannot_be_reset_stays_and_says_so(engine: StandIn, run
         runner.sleep()
     assert engine.called == ["reset"]
     assert runner.awake
+
+
+def test_a_step_that_fails_in_one_of_several_processes_loses_them_all(
+    make_runner: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interfaces, "use_scratch", lambda manager: None)
+    with pytest.raises(RuntimeError, match=r"^Worker failed"):
+        make_runner(1).step()
+    with pytest.raises(DeviceLostError, match=r"tide: a step of 2 processes failed: .*out of memory"):
+        make_runner(2).step()
 
 
 def test_an_interface_that_changed_is_named(engine: StandIn) -> None:

@@ -43,8 +43,8 @@ WARN_AFTER_S = 1.0
 class HostModel:
     """A model of the slot. `host`: its weights, flat uint8, or None while they are not in host memory; `fresh` until
     they have been loaded to the device from there. `copies`: the transfers that read `host`, all that may still be
-    under way. `pooler`: makes the answers of a model that does not generate. `short_since_s`: since when host memory
-    has been short, by `time.monotonic`, and whether that `is_logged`.
+    under way, and that other ranks map its file. `pooler`: makes the answers of a model that does not generate.
+    `short_since_s`: since when host memory has been short, by `time.monotonic`, and whether that `is_logged`.
     """
 
     name: str
@@ -280,7 +280,7 @@ class HostModels:
             host = whole[: model.skeleton.size_bytes]
         pinned(host, self._device)
         if model.skeleton.mirror is not None and cached is not None:
-            model.skeleton.mirror.hold(host, cached.path)
+            model.copies = [model.skeleton.mirror.hold(host, cached.path)]
         with self._lock:
             model.host, model.cached, model.fresh, model.short_since_s = host, cached, True, None
 

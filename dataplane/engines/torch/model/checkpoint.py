@@ -49,7 +49,7 @@ def list_tensors(folder: Path, task: Task = "generate") -> dict[str, StoredTenso
                 f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; supported are {', '.join(DTYPES)}"
             )
     if task == "embed":
-        return {name.removeprefix(_TRUNK): tensor for name, tensor in tensors.items() if name not in HEADS}
+        return {name.removeprefix(_TRUNK): tensor for name, tensor in tensors.items() if not name.startswith(HEADS)}
     return tensors
 
 

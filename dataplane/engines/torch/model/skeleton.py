@@ -33,6 +33,7 @@ from dataplane.engines.torch.model.quantized.int4_cpu import can_repack
 from dataplane.engines.torch.model.quantized.layers import PackedWeights, QuantizedLinear
 from dataplane.engines.torch.model.quantized.replace import quantize
 from dataplane.engines.torch.model.split import Split
+from dataplane.memory.events import Event
 from dataplane.memory.slabs import aligned
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Task
@@ -147,8 +148,10 @@ class Repacked:
 class Mirror(Protocol):
     """What lets other ranks follow a model, on the rank that decides."""
 
-    def hold(self, host: torch.Tensor, file: Path) -> None:
-        """A host copy was made: this rank's part of a file with the parts of all ranks, one after another."""
+    def hold(self, host: torch.Tensor, file: Path) -> Event:
+        """A host copy was made: this rank's part of a file with the parts of all ranks, one after another. The event is
+        done when they have mapped it: until then the file must stay where it is.
+        """
 
     def release(self) -> None:
         """The host copy is released once no transfer reads it."""
@@ -405,7 +408,7 @@ def _parameter_slots(model: torch.nn.Module) -> list[_Slot]:
 def _stages(model: Any) -> list[torch.nn.Module]:
     """The modules with a shard of their own: the decoder layers in order, then the output embedding."""
     head = model.get_output_embeddings()
-    tied = head is None or head.weight is model.get_input_embeddings().weight
+    tied = head is None or getattr(head, "weight", None) is model.get_input_embeddings().weight  # packed: not tied
     return [*model.get_decoder().layers, *([] if tied else [head])]
 
 

@@ -1,5 +1,6 @@
 """What rank 0 tells the other ranks: length-prefixed msgpack over a socket pair. What comes back are `READY`, a
-`REPORT` of each transfer that other slots depend on, and one of each adapter, for which a rank may have no memory.
+`REPORT` of each transfer that other slots depend on, one of each host copy that is mapped, and one of each adapter, for
+which a rank may have no memory.
 
 Every rank's arena, host KV memory and host copies have the same layout, since the parts of a model that the ranks have
 are equally large. So a command says where bytes are by a region and an offset in it, and rank 0 alone decides which
@@ -21,17 +22,18 @@ import msgspec
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.protocol.messages import Task
 
-VERSION = 3
+VERSION = 4
 """Increment it when the meaning of a command changes: both ends must be of one version."""
 STREAMS = ("weights", "layers", "kv_in", "kv_out")
 """The copy streams of an engine. Commands number them, and the submissions of each, from 0."""
 READY = b"."
 """What a rank sends back, once: it has read its first command."""
 REPORT = struct.Struct("<BI")
-"""What it sends back of a transfer that is `reported`, as soon as that has ended: (stream, number). And of an adapter:
-(`ADAPTED`, 1 if it is served, 0 if there is no memory for it).
+"""What it sends back of a transfer that is `reported`, as soon as that has ended: (stream, number). Of a host copy that
+it has mapped: (`HELD`, number). And of an adapter: (`ADAPTED`, 1 if it is served, 0 if there is no memory for it).
 """
 ADAPTED = len(STREAMS)
+HELD = ADAPTED + 1
 FILES_KEPT = 128
 """Files with KV of other slots that each end knows at a time, the last ones; a node has fewer workers."""
 ARENA, HOST_KV = "arena", "host_kv"
@@ -75,9 +77,12 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag="forget"):
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
-    """Map a model's host copy: a file with the parts of all ranks, one after another."""
+    """Map a model's host copy, a file with the parts of all ranks, one after another, and report that by `number`:
+    until then the file must stay where it is.
+    """
 
     model: int
+    number: int
     file: str
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from dataplane.engines.torch.ranks.commands import (
     ADAPTED,
     ARENA,
     FILES_KEPT,
+    HELD,
     HOST_KV,
     READY,
     REPORT,
@@ -227,7 +229,7 @@ class Follower:
         self._report(command.stream, command.number)
 
     def _report(self, kind: int, value: int) -> None:
-        with self._sending:
+        with self._sending, suppress(ConnectionError):  # without rank 0 this rank ends
             self._send(REPORT.pack(kind, value))
 
     def _passed(self, passed: Iterable[int]) -> list[Event]:
@@ -263,6 +265,7 @@ class Follower:
     def _hold(self, model: FollowedModel, command: Hold) -> None:
         with open(command.file, "r+b", opener=_no_link) as opened:
             host = self._part(torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8))
+        self._report(HELD, command.number)
         model.host, model.copies = host, []
         self._regions[model_region(command.model)] = host
         model.held = self._pins.submit(lambda: _ignore(pinned(host, self._device)))

@@ -23,6 +23,7 @@ from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.ranks.commands import (
     ADAPTED,
     FILES_KEPT,
+    HELD,
     HOST_KV,
     REPORT,
     STREAMS,
@@ -43,7 +44,7 @@ from dataplane.engines.torch.ranks.commands import (
     region_file,
     send_command,
 )
-from dataplane.memory.events import AllOf, Event, FlagEvent, Settled, TransferError
+from dataplane.memory.events import PASSED, AllOf, Event, FlagEvent, Settled, TransferError
 from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 
 
@@ -82,9 +83,9 @@ class Leader:
     """
 
     def __init__(
-        self, rank: Rank, connections: Sequence[socket.socket], close: Callable[[], None], *, exports: bool
+        self, rank: Rank, connections: Sequence[socket.socket], end: Callable[[], None], *, exports: bool
     ) -> None:
-        """`close` closes the connections and waits for the end of the other ranks."""
+        """`end` shuts the connections down and waits for the end of the other ranks."""
         self.rank = rank
         self.regions = Regions()
         self._exports = exports
@@ -97,10 +98,13 @@ class Leader:
         ]
         for reader in self._readers:
             reader.start()
-        self._close = close
+        self._end = end
         self._lock = threading.Lock()
         self._streams: dict[str, MirroredStream] = {}
         self._models = 0
+        self._holds = 0
+        self._mapped: dict[int, tuple[FlagEvent, ...]] = {}
+        """By `Hold` that not all ranks have reported: an event for each other rank."""
 
     def stream(self, name: str, inner: CopyStream) -> "MirroredStream":
         """A stream whose copies all ranks make."""
@@ -118,6 +122,18 @@ class Leader:
             number = self._models
         self.send(Build(model=number, folder=str(folder), task=skeleton.task))
         return ModelMirror(self, number, skeleton)
+
+    def hold(self, model: int, file: Path) -> Event:
+        """Let the other ranks map a model's host copy. The event is done when all of them have: until then the file
+        must stay where it is.
+        """
+        mapped = tuple(FlagEvent() for _ in self._connections)
+        with self._lock:
+            number, self._holds = self._holds, self._holds + 1
+            pending = {known: events for known, events in self._mapped.items() if not AllOf(events).done()}
+            self._mapped = {**pending, number: mapped}
+        self.send(Hold(model=model, number=number, file=str(file)))
+        return AllOf(mapped)
 
     def send(self, command: Command) -> None:
         """Send a command to all other ranks.
@@ -172,12 +188,13 @@ class Leader:
 
     def close(self) -> None:
         """End the other ranks."""
-        for connection in self._connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        for reader in self._readers:
-            reader.join()
-        self._close()
+        try:
+            self._end()
+        finally:
+            for reader in self._readers:
+                reader.join()
+            for connection in self._connections:
+                connection.close()
 
     def _read_reports(self, connection: socket.socket, number: int) -> None:
         """Note what another rank reports, until it is gone."""
@@ -191,6 +208,8 @@ class Leader:
                 for kind, value in REPORT.iter_unpack(received[:whole]):
                     if kind == ADAPTED:
                         self._adapted[number].put(bool(value))
+                    elif kind == HELD:
+                        self._mapped[value][number].finish()
                     else:
                         self._streams[STREAMS[kind]].reported(value, number)
                 received = received[whole:]
@@ -270,13 +289,14 @@ class ModelMirror:
         self._lock = threading.RLock()
         self._is_held = self._is_forgotten = False
 
-    def hold(self, host: torch.Tensor, file: Path) -> None:
+    def hold(self, host: torch.Tensor, file: Path) -> Event:
         """See `Mirror`. A model may be forgotten while another thread reads it: its copy is then of no use."""
         with self._lock:
-            if not self._is_forgotten:
-                self._is_held = True
-                self._leader.regions.add(model_region(self._number), host)
-                self._leader.send(Hold(model=self._number, file=str(file)))
+            if self._is_forgotten:
+                return PASSED
+            self._is_held = True
+            self._leader.regions.add(model_region(self._number), host)
+            return self._leader.hold(self._number, file)
 
     def release(self) -> None:
         with self._lock:

@@ -5,7 +5,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -13,17 +14,17 @@ import structlog
 log = structlog.get_logger()
 
 END_MAX_S = 5.0
-"""How long ranks may take to end after their sockets were closed, before they are killed."""
+"""How long ranks may take to end after their sockets were shut down, before they are killed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherRanks:
-    """The ranks 1 and above of a slot, by the sockets on which they get their commands. `wait` waits for their end,
-    after the sockets were closed.
+    """The ranks 1 and above of a slot, by the sockets on which they get their commands. `end` shuts the sockets down,
+    by which the ranks end, and waits for that.
     """
 
     connections: tuple[socket.socket, ...]
-    wait: Callable[[], None]
+    end: Callable[[], None]
 
 
 def start_processes(count: int) -> OtherRanks:
@@ -46,15 +47,25 @@ def start_processes(count: int) -> OtherRanks:
     for one in watches:
         one.start()
 
-    def wait() -> None:
+    connections = tuple(connection for connection, _ in started)
+
+    def end() -> None:
         closing.set()
+        shut_down(connections)
         for one, (_, process) in zip(watches, started, strict=True):
             one.join(END_MAX_S)
             if one.is_alive():
                 process.kill()
                 one.join()
 
-    return OtherRanks(connections=tuple(connection for connection, _ in started), wait=wait)
+    return OtherRanks(connections=connections, end=end)
+
+
+def shut_down(connections: Iterable[socket.socket]) -> None:
+    """Shut sockets down in both directions, whether or not the other end is there."""
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:

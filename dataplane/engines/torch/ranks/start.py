@@ -27,31 +27,30 @@ def lead(settings: TorchEngineSettings, arena: torch.Tensor, others: OtherRanks)
     with ExitStack() as undo:
         for connection in others.connections:
             undo.enter_context(connection)
-        folder = Path(undo.enter_context(TemporaryDirectory(prefix="tidepool-ranks-")))
+        folder = TemporaryDirectory(prefix="tidepool-ranks-")
+        store = Path(undo.enter_context(folder), "store")
         try:
             for number, connection in enumerate(others.connections, start=1):
                 connection.settimeout(START_MAX_S)
-                send_command(connection, _setup(settings, number, arena.nbytes, folder / "store"))
+                send_command(connection, _setup(settings, number, arena.nbytes, store))
             for connection in others.connections:
                 if not connection.recv(1):
                     raise DeviceLostError("a rank ended at its start")
                 connection.settimeout(settings.ranks_timeout_s)
-            group = join_group(folder / "store", 0, settings.ranks, arena.device, timeout_s=settings.ranks_timeout_s)
+            group = join_group(store, 0, settings.ranks, arena.device, timeout_s=settings.ranks_timeout_s)
         except (OSError, RuntimeError) as error:
             raise DeviceLostError(f"the {settings.ranks} ranks of the slot do not meet: {error}") from error
-        kept = undo.pop_all()
+        undo.pop_all()
 
-    def close() -> None:
-        for connection in others.connections:
-            connection.close()
+    def end() -> None:
         try:
-            others.wait()  # one that is still about to meet the others reads the folder's file
+            others.end()  # one that is still about to meet the others reads the folder's file
         finally:
             with suppress(OSError):  # that may be gone: the last one that uses it removes it
-                kept.close()
+                folder.cleanup()
 
     rank = Rank(index=0, count=settings.ranks, collectives=group)
-    leader = Leader(rank, others.connections, close, exports=settings.host_kv_file is not None)
+    leader = Leader(rank, others.connections, end, exports=settings.host_kv_file is not None)
     leader.regions.add(ARENA, arena)
     return leader
 

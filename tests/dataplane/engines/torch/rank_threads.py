@@ -4,7 +4,7 @@ import socket
 import threading
 
 from dataplane.engines.torch.ranks.follower import follow
-from dataplane.engines.torch.ranks.processes import OtherRanks
+from dataplane.engines.torch.ranks.processes import OtherRanks, shut_down
 
 
 def start_threads(count: int) -> OtherRanks:
@@ -28,10 +28,13 @@ def start_threads(count: int) -> OtherRanks:
     for thread in threads:
         thread.start()
 
-    def wait() -> None:
+    connections = tuple(ours for ours, _ in pairs)
+
+    def end() -> None:
+        shut_down(connections)
         for thread in threads:
             thread.join()
         for failure in failures:
             raise failure
 
-    return OtherRanks(connections=tuple(ours for ours, _ in pairs), wait=wait)
+    return OtherRanks(connections=connections, end=end)

@@ -253,9 +253,11 @@ class Fp8Format(StoredFormat):
         return {"weight": weight, "weight_scale_inv": (self._outputs(block[0], limit), self._inputs(block[1], limit))}
 
     def dense(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weights `[outputs, inputs]`."""
+        """The weights `[outputs, inputs]`. Each is rounded once: any dtype has the 8-bit numbers, and torch multiplies
+        by scales in float32.
+        """
         weight, (rows, columns) = tensors["weight"].to(dtype), self._block
-        scales = self._scales(tensors).to(dtype).repeat_interleave(columns, dim=1)
+        scales = self._scales(tensors).float().repeat_interleave(columns, dim=1)
         for number, row in enumerate(scales[:, : self.shape.inputs]):
             weight[number * rows : (number + 1) * rows].mul_(row)
         return weight

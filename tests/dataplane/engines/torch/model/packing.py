@@ -140,13 +140,18 @@ FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
 """By name: the `quantization_config`, and how a layer is packed."""
 
 
-def quantized_pair(dense: Path, target: Path, config: dict[str, Any], pack: Pack) -> tuple[Path, Path]:
-    """A checkpoint with the linear layers of `dense` quantized, and a dense one of the weights that it stands for."""
+def quantized_pair(
+    dense: Path, target: Path, config: dict[str, Any], pack: Pack, *, head: bool = False
+) -> tuple[Path, Path]:
+    """A checkpoint with the linear layers of `dense` quantized, and a dense one of the weights that it stands for.
+    `head`: so is the output embedding.
+    """
     folders = copytree(dense, target / "quantized"), copytree(dense, target / "meant")
     stored = load_file(dense / "model.safetensors")
     packed, meant = dict(stored), dict(stored)
+    linear = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
     for name, weights in stored.items():
-        if ".layers." not in name or not name.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")):
+        if not (".layers." in name and name.endswith(linear)) and not (head and name == "lm_head.weight"):
             continue
         tensors, values = pack(weights.float().numpy())
         del packed[name]

@@ -19,6 +19,7 @@ from dataplane.engines.torch.ranks.commands import (
     read_command,
 )
 from dataplane.engines.torch.ranks.leader import FILES_KEPT, Leader, Regions
+from dataplane.engines.torch.ranks.processes import shut_down
 from dataplane.memory.events import AllOf, Event, FlagEvent, Settled
 from dataplane.protocol.errors import DeviceLostError
 
@@ -43,7 +44,7 @@ class Told:
     def __init__(self, *, exports: bool) -> None:
         ours, self.theirs = socket.socketpair()
         rank = Rank(index=0, count=2, collectives=Unconnected())
-        self.leader = Leader(rank, [ours], ours.close, exports=exports)
+        self.leader = Leader(rank, [ours], lambda: shut_down([ours]), exports=exports)
         self.arena, self.host = (torch.zeros(64, dtype=torch.uint8) for _ in range(2))
         self.leader.regions.add(ARENA, self.arena)
         self.leader.regions.add(HOST_KV, self.host)

@@ -72,6 +72,22 @@ def test_tokens_are_those_of_the_weights_that_a_checkpoint_stands_for(
     assert tokens_of(engine, "a", quantized) == expected
 
 
+@pytest.mark.parametrize("form", ["awq", "gptq", "fp8, one scale"])
+def test_a_quantized_output_embedding(form: str, engine: TorchEngine, tmp_path: Path) -> None:
+    dense = save_tiny("llama", tmp_path / "dense", vocab_size=128, tie_word_embeddings=False, **WIDE)
+    quantized, meant = quantized_pair(dense, tmp_path, *ALL[form], head=True)
+    expected = {which: greedy_tokens(meant, prompt, MAX_TOKENS) for which, prompt in PROMPTS.items()}
+    assert tokens_of(engine, "a", quantized) == expected
+
+
+def test_a_quantized_output_embedding_that_would_be_cut_is_refused(tmp_path: Path) -> None:
+    dense = save_tiny("llama", tmp_path / "dense", vocab_size=104, tie_word_embeddings=False, **WIDE)
+    quantized, _ = quantized_pair(dense, tmp_path, *ALL["awq"], head=True)
+    rank = Rank(index=0, count=2, collectives=Unconnected())
+    with pytest.raises(ModelLoadError, match="lm_head cannot be divided among 2 GPUs: the 52 outputs are no multiple"):
+        build_skeleton(quantized, torch.float32, torch.device("cpu"), rank=rank)
+
+
 @pytest.mark.parametrize("form", ["awq", "gptq, by activations", SMALL_BLOCKS])
 def test_an_adapter_on_a_quantized_base(
     form: str, engine: TorchEngine, wide: Callable[[str], Path], tmp_path: Path

@@ -3,23 +3,28 @@ fail: the tokens are those of one rank.
 """
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.torch.copies.cpu import ThreadStream
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.ranks import follower
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.scheduling.decode import DecodeSettings
 from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.torch.deep import Deep, Ticks, Undisturbed, loaded, pool_of, run_dry, slot, wants
 from tests.dataplane.engines.torch.drive import Gathered, drain, interleave, request
 from tests.dataplane.engines.torch.faults import FaultyStream
+from tests.dataplane.engines.torch.rank_engines import engine_of
 from tests.dataplane.engines.torch.rank_threads import start_threads
 from tests.dataplane.engines.torch.slots import slot_for_one
-from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
+from tests.dataplane.engines.torch.tiny import VOCABULARY, greedy_tokens, spec_of
 
 NAMES = ("llama", "qwen3_moe", "gemma2")
 SLAB_BYTES = 4608
@@ -136,3 +141,35 @@ def test_a_cached_prefix_outlives_a_switch_on_both_ranks(checkpoint: Checkpoint,
     engine.close()
     assert hits["llama"] == 32
     assert made[0] == made[2]
+
+
+def test_a_host_copy_is_not_evicted_before_all_ranks_have_mapped_it(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is in the node's cache already, so that rank 0 has it while the other rank still builds the model. Then
+    another worker of the node requests space.
+    """
+    spec = spec_of("a", checkpoint("llama"))
+    before = engine_of(2, tmp_path)
+    before.prepare(spec)
+    size_bytes = before.host_models.cache_bytes
+    before.close()
+    build, may_build = follower.build_skeleton, threading.Event()
+
+    def build_later(*given: Any) -> Any:
+        assert may_build.wait(60)
+        return build(*given)
+
+    monkeypatch.setattr(follower, "build_skeleton", build_later)
+    engine = engine_of(2, tmp_path)
+    engine.prepare(spec)
+    (tmp_path / "room-wanted").write_text("1")  # the process of the other worker
+    engine.step()
+    with pytest.raises(HostMemoryError, match="llama"):
+        ModelCache(tmp_path, size_bytes).acquire("other", size_bytes, lambda _: None)
+    may_build.set()
+    engine.load("a", spec)
+    engine.add(request("r", (5, 9, 33)))
+    tokens = drain(engine).tokens
+    engine.close()
+    assert tokens == {"r": greedy_tokens(checkpoint("llama"), (5, 9, 33), 8)}

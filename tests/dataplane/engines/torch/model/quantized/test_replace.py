@@ -58,6 +58,20 @@ def test_tokens_are_those_of_the_weights_that_a_checkpoint_stands_for(
     assert tokens_of(engine_with(quantized), quantized) == greedy_tokens(meant, PROMPT, 24)
 
 
+@pytest.mark.parametrize("form", ["awq", "gptq", "fp8, one scale"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_embedding_may_be_quantized(form: str, is_tied: bool, tmp_path: Path) -> None:
+    """Also where the config says that it is the embedding: that is stored, too, and not quantized."""
+    dense = save_tiny("llama", tmp_path / "dense", vocab_size=96, tie_word_embeddings=False)
+    quantized, meant = quantized_pair(dense, tmp_path, *FORMATS[form], head=True)
+    described = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(described | {"tie_word_embeddings": is_tied}))
+    skeleton = skeleton_of(quantized)
+    assert isinstance(skeleton.model.lm_head, QuantizedLinear)
+    assert len(skeleton.shards) == skeleton.geometry.layers + 2, "it has a shard of its own"
+    assert tokens_of(engine_with(quantized), quantized) == greedy_tokens(meant, PROMPT, 24)
+
+
 def test_quantized_and_dense_models_take_turns(checkpoint: Checkpoint, tmp_path: Path) -> None:
     config, pack = FORMATS["gptq"]
     quantized, meant = quantized_pair(checkpoint("llama"), tmp_path, config, pack)
@@ -80,9 +94,10 @@ def test_a_switch_moves_as_many_bytes_as_the_checkpoint_has(tmp_path: Path) -> N
     assert size_bytes < 0.2 * skeleton_of(wide).size_bytes  # of float32; of bfloat16 it would be below 0.4
 
 
-def test_a_quantized_model_embeds(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    config, pack = FORMATS["awq"]
-    quantized, meant = quantized_pair(checkpoint("qwen3"), tmp_path, config, pack)
+@pytest.mark.parametrize("head", [False, True])
+def test_a_quantized_model_embeds(head: bool, tmp_path: Path) -> None:
+    dense = save_tiny("qwen3", tmp_path / "dense", vocab_size=96, tie_word_embeddings=False)
+    quantized, meant = quantized_pair(dense, tmp_path, *FORMATS["awq"], head=head)
     values = []
     for folder in (quantized, meant):
         engine = TorchEngine(TorchEngineSettings(weights_bytes=2**20, kv_bytes=2**18), lambda: 0.0)
