@@ -1,6 +1,7 @@
 """Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -222,6 +223,7 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 def _explained() -> Iterator[None]:
     """Report invalid settings, a busy port or an unavailable server in one line instead of a traceback."""
     from pydantic import ValidationError
+    from pydantic_settings import SettingsError
 
     from controlplane.errors import InvalidValueError, SchemaError
     from dataplane.protocol.errors import DataplaneError
@@ -237,6 +239,8 @@ def _explained() -> Iterator[None]:
         name, *place = map(str, first["loc"] or ("*",))
         setting = ".".join([prefix + name.upper(), *place])
         raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
+    except SettingsError as error:
+        raise CommandError(_undecoded(error)) from error
     except (
         EmbeddedError,
         SupervisorError,
@@ -249,6 +253,17 @@ def _explained() -> Iterator[None]:
         raise CommandError(mask(str(error))) from error
     except _database_errors() as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error
+
+
+def _undecoded(error: Exception) -> str:
+    """What is wrong with a setting whose value must be JSON. Pydantic's error names the field alone."""
+    named = re.search(r'field "(\w+)"', str(error))
+    if named is None:
+        return str(error)
+    name = named[1].upper()
+    given = {each.upper() for each in os.environ}
+    prefix = next((prefix for prefix in _PREFIXES.values() if prefix + name in given), "")
+    return f"setting {prefix}{name}: must be JSON: {error.__cause__}"
 
 
 def _database_errors() -> tuple[type[Exception], ...]:

@@ -72,9 +72,12 @@ def make_home(home: Path) -> None:
     """Create the home folder if it is missing.
 
     Raises:
-        EmbeddedError: this user may not write there.
+        EmbeddedError: it cannot be made, or this user may not write there.
     """
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EmbeddedError(f"{home} (TIDEPOOL_HOME) cannot be made: {error.strerror}") from error
     if not os.access(home, os.W_OK | os.X_OK):
         raise EmbeddedError(f"{home} (TIDEPOOL_HOME) may not be written by uid {os.geteuid()}")
 
