@@ -180,7 +180,9 @@ def migrate(
     with running():
         import migrations
         from controlplane.settings import Settings
+        from ops.client.home import home_of, refuse_home_of_up
 
+        refuse_home_of_up(home_of(os.environ), os.environ)
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
 
