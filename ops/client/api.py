@@ -103,9 +103,16 @@ class Api:
 
     def send(self, method: str, path: str, **request: Any) -> Any:
         with self._translated():
-            answer = self._client.request(method, path, **request)
+            answer = self._client.send(self._built(method, path, **request))
             self._check(answer)
             return answer.json()
+
+    def _built(self, method: str, path: str, **request: Any) -> "httpx.Request":
+        """The request. Python reads `inf` and `nan` as numbers, which JSON does not have."""
+        try:
+            return self._client.build_request(method, path, **request)
+        except ValueError as error:
+            raise CommandError(f"{method} {path} cannot be sent: {error}") from None
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
