@@ -30,7 +30,7 @@ from ops.local.addresses import given_settings
 from ops.local.bootstrap import FirstKeys, keep_secrets, store_keys
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
-from ops.local.postgres_cluster import regions_at
+from ops.local.postgres_cluster import region_home, regions_at
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor
 
@@ -293,6 +293,22 @@ def _refuse_regional(home: Path) -> None:
             f"{home} holds a stack of several regions: run `tidepool up --regions 3`, or set TIDEPOOL_HOME to another"
             " folder"
         )
+
+
+def is_running(home: Path) -> bool:
+    """Whether a stack, of one region or of several, runs on the home."""
+    return any(_is_locked(each) for each in (home, *(region_home(home, region) for region in regions_at(home))))
+
+
+def _is_locked(home: Path) -> bool:
+    try:
+        with (home / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def lock_home(home: Path) -> IO[str]:
