@@ -3,10 +3,10 @@
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -237,10 +237,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first, prefix = error.errors()[0], _PREFIXES.get(error.title, "")
-        name, *place = map(str, first["loc"] or ("*",))
-        setting = ".".join([prefix + name.upper(), *place])
-        raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise CommandError(_invalid(error.errors()[0], _PREFIXES.get(error.title, ""))) from error
     except SettingsError as error:
         raise CommandError(_undecoded(error)) from error
     except (
@@ -255,6 +252,23 @@ def _explained() -> Iterator[None]:
         raise CommandError(mask(str(error))) from error
     except _database_errors() as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error
+
+
+def _invalid(fault: Mapping[str, Any], prefix: str) -> str:
+    """What is wrong with a setting, or with several together, whose fields the message then names."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["loc"]:
+        name, *place = map(str, fault["loc"])
+        return f"setting {'.'.join([prefix + name.upper(), *place])}: {message}"
+    from ops.cli.unknown_settings import known_settings
+
+    known = known_settings()
+
+    def named(field: re.Match[str]) -> str:
+        setting = prefix + field[0].upper()
+        return setting if setting in known else field[0]
+
+    return f"settings: {re.sub(r'(?<![^ ])[a-z]+(_[a-z]+)+', named, message)}"
 
 
 def _undecoded(error: Exception) -> str:

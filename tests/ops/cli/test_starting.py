@@ -92,3 +92,18 @@ def test_an_address_of_redis_is_checked_and_not_shown(run: Run, monkeypatch: pyt
     said = refused(run, "api")
     assert "setting TIDEPOOL_REDIS_URL: must be redis://" in said
     assert "hid" not in said
+
+
+@pytest.mark.parametrize(("command", "prefix"), [("api", "TIDEPOOL_"), ("agent", "TIDEPOOL_AGENT_")])
+def test_settings_that_do_not_go_together_are_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, prefix: str
+) -> None:
+    agent = {"NODE": "n", "REGION": "r", "GPU_TYPE": "g", "SLOTS": '[{"memory_bytes": 2000000}]', "NODE_KEY": "k" * 8}
+    for name, value in (agent if command == "agent" else {}).items():
+        monkeypatch.setenv(f"{prefix}{name}", value)
+    monkeypatch.setenv(f"{prefix}TLS_CERT_FILE", "/absent/tls_cert_file.pem")
+    told = f"settings: {prefix}TLS_CERT_FILE and {prefix}TLS_KEY_FILE must be set together"
+    assert told in refused(run, command)
+    monkeypatch.setenv(f"{prefix}TLS_KEY_FILE", "/absent/key.pem")
+    told = f"settings: {prefix}TLS_CERT_FILE /absent/tls_cert_file.pem and {prefix}TLS_KEY_FILE /absent/key.pem cannot"
+    assert told in refused(run, command)
