@@ -104,6 +104,8 @@ def translate_validation(error: RequestValidationError) -> InvalidValueError:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return InvalidValueError(f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
+    if isinstance(first.get("input"), bytes):  # the framework leaves a body of another type as it is
+        return InvalidValueError("send the body with Content-Type: application/json")
     return first_fault({**first, "loc": first["loc"][1:]})
 
 

@@ -33,6 +33,8 @@ def make_backup(settings: Settings, folder: Path, *, with_files: bool, report: P
     try:
         manifest = _fill(settings, partial, with_files=with_files, report=report)
         write_manifest(partial, manifest)
+        for path in partial.rglob("*"):
+            path.chmod(0o700 if path.is_dir() else 0o600)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -54,7 +56,6 @@ def _fill(settings: Settings, folder: Path, *, with_files: bool, report: Progres
     gone = _copy_files(settings, snapshot, folder / FILES, report) if with_files else []
     if (keys := keys_file(settings.home.expanduser())).exists():
         shutil.copyfile(keys, folder / KEYS)
-        (folder / KEYS).chmod(0o600)
     parts = sorted(path for path in folder.rglob("*") if path.is_file())
     return Manifest(
         made_at=snapshot.made_at,

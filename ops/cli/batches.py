@@ -1,8 +1,8 @@
 """`batch`: offline jobs over the Files and Batch APIs."""
 
 import json
+import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +13,9 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import UPLOAD_TIMEOUT_S, Api, CommandError, connected, path_to
+from ops.client.polling import reread
 from ops.client.screen import AsJson, Columns, print_fields, print_json, print_table, progress_bar, time_text
 
-POLL_S = 1.0
 _ERRORS_SHOWN = 20
 batches = typer.Typer(no_args_is_help=True, help="Batches: offline jobs of many requests.")
 
@@ -40,6 +40,8 @@ def submit(
 ) -> None:
     """Upload requests, create a batch of them, and wait until it has ended."""
     endpoint = _endpoint_of(file)
+    if output is not None:
+        _require_writable(output)
     with connected(context, as_client=True) as api:
         with file.open("rb") as stream:
             uploaded = api.send(
@@ -51,10 +53,14 @@ def submit(
             )
         body = {"input_file_id": uploaded["id"], "endpoint": endpoint, "completion_window": window}
         batch = api.post("/v1/batches", body)
-        if watch or output is not None:
-            batch = _watch(api, batch)
-        if output is not None and batch["output_file_id"]:
-            _save(api, batch["output_file_id"], output)
+        typer.echo(f"batch {batch['id']}", err=True)
+        try:
+            if watch or output is not None:
+                batch = _watch(api, batch)
+            if output is not None and batch["output_file_id"]:
+                _save(api, batch["output_file_id"], output)
+        except CommandError as error:
+            raise CommandError(f"{error}; the results: tidepool batch output {batch['id']} -o FILE") from error
     show_batch(batch, as_json=as_json)
     if batch["status"] in _ENDED - {"completed"}:
         raise CommandError(f"batch {batch['id']} is {batch['status']}{_first_error(batch)}")
@@ -139,14 +145,25 @@ def _endpoint_of(file: Path) -> str:
     return url
 
 
+def _require_writable(target: Path) -> None:
+    """Refuse a file that could not be written when the batch has ended, which may be a day later.
+
+    Raises:
+        CommandError: its folder is missing, or this user may not write it.
+    """
+    if not target.parent.is_dir():
+        raise CommandError(f"--output: {target.parent} is no folder")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise CommandError(f"--output: {target} may not be written")
+
+
 def _watch(api: Api, batch: dict[str, Any]) -> dict[str, Any]:
     with progress_bar(batch["status"]) as report:
         while True:
             report(batch["status"], _done(batch), batch["request_counts"]["total"] or None)
             if batch["status"] in _ENDED:
                 return batch
-            time.sleep(POLL_S)
-            batch = api.get(path_to("/v1/batches", batch["id"]))
+            batch = reread(api, path_to("/v1/batches", batch["id"]))
 
 
 def _done(batch: Mapping[str, Any]) -> int:

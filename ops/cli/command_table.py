@@ -2,6 +2,7 @@
 `--help` and a short command do not wait for the others.
 """
 
+import math
 from importlib import import_module
 from typing import Any
 
@@ -80,7 +81,7 @@ COMMANDS = {
 
 class GivenOption(TyperOption):
     """An option that coerces its value only if one is given. typer always coerces, for which it imports pydantic: 0.1 s
-    of CPU.
+    of CPU. `inf` and `nan`, which Python reads as numbers, are refused.
     """
 
     def __init__(self, option: TyperOption) -> None:  # typer makes the options of a command itself
@@ -89,7 +90,10 @@ class GivenOption(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
         if value is None and not (self.required or self.multiple):
             return None
-        return super().process_value(ctx, value)
+        value = super().process_value(ctx, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise typer.BadParameter("must be a finite number", ctx=ctx, param=self)
+        return value
 
 
 def coerce_given_only(command: TyperCommand | TyperGroup, context: Any) -> None:

@@ -59,14 +59,18 @@ def doctor(
 
 def _examinations(target: Target, home: Path, *, node: bool) -> Mapping[str, "Examination"]:
     from ops.client.credentials import api_url
-    from ops.doctor.installation import control_examinations, examine_port, machine_examinations
+    from ops.client.home import is_of_up
+    from ops.doctor.installation import control_examinations, examine_port, machine_examinations, stopped_stack
 
     found = dict(machine_examinations(home, is_node=node))
     if node:
         url = _control_url()
-        return found | {"gateway": lambda: [examine_port(url, "gateway")]}
+        return found | {"gateway": lambda: [examine_port(url, "gateway", "TIDEPOOL_AGENT_CONTROL_URL")]}
     from ops.local.addresses import installed_settings
+    from ops.local.stack import is_running
 
+    if not os.environ.get("TIDEPOOL_DATABASE_URL") and is_of_up(home) and not is_running(home):
+        return found | dict(stopped_stack(home))
     return found | dict(control_examinations(installed_settings(home), api_url(target.url, os.environ)))
 
 

@@ -93,7 +93,7 @@ def list_latencies(context: typer.Context, as_json: AsJson = False) -> None:
 def add_gpu(
     context: typer.Context,
     name: str,
-    memory_gib: Annotated[float, typer.Option(min=0.001, help="Memory of one GPU in GiB.")],
+    memory_gib: Annotated[float, typer.Option(min=0.001, max=1_000_000, help="Memory of one GPU in GiB.")],
     cost_per_hour: Annotated[float, typer.Option(min=0, help="Cost of one GPU for an hour.")],
     as_json: AsJson = False,
 ) -> None:

@@ -1,5 +1,6 @@
 """`init`: the first keys of an installation whose processes run apart."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -64,9 +65,10 @@ def _make(home: Path, *, migrate: bool, to_stdout: bool, force: bool) -> tuple[d
     from controlplane.settings import Settings
     from controlplane.store.schema import check_schema
     from controlplane.store.session import Database, make_engine
-    from ops.client.home import read_secrets
+    from ops.client.home import read_secrets, refuse_home_of_up
     from ops.local.bootstrap import is_bootstrapped, keep_secrets, make_secrets, store_keys
 
+    refuse_home_of_up(home, os.environ)
     settings = Settings()
     if migrate:
         migrations.upgrade(settings.database_url.get_secret_value())

@@ -11,7 +11,7 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import Api, CommandError, connected, path_to
-from ops.client.home import EmbeddedError, home_of, keys_file, read_secrets, write_secrets
+from ops.client.home import EmbeddedError, home_of, is_of_up, keys_file, read_secrets, write_secrets
 from ops.client.screen import AsJson, Columns, print_answer, print_json, same
 from ops.client.times import duration_s
 
@@ -128,7 +128,8 @@ def print_secret(role: FirstRole, as_json: AsJson = False) -> None:
     except EmbeddedError as error:
         raise CommandError(str(error)) from error
     if secret is None:
-        raise CommandError(f"{keys_file(home)} has no key '{role}': run `tidepool init`")
+        maker = "restart `tidepool up`" if is_of_up(home) else "run `tidepool init`"
+        raise CommandError(f"{keys_file(home)} has no key '{role}': {maker}")
     print_answer({role: secret}, secret, as_json=as_json)
 
 

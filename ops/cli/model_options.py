@@ -1,5 +1,6 @@
 """Options of `model` that hold numbers (GPU=NUMBER, TIER=TTFT,TBT, GPU=TORCH,VLLM) or one of a few names."""
 
+import math
 from typing import Any, get_args
 
 import typer
@@ -62,10 +63,10 @@ def parse_engine_rates(texts: list[str], gpu_types: list[str]) -> dict[str, dict
 
 
 def _split(text: str) -> tuple[str, list[float]]:
-    """The name before the last `=`, and the numbers after it; no numbers unless all are above 0."""
+    """The name before the last `=`, and the numbers after it; no numbers unless all are above 0 and finite."""
     name, _, values = text.rpartition("=")
     try:
         numbers = [float(value) for value in values.split(",")]
     except ValueError:
         return name, []
-    return name, numbers if all(number > 0 for number in numbers) else []
+    return name, numbers if all(0 < number < math.inf for number in numbers) else []

@@ -40,7 +40,7 @@ def profile_node(
         str | None, typer.Option(help="Name of the profile; of a CSV file, the device to take.")
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option(min=0.001, help="Memory of one GPU; measured unless --from.")
+        float | None, typer.Option(min=0.001, max=1_000_000, help="Memory of one GPU; measured unless --from.")
     ] = None,
     pcie_gb_per_s: Annotated[
         float, typer.Option(min=0.001, help="Rate of the host link (PCIe); measured unless --from.")

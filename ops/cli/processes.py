@@ -1,11 +1,12 @@
 """Commands that are a process of Tidepool, and `migrate`. Each imports what it runs only when it runs."""
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -179,7 +180,9 @@ def migrate(
     with running():
         import migrations
         from controlplane.settings import Settings
+        from ops.client.home import home_of, refuse_home_of_up
 
+        refuse_home_of_up(home_of(os.environ), os.environ)
         migrations.upgrade(Settings().database_url.get_secret_value(), revision)
 
 
@@ -222,6 +225,7 @@ _PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSe
 def _explained() -> Iterator[None]:
     """Report invalid settings, a busy port or an unavailable server in one line instead of a traceback."""
     from pydantic import ValidationError
+    from pydantic_settings import SettingsError
 
     from controlplane.errors import InvalidValueError, SchemaError
     from dataplane.protocol.errors import DataplaneError
@@ -233,10 +237,9 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first, prefix = error.errors()[0], _PREFIXES.get(error.title, "")
-        name, *place = map(str, first["loc"] or ("*",))
-        setting = ".".join([prefix + name.upper(), *place])
-        raise CommandError(f"setting {setting}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise CommandError(_invalid(error.errors()[0], _PREFIXES.get(error.title, ""))) from error
+    except SettingsError as error:
+        raise CommandError(_undecoded(error)) from error
     except (
         EmbeddedError,
         SupervisorError,
@@ -249,6 +252,34 @@ def _explained() -> Iterator[None]:
         raise CommandError(mask(str(error))) from error
     except _database_errors() as error:
         raise CommandError(mask(f"the database: {str(error).splitlines()[0]}")) from error
+
+
+def _invalid(fault: Mapping[str, Any], prefix: str) -> str:
+    """What is wrong with a setting, or with several together, whose fields the message then names."""
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["loc"]:
+        name, *place = map(str, fault["loc"])
+        return f"setting {'.'.join([prefix + name.upper(), *place])}: {message}"
+    from ops.cli.unknown_settings import known_settings
+
+    known = known_settings()
+
+    def named(field: re.Match[str]) -> str:
+        setting = prefix + field[0].upper()
+        return setting if setting in known else field[0]
+
+    return f"settings: {re.sub(r'(?<![^ ])[a-z]+(_[a-z]+)+', named, message)}"
+
+
+def _undecoded(error: Exception) -> str:
+    """What is wrong with a setting whose value must be JSON. Pydantic's error names the field alone."""
+    named = re.search(r'field "(\w+)"', str(error))
+    if named is None:
+        return str(error)
+    name = named[1].upper()
+    given = {each.upper() for each in os.environ}
+    prefix = next((prefix for prefix in _PREFIXES.values() if prefix + name in given), "")
+    return f"setting {prefix}{name}: must be JSON: {error.__cause__}"
 
 
 def _database_errors() -> tuple[type[Exception], ...]:

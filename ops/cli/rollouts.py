@@ -1,7 +1,6 @@
 """`rollout`: another model replaces those of an alias, step by step."""
 
 from collections.abc import Mapping
-from time import sleep
 from typing import Annotated, Any
 
 import typer
@@ -10,10 +9,10 @@ from ops.cli.examples import examples
 from ops.cli.ids import whole_id
 from ops.cli.listing import print_pages
 from ops.client.api import Api, connected, path_to
+from ops.client.polling import reread
 from ops.client.screen import AsJson, Columns, print_answer, print_fields, print_json, same
 from ops.client.times import duration_s
 
-_POLL_S = 1.0
 _ENDED = {"done", "rolled_back"}
 RolloutId = Annotated[
     str, typer.Argument(metavar="ROLLOUT", help="Its id, the first characters of it, or `latest`: the newest of all.")
@@ -137,8 +136,7 @@ def _follow(api: Api, rollout: dict[str, Any]) -> None:
             shown = line
         if rollout["state"] in _ENDED:
             raise typer.Exit(int(rollout["state"] == "rolled_back"))
-        sleep(_POLL_S)
-        rollout = api.get(path_to("/admin/rollouts", rollout["id"]))
+        rollout = reread(api, path_to("/admin/rollouts", rollout["id"]))
 
 
 def _print(rollout: Mapping[str, Any]) -> None:

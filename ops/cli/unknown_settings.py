@@ -20,11 +20,16 @@ OTHER_VARIABLES: Mapping[str, str] = {
 _TESTS_PREFIX = f"{_PREFIX}TEST_"
 
 
+def known_settings() -> set[str]:
+    """The settings of all processes."""
+    known = {_PREFIX + name.upper() for name in Settings.model_fields}
+    known |= {f"{_PREFIX}LOG_{name.upper()}" for name in LogSettings.model_fields}
+    return known | {_AGENT_PREFIX + name.upper() for name in AgentSettings.model_fields}
+
+
 def unknown_settings(names: Iterable[str]) -> list[str]:
     """A warning for each environment variable with our prefix that no process reads."""
-    known = {*OTHER_VARIABLES} | {_PREFIX + name.upper() for name in Settings.model_fields}
-    known |= {f"{_PREFIX}LOG_{name.upper()}" for name in LogSettings.model_fields}
-    known |= {_AGENT_PREFIX + name.upper() for name in AgentSettings.model_fields}
+    known = {*OTHER_VARIABLES} | known_settings()
     unknown = {name for name in names if name.startswith(_PREFIX) and not name.startswith(_TESTS_PREFIX)} - known
     return [_warning(name, known) for name in sorted(unknown)]
 

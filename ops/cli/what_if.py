@@ -1,6 +1,5 @@
 """`what-if`: simulations of the running fleet with changes, made by its forecasters."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -13,10 +12,10 @@ from ops.cli.listing import Limit, newest
 from ops.cli.simulate_compare import print_lines
 from ops.client.api import Api, CommandError, connected, path_to
 from ops.client.console import console_link, open_page
+from ops.client.polling import reread
 from ops.client.screen import AsJson, Columns, print_fields, print_json, print_list, print_table, progress_bar
 from ops.client.times import utc_text
 
-POLL_S = 1.0
 _ENDED = frozenset({"completed", "failed", "cancelled"})
 _ALL = "*"
 runs = typer.Typer(
@@ -164,8 +163,7 @@ def _wait(api: Api, made: dict[str, Any]) -> dict[str, Any]:
             report(f"{made['state']}, %", int(100 * made["progress"]), 100)
             if made["state"] in _ENDED:
                 return made
-            time.sleep(POLL_S)
-            made = api.get(path_to("/admin/what-if", made["id"]))
+            made = reread(api, path_to("/admin/what-if", made["id"]))
 
 
 def _show(found: dict[str, Any], *, as_json: bool) -> None:

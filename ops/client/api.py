@@ -21,6 +21,7 @@ PAGE_ROWS = 100
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
 _KEY_REFUSED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})
+_THIS_MACHINE = frozenset({"127.0.0.1", "::1", "localhost"})
 _NAMES_WITH_SLASHES = frozenset({"/admin/models", "/admin/aliases"})
 
 
@@ -103,9 +104,16 @@ class Api:
 
     def send(self, method: str, path: str, **request: Any) -> Any:
         with self._translated():
-            answer = self._client.request(method, path, **request)
+            answer = self._client.send(self._built(method, path, **request))
             self._check(answer)
             return answer.json()
+
+    def _built(self, method: str, path: str, **request: Any) -> "httpx.Request":
+        """The request. Python reads `inf` and `nan` as numbers, which JSON does not have."""
+        try:
+            return self._client.build_request(method, path, **request)
+        except ValueError as error:
+            raise CommandError(f"{method} {path} cannot be sent: {error}") from None
 
     @contextmanager
     def stream(self, path: str) -> Iterator[Iterator[bytes]]:
@@ -133,7 +141,8 @@ class Api:
         except httpx.TimeoutException:
             raise UnreachableError(f"{self._client.base_url} did not answer in time") from None
         except httpx.TransportError as error:
-            raise UnreachableError(f"{self._client.base_url} cannot be reached: {error}") from None
+            hint = "; is `tidepool up` running?" if self._client.base_url.host in _THIS_MACHINE else ""
+            raise UnreachableError(f"{self._client.base_url} cannot be reached: {error}{hint}") from None
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise UnreachableError(f"'{self._client.base_url}' is no address: {error}") from None
         except json.JSONDecodeError:
@@ -151,10 +160,13 @@ def open_api(url: str, key: str, *, key_source: str | None = None) -> Iterator[A
 
     from dataplane.protocol.tls import client_context
 
+    authorities = os.environ.get("TIDEPOOL_TLS_CA_FILE")
     try:
-        headers = {"Authorization": f"Bearer {key}"}
-        authorities = os.environ.get("TIDEPOOL_TLS_CA_FILE")
         verify = client_context(Path(authorities) if authorities else None)
+    except ValueError as error:
+        raise CommandError(f"setting TIDEPOOL_TLS_CA_FILE: {error}") from None
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
         client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=verify)
     except (httpx.InvalidURL, UnicodeEncodeError, ValueError) as error:
         raise CommandError(f"'{url}' or the key cannot be used: {error}") from None

@@ -21,6 +21,24 @@ def home_of(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("TIDEPOOL_HOME") or "~/.tidepool").expanduser()
 
 
+def is_of_up(home: Path) -> bool:
+    """Whether `tidepool up` keeps servers of its own here, of one region or of several. It makes its keys itself."""
+    return (home / "embedded.json").exists() or (home / "regions").is_dir()
+
+
+def refuse_home_of_up(home: Path, environment: Mapping[str, str]) -> None:
+    """Refuse a command that is for a database which the environment names, where the home has one of its own.
+
+    Raises:
+        EmbeddedError: it has, and TIDEPOOL_DATABASE_URL is not set.
+    """
+    if not environment.get("TIDEPOOL_DATABASE_URL") and is_of_up(home):
+        raise EmbeddedError(
+            f"the database of {home} (TIDEPOOL_HOME) is that of `tidepool up`, which migrates it and makes its keys at"
+            " each start: restart it; for another database set TIDEPOOL_DATABASE_URL"
+        )
+
+
 def keys_file(home: Path) -> Path:
     """The file of the first keys."""
     return home / "keys.json"
@@ -72,9 +90,12 @@ def make_home(home: Path) -> None:
     """Create the home folder if it is missing.
 
     Raises:
-        EmbeddedError: this user may not write there.
+        EmbeddedError: it cannot be made, or this user may not write there.
     """
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EmbeddedError(f"{home} (TIDEPOOL_HOME) cannot be made: {error.strerror}") from error
     if not os.access(home, os.W_OK | os.X_OK):
         raise EmbeddedError(f"{home} (TIDEPOOL_HOME) may not be written by uid {os.geteuid()}")
 

@@ -38,10 +38,12 @@ def since(text: str) -> datetime:
     Raises:
         typer.BadParameter: it is neither.
     """
-    if text[-1:] not in _UNIT_S or "-" in text:
-        return time_of(text)
     try:
+        if text[-1:] not in _UNIT_S or "-" in text:
+            return time_of(text)
         return datetime.now(UTC) - timedelta(seconds=duration_s(text))
+    except typer.BadParameter:
+        raise typer.BadParameter(f"'{text}' is neither a time, 2026-11-27T18:00Z, nor how long ago, 2h") from None
     except OverflowError:
         raise typer.BadParameter(f"'{text}' ago is before the year 1") from None
 

@@ -31,7 +31,7 @@ from dataplane.protocol.version import tidepool_version
 from ops.client.home import keys_file
 from ops.doctor import machine, servers
 from ops.doctor.examine import Examination
-from ops.doctor.finding import Finding
+from ops.doctor.finding import Finding, failure
 from ops.failover.members import ask_members, members_of
 
 _TIMEOUT_S = 5
@@ -83,17 +83,23 @@ def control_examinations(settings: Settings, url: str) -> Mapping[str, Examinati
             "loops": on_database(lambda database: _examine_loops(database, settings)),
             "nodes": on_database(lambda database: _examine_nodes(database, settings)),
             "file store": lambda: [_examine_files(settings)],
-            "gateway": lambda: [examine_port(url, "gateway")],
+            "gateway": lambda: [examine_port(url, "gateway", "TIDEPOOL_URL")],
         }
     )
 
 
-def examine_port(url: str, what: str) -> Finding:
-    """Whether the port of an address accepts connections."""
+def stopped_stack(home: Path) -> Mapping[str, Examination]:
+    """In place of what the servers of `tidepool up` would say, that it does not run."""
+    stopped = failure("tidepool up", f"it is not running on {home} (TIDEPOOL_HOME)", "start it, and examine it again")
+    return {"tidepool up": lambda: [stopped]}
+
+
+def examine_port(url: str, what: str, setting: str) -> Finding:
+    """Whether the port of an address, which a setting names, accepts connections."""
     address = urlsplit(url)
     port = address.port or (443 if address.scheme == "https" else 80)
     error = machine.connect_error(address.hostname or "", port)
-    return machine.check_port(f"{address.hostname}:{port}", error, what=what)
+    return machine.check_port(f"{address.hostname}:{port}", error, what=what, setting=setting)
 
 
 def _examine_server(database: Database) -> list[Finding]:

@@ -112,10 +112,12 @@ def check_gpus(gpus: Gpus, *, is_node: bool) -> Finding:
     return good("GPUs", "none, and the control plane needs none")
 
 
-def check_port(address: str, error: str | None, *, what: str) -> Finding:
-    """A port accepts connections from this machine."""
+def check_port(address: str, error: str | None, *, what: str, setting: str) -> Finding:
+    """A port accepts connections from this machine. `setting`: what names the address."""
     if error is not None:
-        todo = f"start it, or open the way to {address} (firewall, NetworkPolicy, address in the settings)"
+        todo = (
+            f"start it, or open the way to {address} (firewall, NetworkPolicy), or set {setting} where it is elsewhere"
+        )
         return failure(what, f"{address}: {error}", todo)
     return good(what, f"{address} accepts connections")
 

@@ -244,7 +244,9 @@ def check_loops(loops: tuple[LoopFacts, ...], now_s: float, periods_s: Mapping[L
     """Beat, workers, forecasters, dispatchers and what they run have succeeded of late."""
     late = choose_late_loops(loops, now_s, periods_s)
     if not late:
-        return [good("loops", f"all {len(loops)} succeeded of late")]
+        waiting = sum(facts.last_success_s is None for facts in loops)
+        still = f"none is late ({waiting} of {len(loops)} have not succeeded yet)"
+        return [good("loops", still if waiting else f"all {len(loops)} succeeded of late")]
     by_name = {facts.loop: facts for facts in loops}
     return [failure(f"loop {loop}", _late_text(by_name[loop], now_s), _LOOP_TODO.get(loop, _RUN_TODO)) for loop in late]
 

@@ -197,8 +197,9 @@ def read_checkpoint(
         except ValueError as error:
             raise CheckpointError(f"{source}: {error}") from error
         return _describe_remote(str(source), private_hosts, time_max_s, task)
-    folder = Path(source)
-    folder = folder.expanduser().resolve()
+    if "://" in str(source):
+        raise CheckpointError(f"{source}: must be a folder, https://HOST/PATH/ or hf://ORG/NAME[@REVISION]")
+    folder = Path(source).expanduser().resolve()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
     return _describe_folder(folder, str(folder), task)

@@ -31,13 +31,22 @@ def free_port() -> int:
     raise OSError(f"no free port found between {_FIRST} and {_END}")
 
 
-def _is_free(port: int) -> bool:
+def try_port(port: int) -> None:
+    """Bind a port of the loopback interface, and close it again.
+
+    Raises:
+        OSError: it is taken, or this user may not have it.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            return False
+        probe.bind((LOOPBACK, port))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        try_port(port)
+    except OSError:
+        return False
     return True
 
 

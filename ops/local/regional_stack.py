@@ -9,6 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import SecretStr
+
+from controlplane.settings import Settings
 from ops.client.home import EmbeddedError, make_home, write_secrets
 from ops.local.bootstrap import keep_secrets
 from ops.local.ports import free_port
@@ -60,7 +63,11 @@ class RegionalStack:
         self.keys = first_keys.secrets
         self._share_home()
         self.cluster = make_cluster(self.home, self.regions, fsync=fsync, reach=reach)
-        self.cluster.prepare(lambda url: [self._report(fault) for fault in prepare_database(url, first_keys)])
+        self.cluster.prepare(
+            lambda url: [
+                self._report(fault) for fault in prepare_database(Settings(database_url=SecretStr(url)), first_keys)
+            ]
+        )
         self._ports = dict(zip(self.regions, (port, *(free_port() for _ in self.regions[1:])), strict=True))
         self.stacks = {region: self._make(region) for region in self.regions}
 

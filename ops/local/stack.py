@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx2 as httpx
+import redis
 from pydantic import SecretStr
 from sqlalchemy import make_url
 
@@ -25,14 +26,16 @@ from controlplane.database_address import psycopg_url
 from controlplane.settings import Settings
 from controlplane.store.session import Database, make_engine
 from ops.client.home import EmbeddedError, make_home
+from ops.local.addresses import given_settings
 from ops.local.bootstrap import FirstKeys, keep_secrets, store_keys
 from ops.local.embedded import EmbeddedPostgres, EmbeddedValkey
 from ops.local.ports import free_port
-from ops.local.postgres_cluster import regions_at
+from ops.local.postgres_cluster import region_home, regions_at
 from ops.local.processes import Child
 from ops.local.supervisor import Supervisor
 
 LOOPBACK = "127.0.0.1"
+_REDIS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +94,13 @@ class LocalStack:
         self._wiring = wiring or Wiring()
         self._postgres = postgres
         self._environment = dict(os.environ) | dict(environment or {})
+        settings = given_settings(home)  # not in the ready check, where an invalid one would count as not ready yet
         make_home(home)
         if not self._environment.get("TIDEPOOL_DATABASE_URL"):
             _refuse_regional(home)
-        self._lock = _lock(home)
+        if redis_url := self._environment.get("TIDEPOOL_REDIS_URL"):
+            _ping_redis(redis_url)
+        self._lock = lock_home(home)
         self.home = home
         gateways = self._wiring.names("api")
         self._ports = dict(zip(gateways, (port, *(free_port() for _ in gateways[1:])), strict=True))
@@ -115,6 +121,7 @@ class LocalStack:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        self._settings = settings.model_copy(update={"database_url": SecretStr(self.database_url)})
         if not any(server.name == "postgres" for server in servers):
             self._prepare_database()
         agents = [self._agent(node, gateways[index % len(gateways)]) for index, node in enumerate(nodes)]
@@ -172,7 +179,7 @@ class LocalStack:
     def _prepare_database(self) -> bool:
         """Migrate the schema and store the first keys, once; returns True when that is done."""
         if not self._database_ready:
-            for fault in prepare_database(self.database_url, self._first_keys, self._wiring.schema):
+            for fault in prepare_database(self._settings, self._first_keys, self._wiring.schema):
                 self._report(fault)
             self._database_ready = True
         return True
@@ -248,14 +255,27 @@ class LocalStack:
         return make_url(url).set(port=through).render_as_string(hide_password=False) if through != port else url
 
 
-def prepare_database(url: str, keys: FirstKeys, schema: str = "head") -> list[str]:
+def prepare_database(settings: Settings, keys: FirstKeys, schema: str = "head") -> list[str]:
     """Migrate the schema and store the first keys; returns a line for each that was rotated or revoked."""
-    migrations.upgrade(url, schema)
-    database = Database(make_engine(Settings(database_url=SecretStr(url))))
+    migrations.upgrade(settings.database_url.get_secret_value(), schema)
+    database = Database(make_engine(settings))
     with database.transaction() as session:
         faults = store_keys(session, keys)
     database.close()
     return faults
+
+
+def _ping_redis(url: str) -> None:
+    """Ask a Redis that is not embedded for an answer.
+
+    Raises:
+        EmbeddedError: it gives none.
+    """
+    try:
+        with redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S) as one:
+            one.ping()
+    except redis.RedisError as error:
+        raise EmbeddedError(f"the server of TIDEPOOL_REDIS_URL does not answer: {error}") from error
 
 
 def _probe(port: int, name: str) -> Callable[[], bool]:
@@ -275,8 +295,24 @@ def _refuse_regional(home: Path) -> None:
         )
 
 
-def _lock(home: Path) -> IO[str]:
-    """Lock the home against a second stack. The kernel releases the lock when this process ends.
+def is_running(home: Path) -> bool:
+    """Whether a stack, of one region or of several, runs on the home."""
+    return any(_is_locked(each) for each in (home, *(region_home(home, region) for region in regions_at(home))))
+
+
+def _is_locked(home: Path) -> bool:
+    try:
+        with (home / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def lock_home(home: Path) -> IO[str]:
+    """Lock the home against a second stack. The kernel releases the lock when the file is closed or this process ends.
 
     Raises:
         EmbeddedError: another stack runs on it.

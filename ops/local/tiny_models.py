@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -207,6 +207,7 @@ def build_tiny_models(folder: Path, names: Sequence[str] | None = None) -> list[
 
     Raises:
         ValueError: a name that is none of `RECIPES`.
+        OSError: a file cannot be written.
     """
     wanted = list(RECIPES) if names is None else list(names)
     unknown = [name for name in wanted if name not in RECIPES]
@@ -238,11 +239,12 @@ def _build(folder: Path, name: str) -> None:
     partial.mkdir()
     tokenizer = train_tokenizer()
     end_id = tokenizer.token_to_id(END_TOKEN)
-    tokenizer.save(str(partial / "tokenizer.json"))
+    (partial / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     _write_json(partial / "config.json", _config(recipe, end_id))
     _write_json(partial / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})
     _write_json(partial / "tokenizer_config.json", tokenizer_config())
-    save_file(_weights(name, recipe, tokenizer), partial / "model.safetensors", metadata={"format": "pt"})
+    weights = save(_weights(name, recipe, tokenizer), metadata={"format": "pt"})
+    (partial / "model.safetensors").write_bytes(weights)
     files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     _write_json(partial / _COMPLETE_MARK, {"recipe": _RECIPE, "files": files})
     partial.rename(target)

@@ -12,12 +12,14 @@ from rich.console import Console
 from dataplane.runtime.logs import LogSettings
 from ops.client.api import Api, open_api
 from ops.client.console import sign_in_link
-from ops.client.home import EmbeddedError, forget_api_url, write_api_url
+from ops.client.home import EmbeddedError, forget_api_url, make_home, write_api_url
+from ops.local.addresses import given_settings
+from ops.local.ports import try_port
 from ops.local.pretrained import pretrained_model
 from ops.local.regional_stack import RegionalStack
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
-from ops.local.stack import LocalNode, LocalStack
-from ops.local.tiny_models import build_tiny_models
+from ops.local.stack import LocalNode, LocalStack, lock_home
+from ops.local.tiny_models import TinyModel, build_tiny_models
 
 log = structlog.get_logger()
 
@@ -32,14 +34,16 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False, regiona
 
     Raises:
         ops.local.supervisor.SupervisorError: a child cannot be started.
-        ops.client.home.EmbeddedError: the home cannot be used, or TLS is asked for.
+        ops.client.home.EmbeddedError: the home cannot be used, or TLS is asked for, or a server is out of reach.
         OSError: the port is taken.
+        pydantic.ValidationError, pydantic_settings.SettingsError: a setting is invalid.
     """
     screen = _Screen(as_json=LogSettings().format == "json")
     if tls := [name for name in ("TIDEPOOL_TLS_CERT_FILE", "TIDEPOOL_AGENT_TLS_CERT_FILE") if os.environ.get(name)]:
         raise EmbeddedError(f"`tidepool up` serves http on the loopback interface: unset {tls[0]}")
     home = home.expanduser().resolve()
-    models = [] if bare else build_tiny_models(home / "models")
+    _check_before_start(home, port)
+    models = [] if bare else _make_models(home)
     pretrained = None if bare or tiny else pretrained_model(screen.print)
     nodes: tuple[LocalNode, ...] = () if bare else make_nodes(models, pretrained)
     kind = RegionalStack if regional else LocalStack
@@ -66,6 +70,27 @@ def up(home: Path, port: int, *, bare: bool = False, tiny: bool = False, regiona
         stack.run(on_ready)
     finally:
         forget_api_url(home)
+
+
+def _check_before_start(home: Path, port: int) -> None:
+    """Refuse what the children would refuse only minutes later, and without naming the setting."""
+    given_settings(home)
+    make_home(home)
+    lock_home(home).close()  # who starts a second stack on a home shall hear of the home, and not of the port
+    try:
+        try_port(port)
+    except OSError as error:
+        raise OSError(
+            f"port {port} cannot be used ({error.strerror}): end what listens there, or choose another port with --port"
+            " or TIDEPOOL_PORT"
+        ) from error
+
+
+def _make_models(home: Path) -> list[TinyModel]:
+    try:
+        return build_tiny_models(home / "models")
+    except OSError as error:
+        raise EmbeddedError(f"the demo's models cannot be written to {home} (TIDEPOOL_HOME): {error}") from error
 
 
 class _Screen:

@@ -22,6 +22,8 @@ from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import DemandRow, latest_demand_s, put_demand, read_demand
 from controlplane.store.fleet import load_catalog
 from controlplane.store.keys import record
+from controlplane.store.rows import require
+from controlplane.store.tables import Model, Region
 
 ROWS_PER_WRITE = 20_000
 SPAN_S_MAX = 31 * 86_400
@@ -140,5 +142,8 @@ def get_demand(
     endpoint = Endpoint(model=model, region=region)
     series = read_demand(session, kind=kind, since_s=since_s, until_s=until_s, only=endpoint)
     points = series.get(endpoint, [])
+    if not points:  # what was deleted may have some still
+        require(session, Model, model, param="model")
+        require(session, Region, region, param="region")
     data = [DemandPoint(start_s=start_s, tokens_per_s=tokens_per_s) for start_s, tokens_per_s in points]
     return DemandSeries(model=model, region=region, kind=kind, since_s=since_s, until_s=until_s, data=data)

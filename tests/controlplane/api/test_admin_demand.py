@@ -52,6 +52,13 @@ def test_columns_may_come_in_any_order_and_minutes_are_replaced(ask: Ask, fleet:
     assert _rows(database) == 1
 
 
+def test_demand_of_what_is_not_registered_is_no_empty_list(ask: Ask, fleet: None) -> None:
+    for unknown in ("model", "region"):
+        query = {"model": "llama", "region": "us-east"} | {unknown: "ghost"}
+        refused = ask("GET", "/admin/demand", params=query, status=404)
+        assert (refused["detail"], refused["param"]) == (f"{unknown} 'ghost' is not registered", unknown)
+
+
 BAD_LINES: tuple[tuple[str, str | None], ...] = (
     ("60,mars,llama,1", "region"),
     ("60,us-east,mars,1", "model"),

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from controlplane.store.fleet import fleet_index
 from controlplane.store.joining import join_node
@@ -238,6 +239,16 @@ def test_a_body_that_cannot_be_read_is_told_why(ask: Ask, body: bytes, fault: st
     headers = {"content-type": "application/json"}
     refused = ask("PUT", "/admin/regions/a", content=body, headers=headers, status=400)
     assert (refused["code"], refused["detail"]) == ("invalid_value", fault)
+
+
+def test_a_body_without_its_content_type_is_told_so(api: TestClient, secrets: dict[str, str], ask: Ask) -> None:
+    headers = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends
+    said = "send the body with Content-Type: application/json"
+    assert ask("PUT", "/admin/regions/a", content=b"{}", headers=headers, status=400)["detail"] == said
+    for path in ("chat/completions", "completions", "responses", "messages", "embeddings", "batches"):
+        key = {"Authorization": f"Bearer {secrets['client']}"}
+        refused = api.post(f"/v1/{path}", content=b'{"model": "m"}', headers=headers | key)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, said), path
 
 
 UNKNOWN: tuple[tuple[str, dict[str, Any], str], ...] = (

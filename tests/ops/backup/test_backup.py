@@ -81,7 +81,7 @@ def test_what_was_backed_up_comes_back(
     assert made.status == 0, made.err
     assert (made.json["gone"], made.json["schema"]) == (["file-2"], migrations.revisions()[0])
     assert not (tmp_path / "backup.partial").exists()
-    assert folder.stat().st_mode & 0o077 == 0
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (folder, *folder.rglob("*")))
     use(elsewhere, home, monkeypatch)
     assert filled("restore", folder, "--check").status == 0
     restored = filled("restore", folder)

@@ -1,10 +1,15 @@
-"""`batch show`: what it says of a batch that failed, and of one that runs."""
+"""`batch show`: what it says of a batch that failed, and of one that runs; what `batch submit` says before it waits."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ops.cli import batches
 from ops.cli.batches import show_batch
+from ops.client.api import UnreachableError
+from tests.ops.cli.running import Run
 
 
 def _batch(**values: Any) -> dict[str, Any]:
@@ -54,3 +59,33 @@ def test_the_predicted_end_is_shown_with_its_reason(capsys: pytest.CaptureFixtur
         shown = capsys.readouterr().out
         assert "AT RISK" not in shown
         assert "unknown" not in shown
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """A file of one request."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "requests.jsonl").write_text(json.dumps(line))
+    return tmp_path / "requests.jsonl"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_upload(served: Run, lines: Path, tmp_path: Path) -> None:
+    refused = served("batch", "submit", lines, "-o", tmp_path / "absent" / "results.jsonl")
+    assert refused.status == 1
+    assert f"{tmp_path / 'absent'} is no folder" in refused.err
+    assert served("batch", "list", "--json").json["data"] == []
+
+
+def test_the_id_is_known_from_the_beginning_and_named_by_an_error(
+    served: Run, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise UnreachableError("http://x cannot be reached")
+
+    monkeypatch.setattr(batches, "reread", gone)
+    ended = served("batch", "submit", lines)
+    batch = served("batch", "list", "--json").json["data"][0]["id"]
+    assert ended.status == 1
+    assert f"batch {batch}\n" in ended.err
+    assert f"cannot be reached; the results: tidepool batch output {batch} -o FILE" in ended.err

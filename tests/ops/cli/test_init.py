@@ -118,3 +118,14 @@ def test_a_clients_key_does_not_break_status(served: Run, settings: Settings, mo
     assert refused.status == 1
     assert "the key's role is 'client' (403); the key is from TIDEPOOL_KEY: set TIDEPOOL_ADMIN_KEY" in refused.err
     assert "no key 'client': run `tidepool init`" in served("key", "secret", "client").err
+
+
+def test_a_home_of_up_is_sent_to_up(run: Run, tmp_path: Path, restored_logs: None) -> None:
+    assert "run `tidepool init`" in run("key", "secret", "client").err
+    (tmp_path / "embedded.json").write_text("{}")
+    assert "has no key 'client': restart `tidepool up`" in run("key", "secret", "client").err
+    for command in (("init", "--force"), ("migrate",)):
+        refused = run(*command)
+        assert refused.status == 1
+        assert "is that of `tidepool up`" in refused.err
+        assert "TIDEPOOL_DATABASE_URL" in refused.err

@@ -88,10 +88,28 @@ def test_wrong_use_is_2(run: Run, arguments: tuple[str, ...]) -> None:
     assert "Usage:" in outcome.err
 
 
+@pytest.mark.parametrize("number", ["inf", "nan", "1e400"])
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (("gpu", "add", "X", "--memory-gib", "80"), "--cost-per-hour"),
+        (("gpu", "add", "X", "--cost-per-hour", "1"), "--memory-gib"),
+        (("model", "profile", "m", "--tokens-per-s", "X=1"), "--load-time-s"),
+    ],
+)
+def test_a_number_must_be_finite(run: Run, command: tuple[str, ...], option: str, number: str) -> None:
+    refused = run(*command, option, number)
+    assert (refused.status, option in refused.err) == (2, True), refused.err
+
+
+def test_memory_has_a_limit(run: Run) -> None:
+    assert run("gpu", "add", "X", "--memory-gib", "1e300", "--cost-per-hour", "1").status == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        *(("--tokens-per-s", rate) for rate in ("H800", "H800=", "=3", "H800=-1", "H800=nan")),
+        *(("--tokens-per-s", rate) for rate in ("H800", "H800=", "=3", "H800=-1", "H800=nan", "H800=1e400")),
         *(("--slo", slo) for slo in ("IW-F", "IW-F=1", "NIW=1,1", "IW-N=1,0", "IW-N=1,2,3")),
         ("--min", "3", "--max", "2"),
     ],

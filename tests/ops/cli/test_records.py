@@ -26,7 +26,9 @@ def test_the_audit_is_filtered(served: Run) -> None:
     shown = served("audit", "--kind", "region", "--limit", 1).out
     assert "region.put" in shown
     assert "position 0 -> 7" in shown
-    assert served("audit", "--since", "noon").status == 2
+    for wrong in ("noon", "2hours", "yesterday"):
+        refused = served("audit", "--since", wrong)
+        assert (refused.status, "nor how long ago, 2h" in refused.err.replace("\n", " ")) == (2, True), refused.err
 
 
 def test_events_tell_what_became_of_nodes(served: Run, database: Database) -> None:

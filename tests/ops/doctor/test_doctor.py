@@ -1,13 +1,17 @@
 """`tidepool doctor` on real servers; what hangs and what breaks becomes a finding."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controlplane.settings import Settings
+from ops.client.home import remember
 from ops.doctor.examine import examine
 from ops.doctor.finding import Finding, Level, good
+from ops.local.ports import free_port
+from ops.local.stack import lock_home
 from tests.ops.cli.conftest import fleet, restored_logs, run, served
 from tests.ops.cli.running import Run, join
 
@@ -59,7 +63,21 @@ def test_a_node_needs_no_database(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TIDEPOOL_AGENT_CONTROL_URL", "http://127.0.0.1:1")
     told = run("doctor", "--node", "--json", "--timeout", 60)
     assert {"python", "GPUs", "shared memory", "gateway"} <= set(by_check(told.json))
-    assert by_check(told.json)["gateway"]["level"] == "failure"
+    gateway = by_check(told.json)["gateway"]
+    assert (gateway["level"], "TIDEPOOL_AGENT_CONTROL_URL" in gateway["todo"]) == ("failure", True)
+
+
+def test_a_stack_that_is_stopped_is_one_failure_and_not_one_of_each_server(
+    run: Run, restored_logs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TIDEPOOL_DATABASE_URL", raising=False)
+    remember(tmp_path, "postgres", free_port())
+    told = run("doctor", "--json", "--timeout", 60)
+    failures = [each for each in told.json["findings"] if each["level"] == "failure"]
+    assert [each["check"] for each in failures] == ["tidepool up"]
+    assert f"not running on {tmp_path}" in failures[0]["found"]
+    with lock_home(tmp_path):
+        assert "database" in by_check(run("doctor", "--json", "--timeout", 60).json)
 
 
 def test_what_hangs_is_a_finding_and_holds_nobody_up() -> None:

@@ -65,5 +65,5 @@ def test_ports() -> None:
     closed = machine.connect_error("127.0.0.1", port)
     assert closed is not None
     assert "refused" in closed
-    found = machine.check_port("127.0.0.1:1", closed, what="gateway")
+    found = machine.check_port("127.0.0.1:1", closed, what="gateway", setting="TIDEPOOL_URL")
     assert (found.level, found.todo is not None) == (Level.FAILURE, True)

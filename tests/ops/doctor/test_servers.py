@@ -146,6 +146,10 @@ def test_a_late_loop_is_named_with_its_error() -> None:
     periods = dict.fromkeys(Loop, 15.0)
     fresh = tuple(LoopFacts(loop=loop, since_s=0.0, last_success_s=1000.0) for loop in Loop)
     assert [each.level for each in servers.check_loops(fresh, 1010.0, periods)] == [OK]
+    young = replace(fresh[0], since_s=1005.0, last_success_s=None)
+    assert servers.check_loops((young, *fresh[1:]), 1010.0, periods)[0].found == (
+        f"none is late (1 of {len(Loop)} have not succeeded yet)"
+    )
     failed = replace(fresh[1], last_success_s=100.0, last_failure_s=900.0, last_error="no disk")
     (late,) = servers.check_loops((fresh[0], failed), 1010.0, periods)
     assert (late.check, late.level, late.found) == ("loop beat", FAILURE, "it last succeeded 910 s ago; no disk")

@@ -197,6 +197,11 @@ def test_what_is_wrong_is_said(tmp_path: Path, spoil: Callable[[Path], Any], wor
         describe_checkpoint(tmp_path)
 
 
+def test_a_source_of_another_kind_is_told_which_there_are() -> None:
+    with pytest.raises(CheckpointError, match="ftp://x/m: must be a folder, https://HOST/PATH/ or hf://ORG/NAME"):
+        describe_checkpoint("ftp://x/m")
+
+
 def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no folder"):
         describe_checkpoint(tmp_path / "none")
