@@ -11,14 +11,19 @@ from controlplane.database_address import psycopg_url
 from dataplane.protocol.tiers import OBJECTIVE_TBT_MAX_S, OBJECTIVE_TTFT_MAX_S
 from dataplane.protocol.tls import check_tls_files
 
+_REDIS_HERE = SecretStr("redis://127.0.0.1:6379/0")
 _REDIS_FORM = "must be redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE], or rediss:// for TLS"
 
 
 def _redis_address(url: SecretStr) -> SecretStr:
-    """The address, which both Redis' own client and Celery's take. The message of the error holds nothing of it."""
+    """The address, which both Redis' own client and Celery's take; an empty one is the default. The message of the
+    error holds nothing of it.
+    """
     import redis  # noqa: PLC0415  (the agent reads settings without it: it belongs to an extra)
 
     text = url.get_secret_value()
+    if not text:
+        return _REDIS_HERE
     if not text.startswith(("redis://", "rediss://")):
         raise ValueError(_REDIS_FORM)
     try:
@@ -43,7 +48,7 @@ class Settings(BaseSettings):
         SecretStr | None, AfterValidator(lambda url: url and SecretStr(psycopg_url(url.get_secret_value())))
     ] = None
     """address of the region's own standby of Postgres, from which keys, models and endpoints are read; unset: none"""
-    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = SecretStr("redis://127.0.0.1:6379/0")
+    redis_url: Annotated[SecretStr, AfterValidator(_redis_address)] = _REDIS_HERE
     """address of Redis or Valkey"""
     home: Path = Path("~/.tidepool")
     """folder for uploaded files, logs and keys.json"""

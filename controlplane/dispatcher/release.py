@@ -146,6 +146,7 @@ class Releaser:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
         claims = [*held.values(), *await self._not_started()]
+        claims.sort(key=lambda claim: claim.key)  # as results are written, so that no two wait for each other's rows
         for first in range(0, len(claims), _RETURNED_AT_ONCE):
             some = claims[first : first + _RETURNED_AT_ONCE]
             try:

@@ -61,14 +61,14 @@ def expire(database: Database, blobs: BlobStore, settings: Settings) -> JobsRun:
     """Expire requests, leases, nodes and files that are over; a second run changes nothing more."""
     return run_jobs(
         {
-            "requests": partial(_expire_requests, database),
+            "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
+            "requests": partial(_expire_requests, database),  # of large batches it takes long
             "leases": partial(
                 _in_pieces,
                 database,
                 partial(expire_leases, attempts_max=settings.niw_attempts_max),
                 _PIECES_EXPIRED_MAX,
             ),
-            "silent_nodes": partial(_once, database, partial(_lose_nodes, heard_s=settings.heartbeat_stale_s)),
             "files": partial(_expire_files, database, blobs),
             "what_if_runs": partial(_once, database, partial(fail_lost_runs, silent_s=_WHAT_IF_LOST_S)),
             "request_log": partial(

@@ -28,9 +28,9 @@ a slot share its memory, and have it in time slices.
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from msgspec.structs import replace
 
@@ -118,9 +118,9 @@ def choose_windows(
 
 def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings) -> tuple[Release, ...]:
     """What to release by the windows of `facts`, a request each, in an order that may be cut off anywhere without a
-    loss to a tenant: first to endpoints with urgent requests, then to the least utilized one. Endpoints take turns,
-    each with a request for each of its instances. One that is stale or held by its window gets none, and one whose
-    model has the time slice of none of its slots urgent requests alone.
+    loss to a tenant: urgent ones first, and first to the least utilized endpoint. Endpoints take turns, each with a
+    request for each of its instances. One that is stale or held by its window gets none, and one whose model has the
+    time slice of none of its slots urgent requests alone.
     """
     endpoints = _endpoints(facts.instances, settings)
     queues = {name: _Queue(groups, facts, settings) for name, groups in _by_model(facts.groups).items()}
@@ -131,8 +131,10 @@ def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings
         for endpoint in endpoints
         if endpoint.model in queues and not _is_held(facts.windows.get(endpoint, Window()), now_s, settings)
     ]
-    takers.sort(key=lambda t: (not t.queue.urgent, not t.scheduled, rooms.utilization(t.endpoint), t.endpoint))
-    return tuple(islice(_taken_in_turns(takers, endpoints), facts.count_max))
+    takers.sort(key=lambda t: (not t.scheduled, rooms.utilization(t.endpoint), t.endpoint))
+    urgent = _taken_in_turns(takers, endpoints, _Taker.take_urgent)
+    others = _taken_in_turns(takers, endpoints, _Taker.take_other)
+    return tuple(islice(chain(urgent, others), facts.count_max))
 
 
 def has_room(instances: Iterable[InstanceFacts], settings: ReleaseSettings) -> bool:
@@ -149,13 +151,18 @@ def expected_tokens(group: GroupFacts, settings: ReleaseSettings) -> float:
     return settings.tokens_guess if group.tokens is None else group.tokens
 
 
-def _taken_in_turns(takers: list["_Taker"], endpoints: Mapping[Endpoint, list[InstanceFacts]]) -> Iterator[Release]:
-    while takers:
-        for taker in tuple(takers):
+def _taken_in_turns(
+    takers: Iterable["_Taker"],
+    endpoints: Mapping[Endpoint, list[InstanceFacts]],
+    take: Callable[["_Taker"], Release | None],
+) -> Iterator[Release]:
+    left = list(takers)
+    while left:
+        for taker in tuple(left):
             for _ in endpoints[taker.endpoint]:
-                release = taker.take()
+                release = take(taker)
                 if release is None:
-                    takers.remove(taker)
+                    left.remove(taker)
                     break
                 yield release
 
@@ -404,9 +411,6 @@ class _Rotation:
         self._tenants = sorted(self._groups)
         self._left = {group.batch: group.waiting for groups in self._groups.values() for group in groups}
 
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
-
     def after(self, tenant: str, passed_over: set[int]) -> GroupFacts | None:
         """The next group that is not among those `passed_over`."""
         begin = bisect_right(self._tenants, tenant)
@@ -457,14 +461,17 @@ class _Taker:
         self._window_left = facts.windows.get(endpoint, Window()).requests - facts.in_flight.get(endpoint, 0)
         self._too_large: set[int] = set()
 
-    def take(self) -> Release | None:
-        """The release of one more request; None: there is no room for any that waits."""
-        settings = self._settings
-        return self._take(self.queue.urgent, None, settings.urgent_utilization_max, urgent=True) or (
-            self._take(self.queue.others, self.scheduled, settings.below_one, urgent=False)
-            if self._window_left >= 1
-            else None
-        )
+    def take_urgent(self) -> Release | None:
+        """The release of one more urgent request; None: there is no room for any that waits."""
+        return self._take(self.queue.urgent, None, self._settings.urgent_utilization_max, urgent=True)
+
+    def take_other(self) -> Release | None:
+        """The release of one more request that is not urgent; None: there is no room for any that waits, or the window
+        has been used.
+        """
+        if self._window_left < 1:
+            return None
+        return self._take(self.queue.others, self.scheduled, self._settings.below_one, urgent=False)
 
     def _take(
         self, rotation: _Rotation, slots: set[SlotId] | None, threshold: float, *, urgent: bool

@@ -301,7 +301,8 @@ _GIVE_BACK = text(
 
 def give_back(session: Session, *held: Claim, delay_s: float, error: str, tried: bool) -> int:
     """Let requests wait again, for at least `delay_s`; returns how many. `tried`: a node had them, so the attempt
-    counts. Nothing is written for one whose claim is no longer the newest, or whose batch is being ended.
+    counts. Nothing is written for one whose claim is no longer the newest, or whose batch is being ended: it ends then,
+    or waits until its lease is over.
     """
     rows = session.execute(
         _GIVE_BACK,

@@ -88,11 +88,18 @@ def _tightened(schema: dict[str, Any], depth: int = 0, *, has_patterns: bool) ->
     return _with_format(made, str(schema.get("format")))
 
 
-def _has_patterns(schema: Any, depth: int = 0) -> bool:
-    """Whether a schema, or one inside of it, has patterns of names."""
-    if not isinstance(schema, dict) or depth >= DEPTH_MAX:
-        return False
-    return "patternProperties" in schema or any(_has_patterns(part, depth + 1) for _, _, part in parts(schema))
+def _has_patterns(schema: Any) -> bool:
+    """Whether a schema, or anything inside of it that it may refer to, has patterns of names."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            if "patternProperties" in part:
+                return True
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+    return False
 
 
 def _with_further_names(schema: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def _examinations(target: Target, home: Path, *, node: bool) -> Mapping[str, "Ex
     from ops.local.addresses import installed_settings
     from ops.local.stack import is_running
 
-    if not os.environ.get("TIDEPOOL_DATABASE_URL") and is_of_up(home) and not is_running(home):
+    elsewhere = target.url or os.environ.get("TIDEPOOL_URL") or os.environ.get("TIDEPOOL_DATABASE_URL")
+    if not elsewhere and is_of_up(home) and not is_running(home):
         return found | dict(stopped_stack(home))
     return found | dict(control_examinations(installed_settings(home), api_url(target.url, os.environ)))
 

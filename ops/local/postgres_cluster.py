@@ -113,8 +113,8 @@ class PostgresCluster:
             self.members[region] = ClusterMember(folder, region, port, others, fsync=fsync)
 
     def prepare(self, first: Callable[[str], object]) -> None:
-        """Make what is missing while no server runs: a first primary, which `first` is called with the address of, and
-        standbys of it. A former primary of an older timeline is rewound.
+        """Make what is missing while no server runs: a first primary, and standbys of it. `first` is called with the
+        primary's address at each start. A former primary of an older timeline is rewound.
 
         Raises:
             EmbeddedError: a server runs on the data, or they belong to someone else.
@@ -128,11 +128,10 @@ class PostgresCluster:
             remember(member.home, member.name, member.port, password(primary.home, primary.name))
         copies = [member for member in rest if not (member.is_made() and member.is_standby())]
         alone = self.alone()
-        if copies:
-            with Supervisor([replace(alone.child(), ready=alone.ready)], report=lambda _line: None):
-                first(alone.url())
-                for member in copies:
-                    member.copy_from(self._conninfo(member, primary, primary.port))
+        with Supervisor([replace(alone.child(), ready=alone.ready)], report=lambda _line: None):
+            first(alone.url())
+            for member in copies:
+                member.copy_from(self._conninfo(member, primary, primary.port))
         for member in rest:
             member.follow(self._conninfo(member, primary))
 

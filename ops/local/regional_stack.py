@@ -11,8 +11,8 @@ from typing import Protocol
 
 from pydantic import SecretStr
 
-from controlplane.settings import Settings
 from ops.client.home import EmbeddedError, make_home, write_secrets
+from ops.local.addresses import given_settings
 from ops.local.bootstrap import keep_secrets
 from ops.local.ports import free_port
 from ops.local.postgres_cluster import PostgresCluster, Reach, region_home, regions_at
@@ -63,11 +63,13 @@ class RegionalStack:
         self.keys = first_keys.secrets
         self._share_home()
         self.cluster = make_cluster(self.home, self.regions, fsync=fsync, reach=reach)
-        self.cluster.prepare(
-            lambda url: [
-                self._report(fault) for fault in prepare_database(Settings(database_url=SecretStr(url)), first_keys)
-            ]
-        )
+        settings = given_settings(self.home)
+
+        def prepare(url: str) -> None:
+            for fault in prepare_database(settings.model_copy(update={"database_url": SecretStr(url)}), first_keys):
+                self._report(fault)
+
+        self.cluster.prepare(prepare)
         self._ports = dict(zip(self.regions, (port, *(free_port() for _ in self.regions[1:])), strict=True))
         self.stacks = {region: self._make(region) for region in self.regions}
 

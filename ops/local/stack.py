@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
@@ -19,6 +20,8 @@ from typing import IO
 import httpx2 as httpx
 import redis
 from pydantic import SecretStr
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from sqlalchemy import make_url
 
 import migrations
@@ -266,13 +269,14 @@ def prepare_database(settings: Settings, keys: FirstKeys, schema: str = "head") 
 
 
 def _ping_redis(url: str) -> None:
-    """Ask a Redis that is not embedded for an answer.
+    """Ask a Redis that is not embedded for an answer; one that still loads its data will have one.
 
     Raises:
         EmbeddedError: it gives none.
     """
+    limits = {"socket_timeout": _REDIS_TIMEOUT_S, "socket_connect_timeout": _REDIS_TIMEOUT_S}
     try:
-        with redis.Redis.from_url(url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S) as one:
+        with redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits) as one, suppress(redis.BusyLoadingError):
             one.ping()
     except redis.RedisError as error:
         raise EmbeddedError(f"the server of TIDEPOOL_REDIS_URL does not answer: {error}") from error
@@ -293,6 +297,11 @@ def _refuse_regional(home: Path) -> None:
             f"{home} holds a stack of several regions: run `tidepool up --regions 3`, or set TIDEPOOL_HOME to another"
             " folder"
         )
+
+
+def another_runs_on(home: Path) -> EmbeddedError:
+    """The error where a second stack is started on a home."""
+    return EmbeddedError(f"another Tidepool runs on {home}; stop it, or set TIDEPOOL_HOME to another folder")
 
 
 def is_running(home: Path) -> bool:
@@ -322,7 +331,5 @@ def lock_home(home: Path) -> IO[str]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise EmbeddedError(
-            f"another Tidepool runs on {home}; stop it, or set TIDEPOOL_HOME to another folder"
-        ) from None
+        raise another_runs_on(home) from None
     return lock

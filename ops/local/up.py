@@ -18,7 +18,7 @@ from ops.local.ports import try_port
 from ops.local.pretrained import pretrained_model
 from ops.local.regional_stack import RegionalStack
 from ops.local.sample_fleet import is_empty, make_nodes, register_fleet
-from ops.local.stack import LocalNode, LocalStack, lock_home
+from ops.local.stack import LocalNode, LocalStack, another_runs_on, is_running
 from ops.local.tiny_models import TinyModel, build_tiny_models
 
 log = structlog.get_logger()
@@ -76,7 +76,8 @@ def _check_before_start(home: Path, port: int) -> None:
     """Refuse what the children would refuse only minutes later, and without naming the setting."""
     given_settings(home)
     make_home(home)
-    lock_home(home).close()  # who starts a second stack on a home shall hear of the home, and not of the port
+    if is_running(home):  # who starts a second stack on a home shall hear of the home, and not of the port
+        raise another_runs_on(home)
     try:
         try_port(port)
     except OSError as error:

@@ -43,10 +43,6 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
-_DEFAULTS_OF_RANKS = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process may have used its GPU already
-    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",  # as long as ranks of the torch engine have for a step
-}
 
 
 def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ, *, ranks: int = 1) -> None:
@@ -54,8 +50,10 @@ def prepare_process(device: str, environment: MutableMapping[str, str] = os.envi
     after it that run a model together with it.
     """
     environment.update(_ENVIRONMENT)
-    for name, value in (_DEFAULTS | (_DEFAULTS_OF_RANKS if ranks > 1 else {})).items():
+    for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
+    if ranks > 1:
+        environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used its GPU already
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         environment[VISIBLE] = visible_gpus(range(int(index), int(index) + ranks), environment)

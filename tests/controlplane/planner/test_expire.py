@@ -83,6 +83,20 @@ def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobS
     assert expire(impatient, blobs, world.settings).done() == {"silent_nodes": 1}
 
 
+def test_lost_nodes_do_not_wait_until_large_batches_are_expired(
+    world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+
+    def note(name: str) -> None:
+        monkeypatch.setattr(f"controlplane.planner.expire.{name}", lambda *_, **__: began.append(name) or 0)
+
+    for name in ("_expire_requests", "_lose_nodes"):
+        note(name)
+    assert expire(world.database, blobs, world.settings).error is None
+    assert began == ["_lose_nodes", "_expire_requests"]
+
+
 def test_a_batch_that_cannot_be_expired_holds_up_none_of_the_others(
     world: World, blobs: BlobStore, impatient: Database
 ) -> None:

@@ -163,6 +163,16 @@ def test_urgent_requests_are_first_and_their_tenants_rotate_too() -> None:
     assert served(groups, 5) == [("b", 2), ("c", 3), ("b", 2), ("a", 1), ("a", 1)]
 
 
+@pytest.mark.parametrize("count_max", [10, 20, 60, 200])
+def test_urgent_requests_are_first_where_a_caller_can_send_few(count_max: int) -> None:
+    """One endpoint with urgent requests, for 70 of which it has room, and nine with others."""
+    fleet = [instance("urgent", model="urgent"), *(instance(str(n), model=str(n)) for n in range(9))]
+    groups = [old(batch=1, model="urgent"), *(group(batch=2 + n, model=str(n)) for n in range(9))]
+    released = choose_releases(facts(fleet, groups, count_max=count_max), 0.0, SETTINGS)
+    assert len(released) == count_max
+    assert [each.urgent for each in released[:70]] == [True] * min(count_max, 70)
+
+
 def test_models_of_one_slot_have_time_slices_so_that_it_switches_less() -> None:
     pool = [instance("p", model=name) for name in ("x", "y", "z")]
     groups = [group(batch=n, model=name) for n, name in enumerate(("x", "y", "z"))]

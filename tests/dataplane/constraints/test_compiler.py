@@ -124,7 +124,9 @@ def test_a_listed_property_written_with_escapes_is_no_further_one(
 
 def test_names_of_listed_properties_are_compiled_beside_patterns_of_names(folder: Path) -> None:
     parts = [{"properties": {"a": {}}}, {"patternProperties": {"^x": {"type": "integer"}}}]
-    assert refusal_of(schema({"type": "object", "allOf": parts}), TokenTable(folder)) is None
+    named = {"components": {"X": parts[1]}, "allOf": [parts[0], {"$ref": "#/components/X"}]}
+    for listed in ({"allOf": parts}, named):
+        assert refusal_of(schema({"type": "object", **listed}), TokenTable(folder)) is None
 
 
 def test_only_so_many_definitions_stay_compiled_and_each_matcher_is_its_own(folder: Path) -> None:

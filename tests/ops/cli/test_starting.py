@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.settings import Settings
 from ops.local.ports import free_port
+from ops.local.stack import lock_home
 from tests.ops.cli.running import Run
 
 FILE_BYTES_MAX = 2**18
@@ -92,6 +94,19 @@ def test_an_address_of_redis_is_checked_and_not_shown(run: Run, monkeypatch: pyt
     said = refused(run, "api")
     assert "setting TIDEPOOL_REDIS_URL: must be redis://" in said
     assert "hid" not in said
+
+
+def test_an_empty_address_of_redis_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEPOOL_REDIS_URL", "")
+    assert Settings().redis_url == Settings.model_fields["redis_url"].default
+
+
+def test_up_names_the_home_where_a_stack_of_regions_runs(run: Run, tmp_path: Path) -> None:
+    region = tmp_path / "regions" / "us-east"
+    region.mkdir(parents=True)
+    with socket.create_server(("127.0.0.1", 0)) as listener, lock_home(region):
+        said = refused(run, "up", "--tiny", "--port", listener.getsockname()[1])
+    assert f"another Tidepool runs on {tmp_path}" in said
 
 
 @pytest.mark.parametrize(("command", "prefix"), [("api", "TIDEPOOL_"), ("agent", "TIDEPOOL_AGENT_")])

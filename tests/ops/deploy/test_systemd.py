@@ -54,12 +54,19 @@ def test_a_unit_starts_a_command_that_exists(path: Path) -> None:
     assert fault_of_command(arguments) is None
 
 
-@pytest.mark.parametrize("path", SERVICES, ids=lambda path: path.name)
-def test_what_is_enabled_starts_with_the_machine(path: Path) -> None:
-    """The target is wanted by the machine only once it is enabled itself."""
-    wanted = set(re.findall(r"^WantedBy=(.+)$", path.read_text(), flags=re.MULTILINE))
-    also = set(re.findall(r"^Also=(.+)$", path.read_text(), flags=re.MULTILINE))
-    assert not wanted or "multi-user.target" in wanted or (wanted == also == {"tidepool.target"})
+def test_what_the_page_enables_starts_with_the_machine(tmp_path: Path) -> None:
+    """The target of the control plane's units is wanted by the machine only once it is enabled itself. A unit that is
+    disabled leaves it to the others.
+    """
+    commands = re.findall(r"systemctl enable --now ([^`]+)`", (ROOT / "ops/docs/install.md").read_text())
+    enabled = {name if "." in name else f"{name.split('@')[0]}{'@' * ('@' in name)}.service" for command in commands
+               for name in command.split()}  # fmt: skip
+    units = {path.name: path.read_text() for path in UNITS.iterdir() if path.is_file()}
+    assert enabled == {name for name, text in units.items() if "[Install]" in text}
+    for name in enabled:
+        [wanted] = re.findall(r"^WantedBy=(.+)$", units[name], flags=re.MULTILINE)
+        assert wanted == "multi-user.target" or wanted in enabled
+        assert "Also=" not in units[name], "to disable the unit would disable that too"
 
 
 @needs_systemd

@@ -279,10 +279,11 @@ class HostModels:
             whole = torch.frombuffer(cached.view.obj, dtype=torch.uint8)  # torch warns of read-only views
             host = whole[: model.skeleton.size_bytes]
         pinned(host, self._device)
-        if model.skeleton.mirror is not None and cached is not None:
-            model.copies = [model.skeleton.mirror.hold(host, cached.path)]
+        mirror = model.skeleton.mirror
+        held = [mirror.hold(host, cached.path)] if mirror is not None and cached is not None else []
         with self._lock:
             model.host, model.cached, model.fresh, model.short_since_s = host, cached, True, None
+            model.copies = held
 
     def _request_memory(self, model: HostModel, error: HostMemoryError) -> None:
         """Request eviction on this and other slots. The warning is logged once per wait."""

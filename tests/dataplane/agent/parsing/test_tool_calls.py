@@ -80,6 +80,7 @@ CASES: list[tuple[str, str, Parsed]] = [
     ("hermes", '<tool_call>{"name": "weather", "arguments": {"c', ("", [("weather", '{"c')])),
     ("hermes", "  plain text \n", ("  plain text \n", [])),
     ("hermes", HALF_IN_NAME, (HALF_IN_NAME, [])),
+    ("hermes", CALL.join(("<tool_call>", "</tool_call>")).replace("}}", '}, "\\ud83d": 1}'), ("", ONE)),
     ("hermes", HALF_IN_ARGUMENTS, (HALF_IN_ARGUMENTS, [])),
     ("hermes", f'<tool_call>{{"name": "weather", "arguments": {ARGUMENTS}, "parameters": {{"b": 2}}}}', ("", ONE)),
     ("hermes", f'<tool_call>{{"arguments": {ARGUMENTS}, "parameters": {{"b": 2}}, "name": "weather"}}', ("", ONE)),
