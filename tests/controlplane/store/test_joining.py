@@ -103,7 +103,8 @@ def test_a_slot_that_changes_keeps_what_fits(
 ) -> None:
     join(world, *before)
     ids = [place(world, 0, gpus) for gpus in held]
-    fits = [name for name, gpus in zip(ids, held, strict=True) if gpus <= spec(after[0]).worker_gpus][:kept]
+    slot = spec(after[0])
+    fits = [name for name, gpus in zip(ids, held, strict=True) if gpus <= slot.gpus // slot.workers][:kept]
     assert set(join(world, *after)[1]) == set(ids) - set(fits)
     assert live(world) == set(fits)
     assert len(fits) == kept
