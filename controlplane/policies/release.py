@@ -132,8 +132,8 @@ def choose_releases(facts: ReleaseFacts, now_s: float, settings: ReleaseSettings
         if endpoint.model in queues and not _is_held(facts.windows.get(endpoint, Window()), now_s, settings)
     ]
     takers.sort(key=lambda t: (not t.scheduled, rooms.utilization(t.endpoint), t.endpoint))
-    urgent = _taken_in_turns(takers, endpoints, _Taker.take_urgent)
-    others = _taken_in_turns(takers, endpoints, _Taker.take_other)
+    urgent = _taken_in_turns(takers, _Taker.take_urgent)
+    others = _taken_in_turns(takers, _Taker.take_other)
     return tuple(islice(chain(urgent, others), facts.count_max))
 
 
@@ -151,15 +151,11 @@ def expected_tokens(group: GroupFacts, settings: ReleaseSettings) -> float:
     return settings.tokens_guess if group.tokens is None else group.tokens
 
 
-def _taken_in_turns(
-    takers: Iterable["_Taker"],
-    endpoints: Mapping[Endpoint, list[InstanceFacts]],
-    take: Callable[["_Taker"], Release | None],
-) -> Iterator[Release]:
+def _taken_in_turns(takers: Iterable["_Taker"], take: Callable[["_Taker"], Release | None]) -> Iterator[Release]:
     left = list(takers)
     while left:
         for taker in tuple(left):
-            for _ in endpoints[taker.endpoint]:
+            for _ in range(taker.instances):
                 release = take(taker)
                 if release is None:
                     left.remove(taker)
@@ -456,6 +452,7 @@ class _Taker:
         self.endpoint = endpoint
         self.queue = queue
         self.scheduled = scheduled
+        self.instances = len(rooms.by_endpoint[endpoint])
         self._rooms = rooms
         self._settings = settings
         self._window_left = facts.windows.get(endpoint, Window()).requests - facts.in_flight.get(endpoint, 0)
@@ -466,9 +463,7 @@ class _Taker:
         return self._take(self.queue.urgent, None, self._settings.urgent_utilization_max, urgent=True)
 
     def take_other(self) -> Release | None:
-        """The release of one more request that is not urgent; None: there is no room for any that waits, or the window
-        has been used.
-        """
+        """The same of one that is not urgent; None, too, where the window has been used."""
         if self._window_left < 1:
             return None
         return self._take(self.queue.others, self.scheduled, self._settings.below_one, urgent=False)
