@@ -117,4 +117,5 @@ def test_what_we_set_in_the_environment_is_read() -> None:
     interfaces.prepare_process("cpu", environment, ranks=2)
     ours = {name for name in environment if name.startswith("VLLM_")}
     assert ours <= set(envs.environment_variables)
-    assert {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"} <= ours
+    assert {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"} <= ours
+    assert "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS" in envs.environment_variables, "documents name it"
