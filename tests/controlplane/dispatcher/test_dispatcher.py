@@ -385,18 +385,23 @@ def test_text_that_jsonb_would_refuse_is_kept(world: World, blobs: BlobStore) ->
     assert line["response"]["body"]["choices"][0]["text"] == "the\0tide turns"
 
 
-def test_a_stopped_dispatcher_gives_back_at_once(world: World) -> None:
+def stop_while_running(world: World, *, lines: int) -> None:
+    """Stop a dispatcher while a node works on all lines of a batch, and wait until the node knows."""
     agent = FakeAgent(then="hang later")
 
     async def run() -> None:
         async with dispatchers(world):
-            await holds(lambda: len(agent.asked) == 2)
+            await holds(lambda: len(agent.asked) == lines)
 
     with served(agent.app) as url:
         world.serve("n1", url)
-        world.add_batch(lines=2)
+        world.add_batch(lines=lines)
         asyncio.run(run())
         assert agent.dropped.wait(PATIENCE_S)
+
+
+def test_a_stopped_dispatcher_gives_back_at_once(world: World) -> None:
+    stop_while_running(world, lines=2)
     assert open_rows(world) == [(False, 0, "its dispatcher was stopped")] * 2
 
 
@@ -568,16 +573,7 @@ def test_a_stopped_dispatcher_gives_back_many_at_once_and_goes_on_where_some_fai
 
     monkeypatch.setattr("controlplane.store.queue.give_back", failing_first)
     monkeypatch.setattr("controlplane.dispatcher.release._RETURNED_AT_ONCE", at_once)
-    agent = FakeAgent(then="hang later")
-
-    async def run() -> None:
-        async with dispatchers(world):
-            await holds(lambda: len(agent.asked) == 5)
-
-    with served(agent.app) as url:
-        world.serve("n1", url)
-        world.add_batch(lines=5)
-        asyncio.run(run())
+    stop_while_running(world, lines=5)
     assert tried == ([5] if at_once == 500 else [2, 2, 1])
     assert sum(not leased for leased, *_ in open_rows(world)) == returned
 
