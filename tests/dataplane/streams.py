@@ -45,12 +45,16 @@ async def stream(
 async def read(
     node: Node, body: Generate, *, events_max: int | None = None, kill_at: int | None = None, kind: str = "both"
 ) -> list[StreamEvent]:
-    """The events of a stream, or its refusal. The client leaves after `events_max`, a worker dies after `kill_at`."""
+    """The events of a stream, or its refusal. The client leaves after `events_max` events, a worker dies after
+    `kill_at` tokens: events have several tokens where they are read late.
+    """
     events: list[StreamEvent] = []
+    killed = kill_at is None
     async with aclosing(stream(node, body)) as streamed:
         async for event in streamed:
             events.append(event)
-            if len(events) == kill_at:
+            if not killed and len(token_ids(events)) >= (kill_at or 0):
+                killed = True
                 kill(node, kind)
             if len(events) == events_max:
                 break
@@ -60,19 +64,25 @@ async def read(
 async def read_together(
     node: Node, bodies: Sequence[Generate], *, kill_at: tuple[int, int] | None = None, kind: str = "both"
 ) -> list[list[StreamEvent]]:
-    """The events of several streams at once. `kill_at`: the place of a stream, and the number of its event after which
-    a worker dies; but only once the node has admitted all of them, since it refuses requests until the worker is back.
+    """The events of several streams at once. `kill_at`: the place of a stream, and how many of its tokens have come
+    when a worker dies; but only once the node has admitted all of them, since it refuses requests until the worker is
+    back.
     """
     admitted: set[int] = set()
+    killed = kill_at is None
 
     async def read_one(place: int, body: Generate) -> list[StreamEvent]:
+        nonlocal killed
         events: list[StreamEvent] = []
         async with aclosing(stream(node, body, lambda: admitted.add(place))) as streamed:
             async for event in streamed:
                 events.append(event)
-                if (place, len(events)) == kill_at:
+                if kill_at and not killed and place == kill_at[0] and len(token_ids(events)) >= kill_at[1]:
+                    killed = True
                     await node.until(lambda: len(admitted) == len(bodies))
                     assert kill(node, kind)
         return events
 
-    return await asyncio.gather(*(read_one(place, body) for place, body in enumerate(bodies)))
+    answers = await asyncio.gather(*(read_one(place, body) for place, body in enumerate(bodies)))
+    assert killed, f"the stream had fewer than {kill_at} tokens"
+    return answers
