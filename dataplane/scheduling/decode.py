@@ -46,11 +46,14 @@ class BatchFacts(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings:
-    """`quota_max_s`: the paper's Q_MAX. `quota_min_s`: minimum of a quota, even if a switch costs nothing."""
+    """`quota_max_s`: the paper's Q_MAX. `quota_min_s`: minimum of a quota, even if a switch costs nothing.
+    `step_by_step`: in rounds without switches quotas have no minimum, and turns are of whole steps.
+    """
 
     quota_max_s: float = 4.0
     quota_min_s: float = 0.05
     alpha_min: float = 0.5
+    step_by_step: bool = False
 
     def __post_init__(self) -> None:
         """Check the ranges.
@@ -65,10 +68,13 @@ class DecodeSettings:
 
 
 class Quota(Struct, frozen=True, kw_only=True):
-    """How long a model decodes in its turn, without its switch."""
+    """How long a model decodes in its turn, without its switch. No step begins in the last `early_s` of it: with half
+    of a step, a turn has the number of steps that is nearest to the quota.
+    """
 
     model: str
     quota_s: float
+    early_s: float = 0.0
 
 
 class Round(Struct, frozen=True, kw_only=True):
@@ -86,6 +92,7 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
     c / (alpha - sum 1/n). The part of a prefetched switch that is hidden by the turn before it does not count in c,
     which thus depends on B. B is increased until each quota is at least `quota_min_s` and one step, as far as none
     exceeds `quota_max_s`; a quota is at least one step. If tokens then last less long than the round, alpha shows it.
+    Step by step, a round without switches is as short as one step of each batch allows.
     """
     assert batches
     n = [batch.tbt_s / batch.step_s for batch in batches]
@@ -98,13 +105,20 @@ def plan_round(batches: Sequence[BatchFacts], settings: DecodeSettings) -> Round
     ]
     lasting_max_s = min(n) * settings.quota_max_s
     alpha = max(exposed_s(switches, lasting_max_s) / lasting_max_s + share, settings.alpha_min)
-    floor_s = max([n_k * max(batch.step_s, settings.quota_min_s) for n_k, batch in zip(n, batches, strict=True)])
+    by_step = settings.step_by_step and not switches
+    least_s = 0.0 if by_step else settings.quota_min_s
+    floor_s = max([n_k * max(batch.step_s, least_s) for n_k, batch in zip(n, batches, strict=True)])
     lasting_s = min(max(least_lasting_s(switches, alpha - share), floor_s), lasting_max_s)
     quotas_s = [max(lasting_s * share, batch.step_s) for share, batch in zip(shares, batches, strict=True)]
     round_s = exposed_s(switches, lasting_s) + sum(quotas_s)
     shortest_s = min([n_k * quota_s for n_k, quota_s in zip(n, quotas_s, strict=True)])
     return Round(
-        quotas=tuple([Quota(model=b.model, quota_s=q) for b, q in zip(batches, quotas_s, strict=True)]),
+        quotas=tuple(
+            [
+                Quota(model=batch.model, quota_s=quota_s, early_s=batch.step_s / 2 if by_step else 0.0)
+                for batch, quota_s in zip(batches, quotas_s, strict=True)
+            ]
+        ),
         alpha=max(alpha, round_s / shortest_s),
     )
 
@@ -155,6 +169,11 @@ class RoundState(Struct, frozen=True, kw_only=True):
     @property
     def model(self) -> str | None:
         return self.quotas[self.position].model if self.quotas else None
+
+    @property
+    def is_by_step(self) -> bool:
+        """Whether the present turn was planned step by step."""
+        return bool(self.quotas) and self.quotas[self.position].early_s > 0
 
     def later(self, seconds: float) -> "RoundState":
         """The state after something else took `seconds` of the present turn."""
@@ -257,7 +276,7 @@ def _turn_at(
     return RoundState(
         quotas=quotas,
         position=position,
-        ends_s=now_s + quotas[position].quota_s,
+        ends_s=now_s + quotas[position].quota_s - quotas[position].early_s,
         patience_s=settings.quota_max_s,
         alpha=alpha,
     )

@@ -6,6 +6,9 @@ q / t tokens in steps of t seconds; they last until the next turn if t is at mos
 of the round, which is what its batches and the switches between them need of the time that tokens last. With one batch
 that is its tightest time between tokens.
 
+In a round of single steps each token of a batch waits for a step of every other batch, so that long prompts of several
+models would make it wait for all of their pieces. The models share the tokens that one step may prefill.
+
 A step that prefills beside always prefills `PIECE_TOKENS_MIN` tokens, however little time is spare: every prompt makes
 progress. Where the load leaves no time, or prompts that are nearly due would get less than prefill's share of it,
 nothing is mixed, and the turn policy decides between the two kinds.
@@ -67,7 +70,8 @@ class Prompt(Struct, frozen=True):
 
 class MixedStepFacts(Struct, frozen=True, kw_only=True):
     """A decode step and the prompts that wait beside it, in order. `budget_s`: how long the step may take; `estimate`:
-    of the model's steps; `context_tokens`, `batch`: of what decodes; `tokens_max`: that a step prefills at most.
+    of the model's steps; `context_tokens`, `batch`: of what decodes; `tokens_max`: that a step prefills at most,
+    `sharers` such steps together.
     """
 
     prompts: tuple[Prompt, ...]
@@ -76,20 +80,22 @@ class MixedStepFacts(Struct, frozen=True, kw_only=True):
     context_tokens: int
     batch: int
     tokens_max: int
+    sharers: int = 1
 
 
 def choose_prefill_tokens(facts: MixedStepFacts) -> int:
     """How many tokens of the prompts, in order, the step prefills: as many as its budget allows, at least
-    `PIECE_TOKENS_MIN`, at most `tokens_max`, and no more than there are.
+    `PIECE_TOKENS_MIN`, at most its share of `tokens_max`, and no more than there are.
     """
     estimate = facts.estimate
+    tokens_max = min(facts.tokens_max, max(facts.tokens_max // facts.sharers, PIECE_TOKENS_MIN))
     left_s = facts.budget_s - estimate.mixed_s(0, 0, facts.context_tokens, facts.batch)
     token_s, token2_s = estimate.mixed_token_s
     tokens = waiting = 0
     for prompt in facts.prompts:
-        if waiting >= facts.tokens_max:
+        if waiting >= tokens_max:
             break
-        count = min(prompt.pending, facts.tokens_max - waiting)
+        count = min(prompt.pending, tokens_max - waiting)
         if tokens == waiting:  # all before it fit
             slope_s = token_s + 2 * token2_s * prompt.cached
             fits = _fitting(left_s, slope_s, token2_s, count)

@@ -21,6 +21,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
+from dataclasses import replace as replace_decode
+from functools import cached_property
 from typing import Literal
 
 from msgspec import Struct, field
@@ -74,7 +76,8 @@ class SlotFacts(Struct, frozen=True, kw_only=True):
 class TurnSettings:
     """`prefill_share`: of the time while both kinds wait. `near_s`: a first token that is due so soon after the prefill
     could end is nearly due. `burst_s`: by how much a kind may exceed its share. `mixed_batches`: whether a step may do
-    both. `time_slices`: how models share the time.
+    both; with `step_by_step` prompts then need no turns, and rounds without switches are of single steps.
+    `time_slices`: how models share the time.
     """
 
     prefill: PrefillSettings = dataclass_field(default_factory=PrefillSettings)
@@ -83,6 +86,7 @@ class TurnSettings:
     near_s: float = 0.25
     burst_s: float = 1.0
     mixed_batches: bool = False
+    step_by_step: bool = True
     time_slices: TimeSlices = "rounds"
 
     def __post_init__(self) -> None:
@@ -98,10 +102,16 @@ class TurnSettings:
         if not self.burst_s > 0:
             raise ValueError(f"burst_s must be over 0, not {self.burst_s}")
 
+    @cached_property
+    def rounds(self) -> DecodeSettings:
+        """The settings of rounds."""
+        return replace_decode(self.decode, step_by_step=self.mixed_batches and self.step_by_step)
+
 
 class Turn(Struct, frozen=True, kw_only=True):
     """What to run. `group`: ids of a group's requests in order. A prefill runs as many as a step can; a decode turn
-    with a group is mixed: its steps, of `budget_s` each, prefill beside the batch. `counts`: for its kind's share.
+    with a group is mixed: its steps, of `budget_s` each, prefill beside the batch, and `sharers` models share what one
+    step may prefill. `counts`: for its kind's share.
 
     `started_s` changes when the kind or the model does, by deadlines also when the next model does. `next_model`: the
     model to prefetch, None if none follows.
@@ -111,6 +121,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     model: str
     group: tuple[str, ...] = ()
     budget_s: float = 0.0
+    sharers: int = 1
     counts: bool = True
     started_s: float
     next_model: str | None
@@ -175,8 +186,8 @@ def choose_turn(
     if batches:
         round_ = state.round
         if last and last.kind == "prefill":
-            round_ = let_in(batches, round_, last.model, now_s, settings.decode)
-        decode, round_ = choose_decode_turn(batches, round_, now_s, settings.decode)
+            round_ = let_in(batches, round_, last.model, now_s, settings.rounds)
+        decode, round_ = choose_decode_turn(batches, round_, now_s, settings.rounds)
     if facts.unready:
         groups = tuple([group for group in groups if group.model not in facts.unready])
     if groups:
@@ -194,6 +205,7 @@ def choose_turn(
             own = prefill if prefill and prefill.group.model == decode.model else None
             group = own.group if own else group_beside(groups, decode.model, now_s, settings.prefill)
             turn = _mixed_turn(turn, group, budgets_s[decode.model], now_s, settings)
+            turn = replace(turn, sharers=len(budgets_s) if round_.is_by_step else 1)
             served = own.state if own else served
         if not _goes_on(last, "decode", decode.model):
             round_ = round_.later(facts.switch_s.get(decode.model, 0.0))

@@ -67,6 +67,7 @@ class StepBatches(Generic[KvT]):
             context_tokens=sum([chunk.sequence.cached for chunk in batch]),
             batch=len(batch),
             tokens_max=self._prefill_tokens_max,
+            sharers=turn.sharers,
         )
         rank = min([sequence.key[0] for sequence in group])
         keep = [sequence for sequence in self._allocator.decoding if sequence.key[0] <= rank]

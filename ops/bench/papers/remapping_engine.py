@@ -36,7 +36,7 @@ from ops.faults.percentiles import percentile
 
 Way = Literal["recompute", "swap", "pie", "remap", "auto"]
 Sharing = Literal["temporal", "spatial"]
-STEP_BY_STEP = DecodeSettings(quota_min_s=1e-6, quota_max_s=1e-6)
+SPATIAL = DecodeSettings(quota_min_s=1e-6, quota_max_s=1e-6)
 _PRESSURE: dict[Way, KvPressure] = {
     "recompute": "recompute",
     "swap": "swap",
@@ -50,7 +50,8 @@ _PRESSURE: dict[Way, KvPressure] = {
 class SharedSettings:
     """`shared_kv`: one KV memory for all models, else one each; with remapping it is always shared.
     `prefill_tokens_max`: tokens that a step prefills at most. `mixed`: beside the batch that decodes, as far as the
-    objectives allow; else a step prefills or decodes.
+    objectives allow; else a step prefills or decodes. `step_by_step`: with mixed steps, models take turns so, and share
+    the tokens that one step may prefill; else turns have their usual minimum.
     """
 
     way: Way
@@ -60,6 +61,7 @@ class SharedSettings:
     batch_max: int = 256
     prefill_tokens_max: int = 2048
     mixed: bool = False
+    step_by_step: bool = True
     remap: RemapSettings = field(default_factory=RemapSettings)
 
     @property
@@ -279,8 +281,9 @@ def _replay_settings(models: Sequence[SharedModel], settings: SharedSettings) ->
         remap=settings.remap,
         turns=TurnSettings(
             prefill=PrefillSettings(order="fcfs"),
-            decode=DecodeSettings() if settings.sharing == "temporal" else STEP_BY_STEP,
+            decode=DecodeSettings() if settings.sharing == "temporal" else SPATIAL,
             mixed_batches=settings.mixed,
+            step_by_step=settings.step_by_step,
         ),
     )
 

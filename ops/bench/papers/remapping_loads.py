@@ -1,8 +1,8 @@
 """Remapping against vLLM's way by load, kind of step and seed, as tables of a page of the documentation."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -18,8 +18,10 @@ from ops.bench.papers.remapping_sim import (
     ONEIROS,
     TIDEPOOL,
     VLLM,
+    VLLM_BY_STEP,
     WORKLOADS,
     Asked,
+    Case,
     by_load,
     row_of,
     run_case,
@@ -31,7 +33,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE, KEPT = DOCS / "results.md", DOCS / "remapping.json"
 GAPS, COSTS = MarkedTable("remapping gaps"), MarkedTable("remapping costs")
 OF_TABLE = ("temporal", "uneven", "inputs", "spatial")
-RIVALS = (VLLM, TIDEPOOL, ONEIROS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,19 @@ class Steps:
     chunk_tokens: int
     mixed: bool
 
+    @property
+    def against(self) -> tuple[str, ...]:
+        """Who is compared with vLLM: with mixed steps also vLLM itself in turns that are step by step."""
+        return (VLLM_BY_STEP, TIDEPOOL, ONEIROS) if self.mixed else (TIDEPOOL, ONEIROS)
+
+    def cases(self, group: str, asked: Asked) -> Iterator[Case]:
+        """The runs of a group."""
+        for case in GROUPS[group](asked):
+            if case.rival == VLLM and self.mixed:
+                yield replace(case, rival=VLLM_BY_STEP, settings=replace(case.settings, step_by_step=True))
+            if case.rival in (VLLM, *self.against):
+                yield case
+
 
 STEPS = (
     Steps(name="either, 512", chunk_tokens=512, mixed=False),
@@ -50,6 +64,8 @@ STEPS = (
 )
 COSTS_AT = "mixed, 512"
 NAMED = ("group", "load", "wire", "rival")
+TITLES = {VLLM_BY_STEP: VLLM_BY_STEP, TIDEPOOL: TIDEPOOL, ONEIROS: "remapping alone"}
+BY_STEP = "tbt_p99_by_step"
 FIGURES = (*AGAINST_VLLM, "ttft_p99_s", "batch_mean")
 
 Row = Mapping[str, Any]
@@ -62,8 +78,7 @@ def runs(recordings: Recordings, requests: int, seeds: Sequence[int]) -> list[di
         for name in OF_TABLE
         for steps in STEPS
         for seed in seeds
-        for case in GROUPS[name](Asked(requests=requests, seed=seed))
-        if case.rival in RIVALS
+        for case in steps.cases(name, Asked(requests=requests, seed=seed))
     ]
     found = []
     with progress_bar("runs") as report:
@@ -85,10 +100,10 @@ def compared(found: Sequence[Row]) -> list[dict[str, Any]]:
             mine = [row for row in found if (row["group"], row["load"], row["steps"]) == (group, load, steps.name)]
             seeds = dict.fromkeys(row["seed"] for row in mine)
             against = [row for seed in seeds for row in by_load([row for row in mine if row["seed"] == seed])]
-            rivals = {
-                name: _means(mine, name) | {"change": {key: _spread(against, name, key) for key in AGAINST_VLLM}}
-                for name in (TIDEPOOL, ONEIROS)
-            }
+            changes = {name: {key: _spread(against, name, key) for key in AGAINST_VLLM} for name in steps.against}
+            if steps.mixed:
+                changes[TIDEPOOL][BY_STEP] = _spread_by_step(mine)
+            rivals = {name: _means(mine, name) | {"change": changes[name]} for name in steps.against}
             rows.append({"load": f"{group}, {load}", "steps": steps.name, VLLM: _means(mine, VLLM)} | rivals)
     return rows
 
@@ -99,6 +114,15 @@ def _means(rows: Sequence[Row], rival: str) -> dict[str, float]:
 
 def _spread(against: Sequence[Row], rival: str, figure: str) -> tuple[float, float, float]:
     percents = [row[figure] for row in against if row["rival"] == rival]
+    return fmean(percents), min(percents), max(percents)
+
+
+def _spread_by_step(rows: Sequence[Row]) -> tuple[float, float, float]:
+    """P99 between tokens of Tidepool against vLLM step by step."""
+    own, other = (
+        {row["seed"]: row["tbt_p99_s"] for row in rows if row["rival"] == name} for name in (TIDEPOOL, VLLM_BY_STEP)
+    )
+    percents = [100 * (own[seed] / other[seed] - 1) for seed in own]
     return fmean(percents), min(percents), max(percents)
 
 
@@ -116,20 +140,26 @@ def _bold_if_worse(row: Row, rival: str, figure: str) -> str:
 
 def gaps_of(rows: Sequence[Row]) -> str:
     """P99 between tokens: vLLM's in ms, and the others' against it, for each kind of step."""
-    head = [cell for steps in STEPS for cell in (f"{steps.name}: vLLM, ms", "Tidepool", "remapping alone")]
+    head = [cell for steps in STEPS for cell in (f"{steps.name}: vLLM, ms", *(TITLES[name] for name in steps.against))]
+    against = {steps.name: steps.against for steps in STEPS}
     lines = []
     for load in dict.fromkeys(row["load"] for row in rows):
         cells = [load]
         for row in (row for row in rows if row["load"] == load):
             cells.append(f"{1000 * row[VLLM]['tbt_p99_s']:.0f}")
-            cells += [_bold_if_worse(row, name, "tbt_p99_s") for name in (TIDEPOOL, ONEIROS)]
+            cells += [_bold_if_worse(row, name, "tbt_p99_s") for name in against[row["steps"]]]
         lines.append(cells)
     return table(("load, requests/s", *head), lines)
 
 
 def costs_of(rows: Sequence[Row]) -> str:
     """The other figures of Tidepool against vLLM, with mixed steps of 512."""
-    head = ("P99 of requests' mean between tokens", "P99 of normalized latency", "tokens/s")
+    head = (
+        "P99 between tokens against vLLM step by step",
+        "P99 of requests' mean between tokens",
+        "P99 of normalized latency",
+        "tokens/s",
+    )
     both = ("P99 TTFT, s: vLLM; Tidepool; Tidepool if steps do either", "mean batch: vLLM; Tidepool")
     at = {(row["load"], row["steps"]): row for row in rows}
     lines = []
@@ -142,7 +172,7 @@ def costs_of(rows: Sequence[Row]) -> str:
                 load,
                 *(
                     _bold_if_worse(row, TIDEPOOL, figure)
-                    for figure in ("tpot_p99_s", "normalized_p99_s", "tokens_per_s")
+                    for figure in (BY_STEP, "tpot_p99_s", "normalized_p99_s", "tokens_per_s")
                 ),
                 "; ".join(f"{each['ttft_p99_s']:.1f}" for each in first_tokens),
                 "; ".join(f"{row[name]['batch_mean']:.1f}" for name in (VLLM, TIDEPOOL)),

@@ -29,6 +29,7 @@ from ops.bench.shared import chosen
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 
 VLLM, PIE, ONEIROS, TIDEPOOL = "vLLM", "Pie", "Oneiros", "Tidepool"
+VLLM_BY_STEP = "vLLM, step by step"
 SWEEP_BYTES_PER_S = (10e9, 25e9, 55.6e9, 100e9, 200e9, 427e9, 900e9)
 BOTH_WAYS = 1.8
 """The sum of both directions over one direction: an assumption."""
@@ -71,13 +72,15 @@ class Asked:
 
 
 def rivals(wire: Wire, sharing: Sharing) -> dict[str, SharedSettings]:
-    """Who serves: the three of the paper, and this project's, which always has one KV memory for all models."""
+    """Who serves: the three of the paper, and this project's, which always has one KV memory for all models. With mixed
+    steps all take turns step by step but vLLM, whose turns stay as they are.
+    """
 
     def settings(way: Way, *, shared: bool) -> SharedSettings:
         return SharedSettings(way=way, wire=wire, sharing=sharing, shared_kv=shared)
 
     return {
-        VLLM: settings("recompute", shared=False),
+        VLLM: replace(settings("recompute", shared=False), step_by_step=False),
         PIE: settings("pie", shared=False),
         ONEIROS: settings("remap", shared=True),
         "recompute, one KV": settings("recompute", shared=True),
@@ -348,13 +351,14 @@ AGAINST_VLLM = ("tokens_per_s", "tbt_p99_s", "tpot_p99_s", "normalized_p99_s")
 
 
 def by_load(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each load, by how many percent remapping is above or below vLLM: alone, and as this project uses it. First
-    tokens and batches tell where one of them starves: a rival whose requests wait for memory decodes few at a time.
+    """For each load, by how many percent remapping is above or below vLLM: alone, and as this project uses it; and vLLM
+    step by step, where it was run. First tokens and batches tell where one of them starves: a rival whose requests wait
+    for memory decodes few at a time.
     """
     found = []
     for vllm in (row for row in rows if row["rival"] == VLLM):
         same = [row for row in rows if all(row[key] == vllm[key] for key in ("group", "load", "wire"))]
-        for row in (row for row in same if row["rival"] in (ONEIROS, TIDEPOOL)):
+        for row in (row for row in same if row["rival"] in (ONEIROS, TIDEPOOL, VLLM_BY_STEP)):
             named = {key: row[key] for key in ("group", "load", "wire", "rival")}
             percents = {key: 100 * (row[key] / vllm[key] - 1) for key in AGAINST_VLLM}
             waits = {key: (vllm[key], row[key]) for key in ("ttft_p99_s", "batch_mean")}

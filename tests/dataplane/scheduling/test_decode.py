@@ -69,6 +69,34 @@ def test_plans_by_hand(facts: list[BatchFacts], alpha: float, quotas_s: list[flo
     assert [quota.quota_s for quota in plan.quotas] == pytest.approx(quotas_s)
 
 
+BY_STEP = DecodeSettings(step_by_step=True)
+
+
+def test_step_by_step_a_round_without_switches_is_one_step_of_each_and_others_are_as_they_were() -> None:
+    resident = [batch("a", 0.01, 0.1, 0.0), batch("b", 0.05, 0.1, 0.0)]
+    assert [quota.quota_s for quota in plan_round(resident, BY_STEP).quotas] == pytest.approx([0.01, 0.05])
+    lax = [batch("a", 0.01, 0.1, 0.0), batch("b", 0.05, 0.5, 0.0)]
+    assert [quota.quota_s for quota in plan_round(lax, BY_STEP).quotas] == pytest.approx([0.05, 0.05]), "5 steps, 1"
+    switching = [replace(resident[0], switch_s=0.2), resident[1]]
+    assert plan_round(switching, BY_STEP) == plan_round(switching, DecodeSettings())
+
+
+def test_step_by_step_a_step_that_took_less_than_planned_is_not_followed_by_another_one() -> None:
+    resident = [batch("a", 0.02, 0.1, 0.0), batch("b", 0.02, 0.1, 0.0)]
+
+    def turns(settings_: DecodeSettings) -> list[str]:
+        now_s, state, models = 0.0, RoundState(), []
+        for _ in range(6):
+            turn, state = choose_decode_turn(resident, state, now_s, settings_)
+            assert turn is not None
+            models.append(turn.model)
+            now_s += 0.0199
+        return models
+
+    assert turns(BY_STEP) == ["a", "b"] * 3
+    assert turns(DecodeSettings(quota_min_s=0.02)) == ["a", "a", "b", "b", "a", "a"], "for the last 0.1 ms of a quota"
+
+
 rounds = st.lists(
     st.tuples(
         st.floats(0.002, 0.5),  # step

@@ -32,7 +32,8 @@ LATENCY = LatencyModel(
     decode_per_sequence_s=1e-4,
 )
 TBT_S = 0.1
-MIXED = TurnSettings(mixed_batches=True)
+MIXED = TurnSettings(mixed_batches=True, step_by_step=False)
+BY_STEP = TurnSettings(mixed_batches=True)
 
 
 def step(prompts: list[tuple[int, int]], budget_s: float, tokens_max: int = 2048, **changes: float) -> MixedStepFacts:
@@ -73,6 +74,16 @@ def test_a_step_takes_as_many_tokens_as_its_budget_allows(
         assert step_s(facts, tokens) <= budget_s * (1 + 1e-9)
     if tokens < most - 1:
         assert step_s(facts, tokens + 2) > budget_s, "one token less is a matter of rounding"
+
+
+@given(PROMPTS, st.floats(0.0, 0.5), st.integers(1, 2048), st.integers(2, 20))
+def test_models_share_what_one_step_may_prefill(
+    prompts: list[tuple[int, int]], budget_s: float, tokens_max: int, sharers: int
+) -> None:
+    alone = step(prompts, budget_s, tokens_max)
+    tokens = choose_prefill_tokens(replace(alone, sharers=sharers))
+    assert tokens <= max(tokens_max // sharers, min(PIECE_TOKENS_MIN, tokens_max))
+    assert tokens == choose_prefill_tokens(replace(alone, tokens_max=max(tokens, 1))), "else as many as without others"
 
 
 @given(PROMPTS, st.floats(0.0, 0.5), st.floats(0.0, 0.5))
@@ -199,6 +210,19 @@ def test_a_model_whose_turn_is_soon_waits_for_it_and_one_without_a_batch_does_no
     assert (turn.kind, turn.model) == ("prefill", "c")
 
 
+def test_models_with_prompts_beside_share_a_step_s_tokens_where_turns_are_of_steps() -> None:
+    waiting, both = prefills(("a", 0.0, "IW-N"), ("b", 0.0, "IW-N"), ("c", 0.0, "IW-N")), [batch("a"), batch("b")]
+    turn, _ = choose_turn(facts_of(waiting, both), SlotState(), 0.0, BY_STEP)
+    assert turn is not None
+    assert (turn.is_mixed, turn.sharers) == (True, 2), "c has no batch beside which its prompt could go"
+    assert turn_of(facts_of(waiting, both)).sharers == 1, "turns of several steps"
+    switching, _ = choose_turn(
+        facts_of(waiting, [batch("a", switch_s=0.01), batch("b", switch_s=0.01)]), SlotState(), 0.0, BY_STEP
+    )
+    assert switching is not None
+    assert (switching.is_mixed, switching.sharers) == (True, 1)
+
+
 def test_where_no_time_is_spare_the_two_kinds_take_turns() -> None:
     turn = turn_of(facts_of(prefills(("a", 0.0, "IW-N")), [batch("a", 0.11)]))
     assert (turn.kind, turn.group) == ("prefill", ("a0",))
@@ -296,6 +320,7 @@ class Slot:
             context_tokens=sum(self.length[name] for name in decoding),
             batch=len(decoding),
             tokens_max=self.prefill_tokens_max,
+            sharers=turn.sharers,
         )
         most = choose_prefill_tokens(facts) if turn.is_mixed else self.prefill_tokens_max if turn.group else 0
         tokens = squared = 0
@@ -328,12 +353,13 @@ ARRIVALS = st.lists(
 )
 
 
-@given(ARRIVALS, st.integers(1, 200), st.floats(0.1, 0.9))
-@settings(max_examples=60)
+@given(ARRIVALS, st.integers(1, 200), st.floats(0.1, 0.9), st.booleans())
+@settings(max_examples=100)
 def test_every_prompt_makes_progress_and_no_mixed_step_is_longer_than_the_objective(
-    arrivals: list[tuple[str, int, Tier, int]], tokens: int, share: float
+    arrivals: list[tuple[str, int, Tier, int]], tokens: int, share: float, by_step: bool
 ) -> None:
-    node = Slot(tokens=tokens, turns=TurnSettings(mixed_batches=True, prefill_share=share))
+    turns = TurnSettings(mixed_batches=True, step_by_step=by_step, prefill_share=share)
+    node = Slot(tokens=tokens, turns=turns)
     for number, (model, prompt_tokens, tier, steps) in enumerate(arrivals):
         node.arrive(f"{model}{number}", model, prompt_tokens, tier)
         for _ in range(steps):
@@ -344,8 +370,9 @@ def test_every_prompt_makes_progress_and_no_mixed_step_is_longer_than_the_object
     assert not node.left
 
 
-def test_a_stream_of_prompts_beside_a_batch_starves_neither_its_prompts_nor_another_models() -> None:
-    node = Slot(tokens=10**6, turns=MIXED)
+@pytest.mark.parametrize("turns", [MIXED, BY_STEP], ids=["turns", "steps"])
+def test_a_stream_of_prompts_beside_a_batch_starves_neither_its_prompts_nor_another_models(turns: TurnSettings) -> None:
+    node = Slot(tokens=10**6, turns=turns)
     node.arrive("a-first", "a", 100, "IW-N")
     while "a-first" not in node.first_s:
         node.step()

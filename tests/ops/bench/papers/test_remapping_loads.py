@@ -22,7 +22,7 @@ from ops.bench.papers.remapping_loads import (
     gaps_of,
     runs,
 )
-from ops.bench.papers.remapping_sim import ARRIVALS, ONEIROS, TIDEPOOL, VLLM, WORKLOADS
+from ops.bench.papers.remapping_sim import ARRIVALS, ONEIROS, TIDEPOOL, VLLM, VLLM_BY_STEP, WORKLOADS
 
 
 def run(rival: str, seed: int, value: float, **other: float) -> dict[str, Any]:
@@ -32,17 +32,22 @@ def run(rival: str, seed: int, value: float, **other: float) -> dict[str, Any]:
 
 def test_a_change_is_the_mean_over_seeds_of_each_seeds_own() -> None:
     found = [run(VLLM, 0, 1.0), run(VLLM, 1, 2.0), run(ONEIROS, 0, 1.0), run(ONEIROS, 1, 1.0)]
-    found += [run(TIDEPOOL, 0, 1.1), run(TIDEPOOL, 1, 2.6)]
-    row = next(row for row in compared([each | {"steps": steps.name} for steps in STEPS for each in found]))
+    found += [run(TIDEPOOL, 0, 1.1), run(TIDEPOOL, 1, 2.6), run(VLLM_BY_STEP, 0, 1.0), run(VLLM_BY_STEP, 1, 1.3)]
+    rows = compared([each | {"steps": steps.name} for steps in STEPS for each in found])
+    row = next(iter(rows))
     assert row[TIDEPOOL]["change"]["tbt_p99_s"] == pytest.approx((20, 10, 30))
     assert change(row, TIDEPOOL, "tbt_p99_s") == "+20 % (+10 to +30)"
     assert change(row, ONEIROS, "tokens_per_s") == "-25 % (-50 to +0)"
     assert "| **+20 % (+10 to +30)** | -25 % (-50 to +0) |" in gaps_of([row]), "later tokens are worse"
     assert row[VLLM]["tokens_per_s"] == 1.5
+    mixed = next(row for row in rows if row["steps"] == "mixed, 512")
+    assert change(mixed, TIDEPOOL, "tbt_p99_by_step") == "+55 % (+10 to +100)"
+    assert change(mixed, VLLM_BY_STEP, "tbt_p99_s") == "-18 % (-35 to +0)"
+    assert "| **+55 % (+10 to +100)** |" in costs_of(rows)
 
 
 def test_a_change_that_rounds_to_none_is_not_bold_and_a_range_of_one_is_not_told() -> None:
-    found = [run(VLLM, 0, 1.0), run(ONEIROS, 0, 1.0), run(TIDEPOOL, 0, 1.004)]
+    found = [run(VLLM, 0, 1.0), run(VLLM_BY_STEP, 0, 1.0), run(ONEIROS, 0, 1.0), run(TIDEPOOL, 0, 1.004)]
     row = compared([each | {"steps": steps.name} for steps in STEPS for each in found])[0]
     assert "| +0 % | +0 % |" in gaps_of([row])
 
@@ -58,7 +63,7 @@ def test_each_load_runs_with_each_rival_and_seed(data: Path, monkeypatch: pytest
     monkeypatch.setattr(remapping_loads, "STEPS", (Steps(name="mixed, 512", chunk_tokens=512, mixed=True),))
     monkeypatch.setattr(remapping_loads, "OF_TABLE", ("uneven",))
     found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), 12, [0, 1])
-    assert len(found) == 2 * 3 * 2
-    assert {row["rival"] for row in found} == {VLLM, TIDEPOOL, ONEIROS}
+    assert len(found) == 2 * 4 * 2
+    assert {row["rival"] for row in found} == {VLLM, VLLM_BY_STEP, TIDEPOOL, ONEIROS}
     (row, _) = compared(found)
     assert row[VLLM]["tokens_per_s"] > 0
