@@ -21,14 +21,18 @@ _FACTS = """
     SELECT current_setting('cluster_name') AS region,
         current_setting('synchronous_standby_names') AS standbys,
         NOT standby AS takes_writes,
-        CASE WHEN standby THEN coalesce((SELECT received_tli FROM pg_stat_get_wal_receiver()), recovery.timeline_id)
+        CASE WHEN standby THEN NULL
             ELSE ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int END AS timeline,
         pg_wal_lsn_diff(CASE WHEN standby
             THEN greatest(pg_last_wal_receive_lsn(), pg_last_wal_replay_lsn()) ELSE pg_current_wal_lsn() END, '0/0')
             AS received_bytes,
         extract(epoch FROM pg_last_xact_replay_timestamp()) AS replayed_at_s
-    FROM pg_is_in_recovery() AS standby, pg_control_checkpoint() AS recovery
+    FROM pg_is_in_recovery() AS standby
 """
+_RECEIVED_TIMELINE = """
+    SELECT max(('x' || left(name, 8))::bit(32)::int) FROM pg_ls_waldir() WHERE name ~ '^[0-9A-F]{24}$'
+"""
+"""Of the newest segment that a standby has: its last checkpoint may be of an older timeline for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,12 @@ class Member:
         try:
             with self._connect() as connection:
                 row = connection.execute(_FACTS).fetchone()
+                assert row is not None
+                region, standbys, takes_writes, timeline, received, replayed = row
+                if not takes_writes:
+                    timeline = _received_timeline(connection)
         except psycopg.OperationalError:
             return MemberFacts(address=self.address)
-        assert row is not None
-        region, standbys, takes_writes, timeline, received, replayed = row
         return MemberFacts(
             address=self.address,
             region=region or self.address,
@@ -112,6 +118,15 @@ class Member:
     def _connect(self) -> psycopg.Connection[Any]:
         parameters: dict[str, Any] = {**self.parameters, "options": f"-c statement_timeout={_ANSWERS_WITHIN_MS}"}
         return psycopg.connect(**parameters, autocommit=True)
+
+
+def _received_timeline(connection: psycopg.Connection[Any]) -> int:
+    """The timeline of the log that a standby has received; 0: its user may not ask."""
+    try:
+        row = connection.execute(_RECEIVED_TIMELINE).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return 0
+    return int(row[0] or 0) if row else 0
 
 
 def _point(connection: psycopg.Connection[Any], conninfo: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
@@ -12,6 +13,7 @@ from ops.failover.members import ask_members, members_of
 from ops.failover.run import RefusedError, decide, fail_over
 from ops.local.postgres_cluster import PostgresCluster, regions_at
 from ops.local.supervisor import Supervisor
+from tests.controlplane.world import until
 
 REGIONS = ("us-east", "us-central", "us-west")
 
@@ -45,6 +47,10 @@ class Trio:
 
     def fail_over(self, region: str, *, accept_loss: bool = False) -> None:
         fail_over(self.cluster.url("us-west"), region, accept_loss=accept_loss, report=lambda _line: None)
+
+    def detach(self, region: str) -> None:
+        """It receives nothing any more, as when its link to the primary is cut."""
+        members_of(self.cluster.members[region].url("postgres"))[0].detach()
 
     def kill(self, region: str) -> None:
         self.running.pop(region).kill()
@@ -102,3 +108,33 @@ def test_two_lost_servers_may_hold_what_the_third_lacks(tmp_path: Path) -> None:
         assert trio.primaries() == []
         trio.fail_over("us-west", accept_loss=True)
         assert trio.primaries() == ["us-west"]
+
+
+def test_a_standby_that_lacks_what_another_has_of_a_newer_timeline_is_refused(tmp_path: Path) -> None:
+    """The last checkpoint of the one that followed the first failover is of the older timeline for minutes."""
+    with trio_at(tmp_path) as trio:
+        trio.write(1)
+        trio.kill("us-east")
+        best = decide(trio.cluster.url("us-west"), "us-west")
+        second, third = ("us-central", "us-west") if best.losses else ("us-west", "us-central")
+        trio.fail_over(second)
+        trio.revive("us-east")  # rewound, so that its checkpoint is of the newer timeline
+        trio.detach("us-east")
+        trio.write(2)  # waits for the third
+        trio.kill(second)
+        with pytest.raises(RefusedError, match=rf"region {third} has \d+ bytes .* that us-east lacks: promote {third}"):
+            trio.fail_over("us-east")
+        trio.fail_over(third)
+        assert trio.rows() == [1, 2]
+
+
+def test_a_user_who_lacks_pg_monitor_is_told_no_timeline_of_a_standby(tmp_path: Path) -> None:
+    with trio_at(tmp_path) as trio:
+        with psycopg.connect(libpq_url(trio.cluster.url("us-west"))) as connection:
+            connection.execute("CREATE ROLE watcher LOGIN PASSWORD 'seen'")
+        everyone = members_of(trio.cluster.url("us-west"))
+        watcher = {"user": "watcher", "password": "seen"}
+        as_watcher = [replace(one, parameters={**one.parameters, **watcher}) for one in everyone]
+        until(lambda: all(one.region for one in ask_members(as_watcher)))
+        told = ask_members(as_watcher)
+        assert [one.timeline for one in told] == [1 if one.takes_writes else 0 for one in told]
