@@ -78,22 +78,30 @@ class Member:
             raise TimeoutError(f"{self.address} is no primary after {PROMOTED_WITHIN_S} s; see its log")
         return time.monotonic() - started_s
 
-    def detach(self) -> str:
-        """Have a standby receive nothing from its primary any more; returns the address that it had.
+    def source(self) -> str:
+        """The address that a standby receives from, with the password.
+
+        Raises:
+            psycopg.Error: its user may not ask, or it does not answer.
+        """
+        with self._connect() as connection:
+            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
+        return str(row[0]) if row else ""
+
+    def detach(self) -> None:
+        """Have a standby receive nothing from its primary any more.
 
         Raises:
             psycopg.Error: it may not.
             TimeoutError: it still receives after some seconds.
         """
         with self._connect() as connection:
-            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
             _point(connection, "")
             deadline_s = time.monotonic() + _DETACHED_WITHIN_S
             while connection.execute("SELECT 1 FROM pg_stat_get_wal_receiver() WHERE pid IS NOT NULL").fetchone():
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"{self.address} still receives from its primary")
                 time.sleep(_LOOK_EVERY_S)
-        return str(row[0]) if row else ""
 
     def attach(self, conninfo: str) -> None:
         """Have a standby receive from the primary at that address again.
@@ -132,6 +140,16 @@ def _received_timeline(connection: psycopg.Connection[Any]) -> int:
 def _point(connection: psycopg.Connection[Any], conninfo: str) -> None:
     connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
     connection.execute("SELECT pg_reload_conf()")
+
+
+def without_secrets(conninfo: str) -> str:
+    """A standby's `primary_conninfo` to be shown: what libpq calls a secret is left out."""
+    try:
+        options = psycopg.pq.Conninfo.parse(conninfo.encode())
+    except psycopg.Error:
+        return "an address that libpq does not read here"
+    shown = {option.keyword.decode(): option.val for option in options if option.val and option.dispchar != b"*"}
+    return psycopg.conninfo.make_conninfo(**{name: value.decode() for name, value in shown.items()})
 
 
 def members_of(url: str) -> list[Member]:
