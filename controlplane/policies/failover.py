@@ -16,8 +16,9 @@ from controlplane.errors import InvalidValueError
 @dataclass(frozen=True, kw_only=True)
 class MemberFacts:
     """One server of the cluster. `region`: its `cluster_name`, None for one that does not answer; nothing else is known
-    of such a one. `received_bytes`: how far it has the write-ahead log; `replayed_at_s`: Unix time of the last commit
-    that a standby has replayed. `waits_for`: how many standbys a commit waits for by its own configuration.
+    of such a one. `timeline`: of the newest part of the write-ahead log that it has, 0 where that is not told;
+    `received_bytes`: how far it has that log; `replayed_at_s`: Unix time of the last commit that a standby has
+    replayed. `waits_for`: how many standbys a commit waits for by its own configuration.
     """
 
     address: str
@@ -79,7 +80,12 @@ def _obstacle(primary: MemberFacts, chosen: MemberFacts) -> str:
 
 
 def _behind(chosen: MemberFacts, others: Sequence[MemberFacts]) -> list[str]:
-    """Standbys that have what the chosen one lacks."""
+    """Standbys that have what the chosen one lacks, or may have it."""
+    untold = [one.address for one in (chosen, *others) if not one.timeline]
+    if untold and others:
+        cause = "the user of TIDEPOOL_DATABASE_URL lacks pg_monitor, which may call pg_ls_waldir"
+        whose = ", ".join(untold)
+        return [f"which standby has most of the write-ahead log is not known: {whose} tells no timeline, since {cause}"]
     ahead = [one for one in others if (one.timeline, one.received_bytes) > (chosen.timeline, chosen.received_bytes)]
     return [
         f"region {one.region} has timeline {one.timeline}, which {chosen.region} has not followed: promote {one.region}"

@@ -66,7 +66,7 @@ class _Server:
         asked_s = time.monotonic()
         try:
             position = await anyio.to_thread.run_sync(self._position, limiter=self._threads, abandon_on_cancel=True)
-            if self._writable and position.timeline is None:
+            if self._writable and not position.takes_writes:
                 raise UnavailableError("it takes no writes")
         except (SQLAlchemyError, UnavailableError) as error:
             if not self._told_away:

@@ -354,12 +354,12 @@ def forget_stopped(session: Session, *, keep_s: float, count_max: int) -> int:
 
 
 def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grace_s: float) -> list[str]:
-    """Stop the instances of nodes that sent no heartbeat for `silent_s` seconds; returns those nodes.
+    """Stop the instances of nodes that sent no heartbeat for `silent_s` seconds; returns the nodes that hold none then.
 
-    Nothing is stopped unless some other node sent a heartbeat within `heard_s`: else the control plane itself was down.
-    An instance is first set back to pending and is stopped `grace_s` later, so that nodes can reconnect after an outage
-    of the control plane. Draining and donated ones are stopped at once, with their leases. The fleet is locked only if
-    there is something to stop.
+    Nothing is done unless some other node sent a heartbeat within `heard_s`: else the control plane itself was down.
+    After that the first node to return is heard before the others. So an instance, also a draining or donated one, is
+    set back to pending first, and is stopped with its lease `grace_s` later, if its node has not returned. The fleet is
+    locked only if such nodes have instances.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:
@@ -368,19 +368,26 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
     if session.scalar(select(Instance.id).where(Instance.node.in_(silent), LIVE).limit(1)) is None:
         return list(session.scalars(silent))
     fleet_index(session, lock=True)
-    names = list(session.scalars(silent.with_for_update()))
+    locked = select(Node).where(age_s > silent_s).order_by(Node.name).with_for_update()
+    nodes = {node.name: node for node in session.scalars(locked)}
     now = session.scalar(select(func.now()))
     assert now is not None
     stopped: set[str] = set()
+    waiting: set[str] = set()
     gone: list[str] = []
-    for instance in session.scalars(select(Instance).where(Instance.node.in_(names), LIVE).order_by(Instance.id)):
-        pending = instance.observed == InstanceState.PENDING
-        leaving = instance.desired in {Desired.DRAINING, Desired.SPOT}
-        if leaving or (pending and now - instance.changed_at > timedelta(seconds=grace_s)):
+    for instance in session.scalars(select(Instance).where(Instance.node.in_(nodes), LIVE).order_by(Instance.id)):
+        seen_at = nodes[instance.node].last_seen_at
+        assert seen_at is not None
+        if instance.observed != InstanceState.PENDING or instance.changed_at <= seen_at:
+            _move(instance, InstanceState.PENDING)
+            instance.changed_at = now
+        elif now - instance.changed_at > timedelta(seconds=grace_s):
             instance.desired, instance.donate, instance.spot_at = Desired.STOPPED, False, None
+            _move(instance, InstanceState.STOPPED)
             stopped.add(instance.node)
             gone.append(instance.id)
-        _move(instance, InstanceState.STOPPED if instance.desired == Desired.STOPPED else InstanceState.PENDING)
+            continue
+        waiting.add(instance.node)
     end_leases(session, gone, LeaseEnd.LOST)
     touch_generations(session, sorted(stopped))
-    return names
+    return sorted(nodes.keys() - waiting)

@@ -170,6 +170,8 @@ def check_members(members: Sequence[MemberFacts]) -> Finding:
         return failure("cluster", found, "promote a standby: `tidepool failover REGION --dry-run` says what is lost")
     if silent:
         return warning("cluster", found, f"see why {', '.join(silent)} does not answer: one more loss may stop writes")
+    if not all(one.timeline for one in members):
+        return warning("cluster", found, "GRANT pg_monitor to the user of TIDEPOOL_DATABASE_URL to see all timelines")
     if stray := [one.address for one in members if one.timeline != primaries[0].timeline]:
         return warning(
             "cluster", found, f"{', '.join(stray)} does not follow the primary: pg_rewind it, or copy it anew"
@@ -180,7 +182,8 @@ def check_members(members: Sequence[MemberFacts]) -> Finding:
 def _member_text(member: MemberFacts) -> str:
     if member.region is None:
         return f"{member.address} silent"
-    return f"{member.region} {'primary' if member.takes_writes else 'standby'} on timeline {member.timeline}"
+    timeline = f"timeline {member.timeline}" if member.timeline else "an unknown timeline"
+    return f"{member.region} {'primary' if member.takes_writes else 'standby'} on {timeline}"
 
 
 def check_replica(*, is_standby: bool, behind_s: float, limit_s: float) -> Finding:

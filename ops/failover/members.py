@@ -21,14 +21,18 @@ _FACTS = """
     SELECT current_setting('cluster_name') AS region,
         current_setting('synchronous_standby_names') AS standbys,
         NOT standby AS takes_writes,
-        CASE WHEN standby THEN coalesce((SELECT received_tli FROM pg_stat_get_wal_receiver()), recovery.timeline_id)
+        CASE WHEN standby THEN NULL
             ELSE ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int END AS timeline,
         pg_wal_lsn_diff(CASE WHEN standby
             THEN greatest(pg_last_wal_receive_lsn(), pg_last_wal_replay_lsn()) ELSE pg_current_wal_lsn() END, '0/0')
             AS received_bytes,
         extract(epoch FROM pg_last_xact_replay_timestamp()) AS replayed_at_s
-    FROM pg_is_in_recovery() AS standby, pg_control_checkpoint() AS recovery
+    FROM pg_is_in_recovery() AS standby
 """
+_RECEIVED_TIMELINE = """
+    SELECT max(('x' || left(name, 8))::bit(32)::int) FROM pg_ls_waldir() WHERE name ~ '^[0-9A-F]{24}$'
+"""
+"""Of the newest segment that a standby has: its last checkpoint may be of an older timeline for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,12 @@ class Member:
         try:
             with self._connect() as connection:
                 row = connection.execute(_FACTS).fetchone()
+                assert row is not None
+                region, standbys, takes_writes, timeline, received, replayed = row
+                if not takes_writes:
+                    timeline = _received_timeline(connection)
         except psycopg.OperationalError:
             return MemberFacts(address=self.address)
-        assert row is not None
-        region, standbys, takes_writes, timeline, received, replayed = row
         return MemberFacts(
             address=self.address,
             region=region or self.address,
@@ -72,22 +78,30 @@ class Member:
             raise TimeoutError(f"{self.address} is no primary after {PROMOTED_WITHIN_S} s; see its log")
         return time.monotonic() - started_s
 
-    def detach(self) -> str:
-        """Have a standby receive nothing from its primary any more; returns the address that it had.
+    def source(self) -> str:
+        """The address that a standby receives from, with the password.
+
+        Raises:
+            psycopg.Error: its user may not ask, or it does not answer.
+        """
+        with self._connect() as connection:
+            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
+        return str(row[0]) if row else ""
+
+    def detach(self) -> None:
+        """Have a standby receive nothing from its primary any more.
 
         Raises:
             psycopg.Error: it may not.
             TimeoutError: it still receives after some seconds.
         """
         with self._connect() as connection:
-            row = connection.execute("SELECT current_setting('primary_conninfo')").fetchone()
             _point(connection, "")
             deadline_s = time.monotonic() + _DETACHED_WITHIN_S
             while connection.execute("SELECT 1 FROM pg_stat_get_wal_receiver() WHERE pid IS NOT NULL").fetchone():
                 if time.monotonic() > deadline_s:
                     raise TimeoutError(f"{self.address} still receives from its primary")
                 time.sleep(_LOOK_EVERY_S)
-        return str(row[0]) if row else ""
 
     def attach(self, conninfo: str) -> None:
         """Have a standby receive from the primary at that address again.
@@ -114,9 +128,28 @@ class Member:
         return psycopg.connect(**parameters, autocommit=True)
 
 
+def _received_timeline(connection: psycopg.Connection[Any]) -> int:
+    """The timeline of the log that a standby has received; 0: its user may not ask."""
+    try:
+        row = connection.execute(_RECEIVED_TIMELINE).fetchone()
+    except psycopg.errors.InsufficientPrivilege:
+        return 0
+    return int(row[0] or 0) if row else 0
+
+
 def _point(connection: psycopg.Connection[Any], conninfo: str) -> None:
     connection.execute(sql.SQL("ALTER SYSTEM SET primary_conninfo = {}").format(sql.Literal(conninfo)))
     connection.execute("SELECT pg_reload_conf()")
+
+
+def without_secrets(conninfo: str) -> str:
+    """A standby's `primary_conninfo` to be shown: what libpq calls a secret is left out."""
+    try:
+        options = psycopg.pq.Conninfo.parse(conninfo.encode())
+    except psycopg.Error:
+        return "an address that libpq does not read here"
+    shown = {option.keyword.decode(): option.val for option in options if option.val and option.dispchar != b"*"}
+    return psycopg.conninfo.make_conninfo(**{name: value.decode() for name, value in shown.items()})
 
 
 def members_of(url: str) -> list[Member]:

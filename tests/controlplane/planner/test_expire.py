@@ -72,6 +72,7 @@ def test_a_job_that_fails_holds_up_none_of_the_others(world: World, blobs: BlobS
         session.execute(text("UPDATE queued_requests SET lease_until = now() - interval '1 s'"))
         session.execute(text(f"UPDATE batches SET deadline_at = now() - interval '1 s' WHERE id = '{late}'"))
         session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '61 s' WHERE name = 'n2'"))
+        session.execute(text("UPDATE instances SET changed_at = now() - interval '30 s'"))  # set back since then
         session.execute(text("UPDATE files SET expires_at = now() - interval '1 s'"))
     with world.database.transaction() as other:
         fleet_index(other, lock=True)

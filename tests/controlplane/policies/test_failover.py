@@ -50,6 +50,15 @@ def test_an_older_timeline_counts_less_than_any_position() -> None:
     assert "timeline 4" in choose_failover([LOST, EAST, newer], "us-east").losses[0]
 
 
+def test_standbys_whose_timelines_are_not_told_cannot_be_compared() -> None:
+    untold = replace(WEST, timeline=0)
+    for region in ("us-east", "us-west"):
+        (loss,) = choose_failover([LOST, EAST, untold], region).losses
+        assert "c:5432 tells no timeline" in loss
+        assert "pg_monitor" in loss
+    assert not choose_failover([LOST, untold], "us-west").losses, "there is no other to compare with"
+
+
 def test_a_silent_standby_may_hold_what_nobody_else_has() -> None:
     silent = MemberFacts(address="c:5432")
     (loss,) = choose_failover([LOST, EAST, silent], "us-east").losses

@@ -128,6 +128,7 @@ def silence(world: World, node: str, age_s: int, *, grace_s: float = 3600) -> li
 
 def test_silent_nodes_lose_what_they_had(world: World) -> None:
     world.join("n2")
+    world.join("n2")
     running, draining, elsewhere = world.place("n1"), world.place("n1", desired=Desired.DRAINING), world.place("n2")
     beat(world, (running, "ready"), (draining, "draining"))
     with world.database.transaction() as session:
@@ -135,13 +136,31 @@ def test_silent_nodes_lose_what_they_had(world: World) -> None:
     assert silence(world, "n1", 30) == []
     assert instance(world, running) == ("running", "ready")
     for _ in range(2):
-        assert silence(world, "n1", 61) == ["n1"]
+        assert silence(world, "n1", 61) == []
         assert instance(world, running) == ("running", "pending"), "its node has the grace to come back"
-    assert instance(world, draining) == ("stopped", "stopped")
-    assert wire(world) == (1, [(running, False)]), "told once, not every time"
+        assert instance(world, draining) == ("draining", "pending")
+    assert wire(world)[0] == 0
     assert silence(world, "n1", 61, grace_s=0) == ["n1"]
     assert instance(world, running) == ("stopped", "stopped"), "scaling may start it elsewhere"
+    assert instance(world, draining) == ("stopped", "stopped")
+    assert wire(world) == (1, []), "told once, not for each"
     assert instance(world, elsewhere) == ("running", "pending")
+
+
+def test_after_an_outage_the_nodes_that_are_not_heard_first_keep_what_they_have(world: World) -> None:
+    """Nobody could write a heartbeat meanwhile; also what waits to be loaded, since long before, is kept."""
+    world.join("n2")
+    states = {"ready": Desired.RUNNING, "draining": Desired.DRAINING, "spot": Desired.SPOT}
+    held = {state: world.place("n1", desired=desired) for state, desired in states.items()}
+    waits = world.place("n1")
+    reported = [(held[state], state) for state in states]
+    beat(world, *reported)
+    before = {each: instance(world, each) for each in (*held.values(), waits)}
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE instances SET changed_at = now() - interval '1 day'"))
+    assert silence(world, "n1", 90, grace_s=0) == []
+    beat(world, *reported)
+    assert {each: instance(world, each) for each in before} == before
 
 
 def test_when_every_node_is_silent_it_is_our_fault(world: World) -> None:

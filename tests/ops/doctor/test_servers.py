@@ -97,6 +97,8 @@ def test_a_cluster_has_one_primary_and_all_others_follow_it() -> None:
     assert servers.check_members([standby]).level == FAILURE
     assert servers.check_members([primary, MemberFacts(address="b:5432")]).level == WARNING
     assert servers.check_members([primary, replace(standby, timeline=1)]).level == WARNING
+    untold = servers.check_members([primary, replace(standby, timeline=0)])
+    assert (untold.level, "GRANT pg_monitor" in untold.todo) == (WARNING, True)
     replaced = servers.check_members([replace(primary, timeline=1), replace(standby, takes_writes=True)])
     assert replaced.level == FAILURE
     assert replaced.todo.startswith("stop a:5432: b:5432 was promoted")

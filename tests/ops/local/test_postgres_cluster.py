@@ -2,16 +2,19 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from controlplane.database_address import libpq_url
-from ops.failover.members import ask_members, members_of
+from ops.failover.members import Member, ask_members, members_of, without_secrets
 from ops.failover.run import RefusedError, decide, fail_over
 from ops.local.postgres_cluster import PostgresCluster, regions_at
 from ops.local.supervisor import Supervisor
+from tests.controlplane.world import until
 
 REGIONS = ("us-east", "us-central", "us-west")
 
@@ -22,6 +25,7 @@ class Trio:
     def __init__(self, home: Path) -> None:
         self.cluster = PostgresCluster(home, REGIONS, fsync=False)
         self.first: list[str] = []
+        self.reported: list[str] = []
         self.cluster.prepare(self.first.append)
         self.running = {region: Supervisor(self.cluster.children(region)) for region in REGIONS}
         for supervisor in self.running.values():
@@ -44,7 +48,10 @@ class Trio:
         return [one.region for one in facts if one.takes_writes]
 
     def fail_over(self, region: str, *, accept_loss: bool = False) -> None:
-        fail_over(self.cluster.url("us-west"), region, accept_loss=accept_loss, report=lambda _line: None)
+        fail_over(self.cluster.url("us-west"), region, accept_loss=accept_loss, report=self.reported.append)
+
+    def server(self, region: str) -> Member:
+        return members_of(self.cluster.members[region].url("postgres"))[0]
 
     def kill(self, region: str) -> None:
         self.running.pop(region).kill()
@@ -102,3 +109,73 @@ def test_two_lost_servers_may_hold_what_the_third_lacks(tmp_path: Path) -> None:
         assert trio.primaries() == []
         trio.fail_over("us-west", accept_loss=True)
         assert trio.primaries() == ["us-west"]
+
+
+def test_a_standby_that_lacks_what_another_has_of_a_newer_timeline_is_refused(tmp_path: Path) -> None:
+    """The last checkpoint of the one that followed the first failover is of the older timeline for minutes."""
+    with trio_at(tmp_path) as trio:
+        trio.write(1)
+        trio.kill("us-east")
+        best = decide(trio.cluster.url("us-west"), "us-west")
+        second, third = ("us-central", "us-west") if best.losses else ("us-west", "us-central")
+        trio.fail_over(second)
+        trio.revive("us-east")  # rewound, so that its checkpoint is of the newer timeline
+        trio.server("us-east").detach()  # as when its link to the primary is cut
+        trio.write(2)  # waits for the third
+        trio.kill(second)
+        with pytest.raises(RefusedError, match=rf"region {third} has \d+ bytes .* that us-east lacks: promote {third}"):
+            trio.fail_over("us-east")
+        trio.fail_over(third)
+        assert trio.rows() == [1, 2]
+
+
+def test_a_failover_that_is_interrupted_or_fails_leaves_no_standby_detached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with trio_at(tmp_path) as trio:
+        trio.write(1)
+        before = {region: trio.server(region).source() for region in ("us-central", "us-west")}
+        trio.kill("us-east")
+
+        def interrupted(standby: Member) -> None:
+            detach(standby)
+            raise KeyboardInterrupt
+
+        detach = Member.detach
+        monkeypatch.setattr(Member, "detach", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trio.fail_over("us-west", accept_loss=True)
+        assert {region: trio.server(region).source() for region in before} == before
+
+        def killed(standby: Member) -> float:
+            trio.kill("us-west")
+            raise TimeoutError(f"{standby.address} is no primary")
+
+        monkeypatch.setattr(Member, "detach", detach)
+        monkeypatch.setattr(Member, "promote", killed)
+        with pytest.raises(TimeoutError, match="is no primary"):
+            trio.fail_over("us-west", accept_loss=True)
+        assert trio.server("us-central").source() == before["us-central"]
+        secret = conninfo_to_dict(before["us-west"])["password"]
+        (told,) = [line for line in trio.reported if "receives from nobody" in line]
+        assert told.startswith(trio.server("us-west").address)
+        assert f"port={trio.cluster.members['us-east'].port}" in told
+        assert str(secret) not in told
+
+
+def test_an_address_is_shown_without_its_secrets() -> None:
+    shown = without_secrets("host=a user=b password='it is' sslpassword=too application_name='us west'")
+    assert conninfo_to_dict(shown) == {"host": "a", "user": "b", "application_name": "us west"}
+    assert "secret" not in without_secrets("host=a password=secret unheard_of=c")
+
+
+def test_a_user_who_lacks_pg_monitor_is_told_no_timeline_of_a_standby(tmp_path: Path) -> None:
+    with trio_at(tmp_path) as trio:
+        with psycopg.connect(libpq_url(trio.cluster.url("us-west"))) as connection:
+            connection.execute("CREATE ROLE watcher LOGIN PASSWORD 'seen'")
+        everyone = members_of(trio.cluster.url("us-west"))
+        watcher = {"user": "watcher", "password": "seen"}
+        as_watcher = [replace(one, parameters={**one.parameters, **watcher}) for one in everyone]
+        until(lambda: all(one.region for one in ask_members(as_watcher)))
+        told = ask_members(as_watcher)
+        assert [one.timeline for one in told] == [1 if one.takes_writes else 0 for one in told]
