@@ -57,9 +57,8 @@ def begin_rollout(
         ConflictError: it has all requests already, another roll-out is not over, or it is not offered in a region where
             the models before are.
     """
-    fleet_index(session, lock=True)
-    require(session, Model, model, param="model")
     before = _locked_weights(session, alias)
+    require(session, Model, model, param="model")
     if (other := live_rollout_of(session, alias)) is not None:
         raise ConflictError(f"roll-out '{other}' of '{alias}' is not over", param="alias")
     replaced = sorted(before.keys() - {model})
@@ -256,7 +255,8 @@ def _shares(rollout: Rollout) -> tuple[int, int]:
 
 
 def _locked_weights(session: Session, alias: str) -> dict[str, int]:
-    """The weights of an alias, which is locked. A model that has no alias of its name gets one."""
+    """The weights of an alias, which is locked after the fleet. A model that has no alias of its name gets one."""
+    fleet_index(session, lock=True)
     row = session.get(Alias, alias, with_for_update=True)
     if row is None:
         require(session, Model, alias, param="alias")
