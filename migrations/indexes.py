@@ -11,13 +11,9 @@ def build_index(name: str, table: str, columns: list[str], **options: Any) -> No
     waits to write goes on before it.
     """
     with op.get_context().autocommit_block():
-        op.execute("BEGIN")
-        try:
+        driver: Any = op.get_bind().connection.driver_connection
+        with driver.transaction():
             op.create_index(name, table, columns, if_not_exists=True, **options)
-        except BaseException:
-            op.execute("ROLLBACK")
-            raise
-        op.execute("COMMIT")
 
 
 def replace_index(name: str, table: str, columns: list[str]) -> None:

@@ -153,3 +153,17 @@ def test_an_index_is_built_beside_those_who_read(
         migrated.result()
         assert "(tenant, id)" in looking.execute(find, {"name": f"ix_{table}_tenant"}).scalar_one()
         assert looking.execute(find, {"name": f"ix_{table}_tenant_next"}).scalar() is None
+
+
+def test_the_build_of_an_index_gives_way_to_those_who_write(engine: Engine, database_url: str, config: Config) -> None:
+    command.downgrade(config, "0051")
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with ThreadPoolExecutor(1) as threads:
+        with engine.begin() as request, autocommit.connect() as other:
+            request.execute(text("LOCK TABLE files IN ROW EXCLUSIVE MODE"))
+            migrated = threads.submit(migrations.upgrade, database_url)
+            until(lambda: is_waited_for(other, "files"))
+            until(lambda: not is_waited_for(other, "files"))
+        migrated.result()
+    with engine.connect() as connection:
+        assert connection.execute(VERSION).scalar_one() == migrations.revisions()[0]
