@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from controlplane.api.request_log import CLIENT_GONE, note_failure, note_gone, record_of
 from controlplane.errors import (
+    ConflictError,
     InvalidValueError,
     NotFoundError,
     SchemaError,
@@ -38,6 +39,7 @@ _SERVER_ERRORS = 500
 
 
 _COLLISIONS = {"40001", "40P01"}  # serialization failure, deadlock
+_TAKEN_MEANWHILE = {"23505", "23503"}  # unique violation, foreign key violation
 _NOT_PRIMARY = "25006"  # the server takes no writes: it is a standby, or becomes one
 _NO_SUCH_TABLE = {"42P01", "42703"}  # undefined table, undefined column
 
@@ -126,6 +128,9 @@ def translate_database(error: SQLAlchemyError) -> TidepoolError:
     state = getattr(error.orig, "sqlstate", None) if isinstance(error, DBAPIError) else None
     if state in _COLLISIONS:
         return UnavailableError("the change collided with another one and was undone; try again")
+    if state in _TAKEN_MEANWHILE:  # what was looked up before is another now; if it happens again, that look is wrong
+        log.exception("a change collided with another one", exc_info=error)
+        return ConflictError("the change collided with another one and was undone; try again", retry_helps=True)
     if state in _NO_SUCH_TABLE:
         log.error("the database's schema is not this version's", error=str(error).splitlines()[0])
         return SchemaError("the database's schema is not this version's: run `tidepool migrate`")

@@ -16,7 +16,9 @@ from dataplane.protocol.records import RecordedEvent, TextRecord
 
 BYTES_PER_TOKEN = 4
 OUTPUT_TOKENS_GUESS = 256
-"""Estimates, as long as no node has tokenized a prompt, and where a request does not limit its answer."""
+"""Estimates, as long as no node has tokenized a prompt, and where a request does not limit its answer. Limits of
+tenants count the latter, so that what they charge does not hang on others' answers; queues count `ExpectedLengths`.
+"""
 _TEMPLATE_TOKENS, _MESSAGE_TOKENS = 256, 16
 """What a chat template may add to a prompt, and to each of its messages and of their calls."""
 
@@ -101,7 +103,7 @@ class InFlightRequest:
 
     @property
     def tokens(self) -> int:
-        """An estimate of prompt and completion tokens together, as limits and queues count them."""
+        """An estimate of prompt and completion tokens together, as limits count them."""
         if self.message.pooling:
             return self.input_tokens
         return self.input_tokens + (self.message.sampling.max_tokens or OUTPUT_TOKENS_GUESS)

@@ -5,20 +5,11 @@ from collections.abc import Mapping
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from controlplane.declarations import name_fault
 from controlplane.errors import ConflictError, InvalidValueError
 from controlplane.store.alias_tables import Alias, AliasTarget, Rollout
+from controlplane.store.fleet import check_new_name, fleet_index
 from controlplane.store.rows import Page, page, require
 from controlplane.store.tables import Model
-
-
-def all_aliases(session: Session) -> dict[str, dict[str, int]]:
-    """The weights of models by alias."""
-    weights: dict[str, dict[str, int]] = {}
-    rows = select(AliasTarget.alias, AliasTarget.model, AliasTarget.weight)
-    for alias, model, weight in session.execute(rows.order_by(AliasTarget.alias, AliasTarget.model)):
-        weights.setdefault(alias, {})[model] = weight
-    return weights
 
 
 def weights_of(session: Session, alias: str) -> dict[str, int]:
@@ -37,6 +28,7 @@ def put_alias(session: Session, name: str, weights: Mapping[str, int]) -> Alias:
         ConflictError: a new alias would hide a model of its name that is none of its own, or a roll-out moves its
             weights.
     """
+    fleet_index(session, lock=True)  # a new alias and a new model of one name see each other
     alias = session.get(Alias, name, with_for_update=True)
     if alias is None:
         alias = _new_alias(session, name, weights)
@@ -71,6 +63,7 @@ def delete_alias(session: Session, name: str) -> Alias:
         NotFoundError: there is none of the name.
         ConflictError: a roll-out moves its weights.
     """
+    fleet_index(session, lock=True)
     alias = require(session, Alias, name, param="alias")
     session.refresh(alias, with_for_update=True)
     if (rollout := live_rollout_of(session, name)) is not None:
@@ -85,30 +78,13 @@ def list_aliases(session: Session, *, after: str | None, limit: int) -> Page[Ali
     return page(session, select(Alias), after=after, limit=limit)
 
 
-def require_free(session: Session, name: str) -> None:
-    """Accept a name for a new model.
-
-    Raises:
-        InvalidValueError: no new thing may have it.
-        ConflictError: it is an alias, which would hide the model.
-    """
-    _check_new(name)
-    if session.get(Alias, name) is not None:
-        raise ConflictError(f"'{name}' is an alias of models; nobody could ask for a model of that name", param="name")
-
-
 def live_rollout_of(session: Session, alias: str) -> str | None:
     """The roll-out that has not ended under an alias."""
     return session.scalar(select(Rollout.id).where(Rollout.alias == alias, Rollout.ended_at.is_(None)))
 
 
-def _check_new(name: str) -> None:
-    if (fault := name_fault(name)) is not None:
-        raise InvalidValueError(f"name: {fault}", param="name")
-
-
 def _new_alias(session: Session, name: str, weights: Mapping[str, int]) -> Alias:
-    _check_new(name)
+    check_new_name(name)
     if session.get(Model, name) is not None and name not in weights:
         raise ConflictError(
             f"'{name}' is a model, which nobody could ask for any more: name it among the targets, with weight 0 if it"

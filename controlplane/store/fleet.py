@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from sqlalchemy import ColumnElement, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
+from controlplane.declarations import name_fault
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.store.adapters import check_adapter, check_base, check_own_endpoint, check_with_base, tell_hosts
-from controlplane.store.aliases import all_aliases, require_free
+from controlplane.store.alias_tables import Alias, AliasTarget
 from controlplane.store.profile_corrections import drop_correction
 from controlplane.store.rows import Page, Row, matching, page, require
 from controlplane.store.tables import (
@@ -144,7 +145,7 @@ def put_model(session: Session, model: Model) -> Model:
     fleet_index(session, lock=True)
     present = session.get(Model, model.name)
     if present is None:
-        require_free(session, model.name)
+        _require_free(session, model.name)
     if model.base is not None:
         check_adapter(session, model, model.base)
     if model.with_base:
@@ -164,6 +165,22 @@ def put_model(session: Session, model: Model) -> Model:
     for base in {row.base for row in (present, model) if row is not None and row.with_base and row.base is not None}:
         tell_hosts(session, base)
     return _put(session, model)
+
+
+def check_new_name(name: str) -> None:
+    """Accept a name for a new model or alias.
+
+    Raises:
+        InvalidValueError: no new thing may have it.
+    """
+    if (fault := name_fault(name)) is not None:
+        raise InvalidValueError(f"name: {fault}", param="name")
+
+
+def _require_free(session: Session, name: str) -> None:
+    check_new_name(name)
+    if session.get(Alias, name) is not None:
+        raise ConflictError(f"'{name}' is an alias of models; nobody could ask for a model of that name", param="name")
 
 
 def put_profile(session: Session, profile: Profile) -> Profile:
@@ -232,6 +249,15 @@ def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:
     for slot in session.scalars(select(Slot).where(Slot.node.in_(nodes)).order_by(Slot.node, Slot.index)):
         slots[slot.node].append(slot)
     return slots
+
+
+def all_aliases(session: Session) -> dict[str, dict[str, int]]:
+    """The weights of models by alias."""
+    weights: dict[str, dict[str, int]] = {}
+    rows = select(AliasTarget.alias, AliasTarget.model, AliasTarget.weight)
+    for alias, model, weight in session.execute(rows.order_by(AliasTarget.alias, AliasTarget.model)):
+        weights.setdefault(alias, {})[model] = weight
+    return weights
 
 
 def load_catalog(session: Session, *, heard_s: float = 0.0) -> Catalog:

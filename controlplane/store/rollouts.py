@@ -1,7 +1,7 @@
 """Roll-outs: beginning one, what became of it, and what follows from a decision about it.
 
-Whoever changes a roll-out holds its row's lock. The counters of answers only rise, so what was counted since a moment
-is the difference to where they stood then (`Rollout.counted`).
+Whoever changes a roll-out holds the fleet's lock, then its row's. The counters of answers only rise, so what was
+counted since a moment is the difference to where they stood then (`Rollout.counted`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ from controlplane.store.alias_tables import Alias, Rollout
 from controlplane.store.aliases import live_rollout_of, set_weights, weights_of
 from controlplane.store.endpoint_summary import count_instances
 from controlplane.store.events import Event
-from controlplane.store.fleet import bump_index, note_change
+from controlplane.store.fleet import bump_index, fleet_index, fleet_version, note_change
 from controlplane.store.objectives import BUCKET_S, Kept, read_models_kept
 from controlplane.store.rows import Page, page, require
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model
@@ -57,8 +57,8 @@ def begin_rollout(
         ConflictError: it has all requests already, another roll-out is not over, or it is not offered in a region where
             the models before are.
     """
-    require(session, Model, model, param="model")
     before = _locked_weights(session, alias)
+    require(session, Model, model, param="model")
     if (other := live_rollout_of(session, alias)) is not None:
         raise ConflictError(f"roll-out '{other}' of '{alias}' is not over", param="alias")
     replaced = sorted(before.keys() - {model})
@@ -110,11 +110,12 @@ def list_rollouts(
 
 
 def lock_rollout(session: Session, rollout_id: str) -> Rollout:
-    """A roll-out, for a change.
+    """A roll-out, for a change. It may change the fleet, which is locked first.
 
     Raises:
         NotFoundError: there is none of that id.
     """
+    fleet_version(session, lock=True)
     rollout = require(session, Rollout, rollout_id, param="rollout_id")
     session.refresh(rollout, with_for_update=True)
     return rollout
@@ -254,7 +255,8 @@ def _shares(rollout: Rollout) -> tuple[int, int]:
 
 
 def _locked_weights(session: Session, alias: str) -> dict[str, int]:
-    """The weights of an alias, which is locked. A model that has no alias of its name gets one."""
+    """The weights of an alias, which is locked after the fleet. A model that has no alias of its name gets one."""
+    fleet_index(session, lock=True)
     row = session.get(Alias, alias, with_for_update=True)
     if row is None:
         require(session, Model, alias, param="alias")

@@ -42,7 +42,11 @@ def limits_of(row: Tenant | None, settings: Settings) -> TenantLimits:
 
 
 def find_tenant(session: Session, name: str) -> Tenant | None:
-    """A tenant's own limits, locked; None: it has none."""
+    """A tenant's own limits, locked; None: it has none, and nobody else gives it some until this transaction ends."""
+    row = session.get(Tenant, name, with_for_update=True)
+    if row is not None:
+        return row
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"tidepool:limits of tenant:{name}", 0))))
     return session.get(Tenant, name, with_for_update=True)
 
 

@@ -1,6 +1,6 @@
 """A page of a tenant's batches is found by an index."""
 
-from alembic import op
+from migrations.indexes import replace_index
 
 revision = "0051"
 down_revision = "0050"
@@ -9,10 +9,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.drop_index("ix_batches_tenant", "batches")
-    op.create_index("ix_batches_tenant", "batches", ["tenant", "id"])
+    replace_index("ix_batches_tenant", "batches", ["tenant", "id"])
 
 
 def downgrade() -> None:
-    op.drop_index("ix_batches_tenant", "batches")
-    op.create_index("ix_batches_tenant", "batches", ["tenant", "created_at", "id"])
+    replace_index("ix_batches_tenant", "batches", ["tenant", "created_at", "id"])

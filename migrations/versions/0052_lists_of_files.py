@@ -3,6 +3,8 @@
 import sqlalchemy as sa
 from alembic import op
 
+from migrations.indexes import build_index, replace_index
+
 revision = "0052"
 down_revision = "0051"
 branch_labels = None
@@ -10,12 +12,10 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.drop_index("ix_files_tenant", "files")
-    op.create_index("ix_files_tenant", "files", ["tenant", "id"])
-    op.create_index("ix_files_expiring", "files", ["expires_at"], postgresql_where=sa.text("deleted_at IS NULL"))
+    build_index("ix_files_expiring", "files", ["expires_at"], postgresql_where=sa.text("deleted_at IS NULL"))
+    replace_index("ix_files_tenant", "files", ["tenant", "id"])
 
 
 def downgrade() -> None:
+    replace_index("ix_files_tenant", "files", ["tenant", "created_at", "id"])
     op.drop_index("ix_files_expiring", "files")
-    op.drop_index("ix_files_tenant", "files")
-    op.create_index("ix_files_tenant", "files", ["tenant", "created_at", "id"])

@@ -137,12 +137,16 @@ class PoolServer:
         self._settle(index)
 
     def remaining_tokens(self, index: int) -> int:
-        """What the requests on a slot would at most have to do there still."""
-        return sum(
-            max(0, served.request.prompt_tokens + served.request.output_tokens - served.made)
-            for served, inflight in self._in_flight.values()
-            if inflight.worker == index
-        )
+        """As `left_tokens`, of the requests on a slot."""
+        mine = [served for served, inflight in self._in_flight.values() if inflight.worker == index]
+        engine, tokens = self._processes[index].engine, 0
+        made = {model: engine.batched_made(self._checkpoints[model]) for model in {one.request.model for one in mine}}
+        for served in mine:
+            request = served.request
+            done = made[request.model].get(request.number, served.made)
+            tokens += self._answers[request.model].rest(done, request.output_tokens - done)
+            tokens += 0 if done else request.prompt_tokens
+        return tokens
 
     def _settle(self, index: int) -> None:
         """Unload the models of a slot that is closed and empty."""

@@ -1,26 +1,27 @@
 """A roll-out's course: instances first, then shares, and back again where the candidate is worse."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from sqlalchemy import select, text, update
 
-from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
+from controlplane.errors import ConflictError, InUseError, InvalidValueError, NotFoundError
 from controlplane.planner.rollouts import move_rollouts
 from controlplane.planner.scale import scale
 from controlplane.planner.snapshot import read_to_plan
 from controlplane.policies.facts import Endpoint
 from controlplane.policies.lifecycle import InstanceState, RolloutState
 from controlplane.settings import Settings
-from controlplane.store import aliases, fleet, rollouts
-from controlplane.store.alias_tables import Rollout
+from controlplane.store import aliases, fleet, removal, rollouts
+from controlplane.store.alias_tables import Alias, Rollout
 from controlplane.store.events import Event
 from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
 from controlplane.store.tables import Desired, EndpointRow, Instance, Profile
 from tests.controlplane.store.test_adapters import model, put
 from tests.controlplane.store.test_aliases import add_model
-from tests.controlplane.world import World
+from tests.controlplane.world import World, until
 
 NEW = Endpoint(model="tide-2", region="us-east")
 
@@ -267,3 +268,24 @@ def test_a_plan_made_before_a_roll_out_is_stale(fleet_of_two: World) -> None:
     begin(fleet_of_two)
     with fleet_of_two.database.transaction() as session:
         assert fleet.fleet_index(session) == index + 1
+
+
+def test_a_roll_out_locks_nothing_before_the_fleet(fleet_of_two: World, settings: Settings) -> None:
+    """Like all who change the fleet; else it and a deletion of its candidate could wait for each other."""
+    world = fleet_of_two
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            fleet.fleet_version(session, lock=True)
+            beginning = threads.submit(begin, world)
+            until(world.is_waiting_for_a_lock)
+            with pytest.raises(InUseError):
+                removal.delete_model(session, "tide-2")
+        rollout = beginning.result()
+        with world.database.transaction() as session:
+            fleet.fleet_version(session, lock=True)
+            moving = threads.submit(move_rollouts, world.database, settings)
+            until(world.is_waiting_for_a_lock)
+            session.scalars(select(Rollout).with_for_update(nowait=True)).one()
+            session.scalars(select(Alias).with_for_update(nowait=True)).one()
+        moving.result()
+    assert read(world, rollout).state == RolloutState.IN_PROGRESS

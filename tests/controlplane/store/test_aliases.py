@@ -1,6 +1,7 @@
 """Aliases: their models, and what they keep from being hidden or deleted."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import text
@@ -9,9 +10,9 @@ from sqlalchemy.orm import Session
 
 from controlplane.errors import ConflictError, InUseError, InvalidValueError, NotFoundError
 from controlplane.store import fleet, removal
-from controlplane.store.aliases import all_aliases, delete_alias, list_aliases, put_alias
+from controlplane.store.aliases import delete_alias, list_aliases, put_alias
 from controlplane.store.tables import Model
-from tests.controlplane.world import World
+from tests.controlplane.world import World, until
 
 
 def add_model(session: Session, name: str, *, task: str = "generate") -> None:
@@ -36,7 +37,7 @@ def put(world: World, name: str, weights: Mapping[str, int]) -> None:
 
 def stored(world: World) -> dict[str, dict[str, int]]:
     with world.database.transaction() as session:
-        return all_aliases(session)
+        return fleet.all_aliases(session)
 
 
 @pytest.fixture
@@ -97,3 +98,43 @@ def test_a_model_of_an_alias_is_in_use(two_models: World) -> None:
     put(two_models, "chat", {"tide": 1})
     with two_models.database.transaction() as session:
         removal.delete_model(session, "tide-2")
+
+
+def test_a_new_alias_and_a_new_model_of_one_name_see_each_other(world: World) -> None:
+    def register(name: str) -> None:
+        with world.database.transaction() as session:
+            add_model(session, name)
+
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            add_model(session, "chat")
+            making = threads.submit(put, world, "chat", {"tide": 1})
+            until(world.is_waiting_for_a_lock)
+        with pytest.raises(ConflictError, match="'chat' is a model"):
+            making.result()
+        with world.database.transaction() as session:
+            put_alias(session, "talk", {"tide": 1})
+            registering = threads.submit(register, "talk")
+            until(world.is_waiting_for_a_lock)
+        with pytest.raises(ConflictError, match="'talk' is an alias"):
+            registering.result()
+
+
+def test_who_makes_or_deletes_one_alias_second_finds_what_the_first_did(world: World) -> None:
+    def drop() -> None:
+        with world.database.transaction() as session:
+            delete_alias(session, "chat")
+
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            put_alias(session, "chat", {"tide": 1})
+            making = threads.submit(put, world, "chat", {"tide": 2})
+            until(world.is_waiting_for_a_lock)
+        making.result()
+        assert stored(world) == {"chat": {"tide": 2}}
+        with world.database.transaction() as session:
+            delete_alias(session, "chat")
+            dropping = threads.submit(drop)
+            until(world.is_waiting_for_a_lock)
+        with pytest.raises(NotFoundError):
+            dropping.result()

@@ -135,3 +135,35 @@ def test_a_server_that_ends_idle_transactions_leaves_the_lock_of_a_migration_alo
         request.commit()
         migrated.result()
         assert other.execute(HAS_OWNERS).scalar_one() == 1
+
+
+@pytest.mark.parametrize(("before", "table"), [("0050", "batches"), ("0051", "files")])
+def test_an_index_is_built_beside_those_who_read(
+    engine: Engine, database_url: str, config: Config, before: str, table: str
+) -> None:
+    """It is there before the old one is dropped, which waits for them."""
+    command.downgrade(config, before)
+    find = text("SELECT indexdef FROM pg_indexes WHERE indexname = :name")
+    with ThreadPoolExecutor(1) as threads, engine.connect() as other:
+        looking = other.execution_options(isolation_level="AUTOCOMMIT")
+        with engine.begin() as request:
+            request.execute(text(f"SELECT count(*) FROM {table}"))
+            migrated = threads.submit(migrations.upgrade, database_url)
+            until(lambda: looking.execute(find, {"name": f"ix_{table}_tenant_next"}).scalar() is not None)
+        migrated.result()
+        assert "(tenant, id)" in looking.execute(find, {"name": f"ix_{table}_tenant"}).scalar_one()
+        assert looking.execute(find, {"name": f"ix_{table}_tenant_next"}).scalar() is None
+
+
+def test_the_build_of_an_index_gives_way_to_those_who_write(engine: Engine, database_url: str, config: Config) -> None:
+    command.downgrade(config, "0051")
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with ThreadPoolExecutor(1) as threads:
+        with engine.begin() as request, autocommit.connect() as other:
+            request.execute(text("LOCK TABLE files IN ROW EXCLUSIVE MODE"))
+            migrated = threads.submit(migrations.upgrade, database_url)
+            until(lambda: is_waited_for(other, "files"))
+            until(lambda: not is_waited_for(other, "files"))
+        migrated.result()
+    with engine.connect() as connection:
+        assert connection.execute(VERSION).scalar_one() == migrations.revisions()[0]

@@ -169,3 +169,20 @@ def test_a_tenant_without_a_row_has_the_defaults(world: World) -> None:
         assert limits_of(None, settings).concurrent_max == 7
         row = put_tenant(session, Tenant(name="acme"))
         assert limits_of(row, settings).concurrent_max is None, "a row says all"
+
+
+def test_who_limits_a_tenant_second_finds_the_first_ones_limits(world: World) -> None:
+    def change() -> int | None:
+        with world.database.transaction() as session:
+            found = find_tenant(session, "acme")
+            before = found and found.concurrent_max
+            put_tenant(session, Tenant(name="acme", concurrent_max=2))
+            return before
+
+    with ThreadPoolExecutor(1) as thread:
+        with world.database.transaction() as session:
+            assert find_tenant(session, "acme") is None
+            changing = thread.submit(change)
+            until(world.is_waiting_for_a_lock)
+            put_tenant(session, Tenant(name="acme", concurrent_max=1))
+        assert changing.result() == 1

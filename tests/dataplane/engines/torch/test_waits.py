@@ -1,6 +1,7 @@
 """How often a decode step of the torch engine makes the host wait for the device, counted on a fake one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import torch
 
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.memory.models import TorchModel
+from dataplane.engines.torch.model.adapters import Factors
 from dataplane.engines.torch.settings import TorchEngineSettings
+from dataplane.scheduling.schedule import TurnSettings
 from tests.dataplane.engines.fake_device import FakeTensor, Waits, counted
 from tests.dataplane.engines.torch.drive import request
+from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, spec_of
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -29,18 +33,36 @@ Checkpoint = Callable[[str], Path]
 
 def decode(folder: Path, sequences: int, monkeypatch: pytest.MonkeyPatch, **fields: Any) -> tuple[Waits, int]:
     """What a decode step of so many sequences waits for, some of which begin a block; how many tokens it made."""
-    settings = TorchEngineSettings(
-        weights_bytes=2**21, kv_bytes=2**21, block_tokens=BLOCK_TOKENS, batch_max=sequences, prefix_cache=False
-    )
-    engine = TorchEngine(settings, lambda: 0.0)
+    engine = engine_of(sequences)
     engine.load("a", spec_of("any", folder))
     for number in range(sequences):
         prompt = range(1, 9 + number % BLOCK_TOKENS)
         engine.add(
             request(str(number), prompt, max_tokens=60, **{"ignore_eos": True, **KINDS[number % len(KINDS)], **fields})
         )
+    prefill(engine)
+    return step(engine, monkeypatch)
+
+
+def engine_of(sequences: int, *, mixed: bool = False) -> TorchEngine:
+    settings = TorchEngineSettings(
+        weights_bytes=2**21,
+        kv_bytes=2**21,
+        block_tokens=BLOCK_TOKENS,
+        batch_max=sequences,
+        prefix_cache=False,
+        turns=TurnSettings(mixed_batches=mixed),
+    )
+    return TorchEngine(settings, lambda: 0.0)
+
+
+def prefill(engine: TorchEngine) -> None:
     while any(not sequence.prefilled for sequence in engine.requests):
         engine.step()
+
+
+def step(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[Waits, int]:
+    """What the engine's last step waits for; how many tokens it made."""
     with counted() as waits:
         (model,) = engine.models.values()
         move(engine, model, monkeypatch)
@@ -58,6 +80,10 @@ def move(engine: TorchEngine, model: TorchModel, monkeypatch: pytest.MonkeyPatch
                 module._parameters[name] = torch.nn.Parameter(FakeTensor(parameter.data), requires_grad=False)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else FakeTensor(buffer)
+    held = model.weights.skeleton.adapters._adapters
+    for name, adapter in held.items():
+        layers = {at: Factors(down=FakeTensor(one.down), up=FakeTensor(one.up)) for at, one in adapter.layers.items()}
+        held[name] = replace(adapter, layers=layers)
     view = engine.kv.view
     monkeypatch.setattr(engine.kv, "view", lambda *given: FakeTensor(view(*given)))
 
@@ -81,3 +107,28 @@ def test_a_step_waits_for_log_probabilities_once_for_all(
     waits, tokens = decode(checkpoint("llama"), sequences, monkeypatch, logprobs=3)
     assert tokens == sequences
     assert waits == ["tolist"] * 3
+
+
+def test_a_step_with_adapters_waits_for_its_tokens_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base, made, engine = checkpoint("llama"), adapter_maker(tmp_path, checkpoint), engine_of(5)
+    engine.load("base", spec_of("model", base))
+    for name in ("one", "two"):
+        engine.load(name, adapter_spec(name, made("llama", name)[0], base))
+    for number, name in enumerate(("base", "one", "two", "one", "base")):
+        engine.add(request(str(number), range(1, 9 + number), instance_id=name, max_tokens=60, ignore_eos=True))
+    prefill(engine)
+    assert step(engine, monkeypatch) == (["tolist"], 5)
+
+
+def test_a_step_of_prompts_and_sequences_waits_for_its_tokens_alone(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(4, mixed=True)
+    engine.load("a", spec_of("any", checkpoint("llama")))
+    for number in range(3):
+        engine.add(request(str(number), range(1, 9 + number), max_tokens=60, ignore_eos=True))
+    prefill(engine)
+    engine.add(request("late", range(1, 40), max_tokens=60, ignore_eos=True))
+    assert step(engine, monkeypatch) == (["tolist"], 4)

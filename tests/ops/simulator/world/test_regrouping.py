@@ -1,6 +1,7 @@
 """Nodes whose slots are regrouped: nothing is lost, no two slots have a GPU at once, and slots go where demand is."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,6 +85,28 @@ def test_without_regrouping_slots_stay_and_both_sizes_are_served() -> None:
     for _ in world.run():
         pass
     assert sum(tally.ended for tally in world.tallies.values()) == len(requests)
+
+
+@pytest.mark.parametrize("clairvoyant", [False, True])
+def test_the_work_of_a_slot_is_what_its_answers_are_expected_to_take(clairvoyant: bool) -> None:
+    """Not how long they will be, unless the policies know that."""
+    scenario = grouped([(4,), (1, 1, 1, 1)], QUICK)
+    scenario = scenario.model_copy(update={"policy": scenario.policy.model_copy(update={"clairvoyant": clairvoyant})})
+    works: list[int] = []
+
+    def look(pools: Sequence[PoolServer]) -> None:
+        works.extend(pool.remaining_tokens(slot.index) for pool in pools for slot in pool._processes)
+
+    for output_tokens in (400, 1000):
+        requests = [replace(one, output_tokens=output_tokens) for one in day_and_night(1.0, 10.0, 0.0)]
+        world, _, _ = build_world(scenario, 1, given=iter(requests))
+        pools = [server for server in world.present.servers if isinstance(server, PoolServer)]
+        world.events.at(1.5, TICK, partial(look, pools))
+        for _ in world.run():
+            pass
+    half = len(works) // 2
+    assert sum(works[:half]) > 0
+    assert (works[:half] == works[half:]) is not clairvoyant
 
 
 def test_the_same_seed_gives_the_same_events() -> None:
