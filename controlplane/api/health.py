@@ -118,7 +118,7 @@ async def health(state: StateDep) -> Response:
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
 async def readyz(health: HealthDep) -> JSONResponse:
     """Whether this process can serve interactive requests: what it lacks for that, which servers are away, which loops
-    are late and which nodes with instances are lost. Only what is missing makes it 503.
+    are late and which nodes are lost. Only what is missing makes it 503.
     """
     unavailable = health.verdict.status == HealthStatus.UNAVAILABLE
     return JSONResponse(asdict(health.verdict), status_code=503 if unavailable else 200)

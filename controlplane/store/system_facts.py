@@ -82,7 +82,7 @@ def read_system_facts(session: Session, *, alive_s: float, quantile: float) -> S
 
 
 def _nodes(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:
-    """Lost: without heartbeats while it holds instances; silent: without either."""
+    """Lost: silent and missed, as in `lost_nodes`; silent: drained, shut down in order, or never heard of."""
     lost = frozenset(lost_nodes(session, alive_s=alive_s))
     counts: Counter[tuple[str, str]] = Counter()
     for node, alive in session.execute(select(Node, heard_of(alive_s))):
