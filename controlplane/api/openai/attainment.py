@@ -101,6 +101,8 @@ class AnswerMeasure:
         self.kept = Kept(
             answers=1, kept=int(not missed), tokens=tokens, tokens_in_time=in_time, failed=int("failed" in missed)
         )
-        self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()
+        for met in ("true", "false"):  # both series, also of a model that misses all: else its share is of nothing
+            is_it = (met == "false") == bool(missed)
+            self._metrics.series(self._metrics.slo_requests, *self._labels, met).inc(is_it)
         for objective in missed:
             self._metrics.series(self._metrics.slo_violations, *self._labels, objective).inc()
