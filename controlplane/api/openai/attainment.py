@@ -3,7 +3,7 @@
 import time
 
 from controlplane.api.metrics import Metrics, outcome_label
-from controlplane.errors import TidepoolError
+from controlplane.errors import CapacityError, TidepoolError
 from controlplane.policies.objectives import tokens_in_time
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.store.objectives import Kept
@@ -91,10 +91,12 @@ class AnswerMeasure:
         self._count([name for name, met in kept.items() if not met], tokens, self._in_time)
 
     def failed(self, error: TidepoolError) -> None:
-        """Record a failure, or a refusal for lack of capacity; errors of the client miss no objective."""
+        """Record a failure, or a refusal for lack of capacity, or both where no instance could take the request; errors
+        of the client miss no objective.
+        """
         if self._objective is not None and error.status >= _SERVER_ERRORS:
             self._count(["failed"])
-        elif error.status == _TOO_MANY:
+        if error.status == _TOO_MANY or isinstance(error, CapacityError):
             self._metrics.series(self._metrics.refusals, *self._labels, outcome_label(error.code)).inc()
 
     def _count(self, missed: list[str], tokens: int = 0, in_time: int = 0) -> None:
