@@ -38,7 +38,8 @@ class PlanStatus(Answer):
     status: str = Field(description="the solver's", examples=["optimal"])
     window_start_s: int
     applied_at: datetime | None = Field(description="null: it is being applied")
-    objective_per_hour: float | None
+    cost_per_hour: float = Field(description="of the GPUs of its instances and pools, by the present prices")
+    objective_per_hour: float | None = Field(description="what the solver made small: starts and what is not kept too")
     reason: str
 
 
