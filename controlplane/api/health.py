@@ -134,9 +134,13 @@ async def metrics(state: StateDep, health: HealthDep) -> Response:
     )
     if system is None:
         system = render_system(SystemMetrics(health.verdict, health.stored.loops, None))
+    return Response(await group_metrics(state) + system, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def group_metrics(state: State) -> bytes:
+    """The metrics of all processes that share the port, without those of the system."""
     own = own_metrics(state)
-    told = own if state.member is None else await state.member.all_metrics(own)
-    return Response(told + system, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return own if state.member is None else await state.member.all_metrics(own)
 
 
 def own_metrics(state: State) -> bytes:
