@@ -118,7 +118,7 @@ async def health(state: StateDep) -> Response:
 @router.get("/readyz", responses={503: {"description": "it cannot serve; the body says what is missing"}})
 async def readyz(health: HealthDep) -> JSONResponse:
     """Whether this process can serve interactive requests: what it lacks for that, which servers are away, which loops
-    are late and which nodes with instances are lost. Only what is missing makes it 503.
+    are late and which nodes are lost. Only what is missing makes it 503.
     """
     unavailable = health.verdict.status == HealthStatus.UNAVAILABLE
     return JSONResponse(asdict(health.verdict), status_code=503 if unavailable else 200)
@@ -134,9 +134,13 @@ async def metrics(state: StateDep, health: HealthDep) -> Response:
     )
     if system is None:
         system = render_system(SystemMetrics(health.verdict, health.stored.loops, None))
+    return Response(await group_metrics(state) + system, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def group_metrics(state: State) -> bytes:
+    """The metrics of all processes that share the port, without those of the system."""
     own = own_metrics(state)
-    told = own if state.member is None else await state.member.all_metrics(own)
-    return Response(told + system, media_type="text/plain; version=0.0.4; charset=utf-8")
+    return own if state.member is None else await state.member.all_metrics(own)
 
 
 def own_metrics(state: State) -> bytes:

@@ -57,7 +57,7 @@ def render_system(metrics: SystemMetrics) -> bytes:
 
 def _fleet(facts: SystemFacts) -> Iterator[Metric]:
     of_gpu, of_instance = ("region", "gpu_type", "state"), ("model", "region", "state")
-    nodes = "Nodes: alive, draining, silent, or lost (silent with instances)."
+    nodes = "Nodes: alive, draining, silent (drained, shut down or never heard of), or lost."
     yield _gauges("nodes", nodes, facts.nodes.items(), "region", "state")
     gpus = "GPUs: dedicated, pooled, spot, free, or lost with their node."
     yield _gauges("gpus", gpus, facts.gpus.items(), *of_gpu)
@@ -87,8 +87,11 @@ def _planning(facts: PlanningFacts) -> Iterator[Metric]:
     yield _gauge("plans_waiting", "Plans that wait for an operator's approval.", facts.waiting)
     hour = None if plan is None else plan.window_start_s
     yield _gauge("plan_window_start_timestamp_seconds", "Unix time of the hour that the plan in force is for.", hour)
-    cost = None if plan is None else plan.objective_per_hour
-    yield _gauge("plan_cost_per_hour", "The objective of the plan in force.", cost)
+    cost = "The price of the GPUs that the plan in force gives to instances and pools."
+    yield _gauge("plan_cost_per_hour", cost, facts.cost_per_hour)
+    objective = None if plan is None else plan.objective_per_hour
+    text = "What the solver made small: that price, starts, and the prices of what is not kept."
+    yield _gauge("plan_objective_per_hour", text, objective)
     gap = None if plan is None else plan.gap
     yield _gauge("plan_gap_ratio", "How far the plan in force may be from the optimum, as a share of 1.", gap)
     solve_s = None if plan is None else plan.solve_time_s

@@ -5,6 +5,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.serving.tracing import tracer
+from controlplane.store.request_log import RequestRecord
 
 _SERVER_ERRORS = 500
 
@@ -39,3 +40,6 @@ class Traces:
 
         with trace.use_span(span, end_on_exit=True):
             await self._app(scope, receive, noted)
+            record: RequestRecord | None = scope["state"].get("record")
+            if record is not None and record.status >= _SERVER_ERRORS:  # a stream may break after its status was sent
+                span.set_status(Status(StatusCode.ERROR, record.outcome))

@@ -41,6 +41,8 @@ _BROKER_TIMEOUT_S = 10
 MAIN_QUEUE, FORECAST_QUEUE, WHAT_IF_QUEUE = "tidepool", "forecasts", "what-if"
 _WHAT_IF_SLACK_S = 120
 """What a what-if task may take besides its simulation."""
+_UNPLACED_LOGGED = 3
+"""Endpoints with unplaced instances that are named in the log of each run; `tidepool status` names all."""
 _FORECAST_TASKS = 256
 """Forecast tasks of an hour while each has few series: enough to keep so many workers busy."""
 
@@ -239,8 +241,8 @@ def run_scale() -> None:
         scaled = scale(parts().database, parts().live, parts().settings, now_s=_now_s())
     if changes := scaled.changes():
         log.info("scaled", **changes)
-    for unplaced in scaled.unplaced:
-        log.warning("not placed", what=unplaced)
+    if unplaced := scaled.unplaced:
+        log.warning("not placed", endpoints=len(unplaced), first=unplaced[:_UNPLACED_LOGGED])
 
 
 @celery.task(name="predict")

@@ -70,7 +70,7 @@ def choose_late_loops(loops: tuple[LoopFacts, ...], now_s: float, periods_s: Map
 @dataclass(frozen=True, kw_only=True)
 class HealthFacts:
     """What one gateway knows. `missing`: what it needs to serve and lacks; `away`: servers that do not answer; `late`:
-    loops; `lost`: nodes that hold instances and send no heartbeats; `behind`: copies of the database that are too old
+    loops; `lost`: nodes that shall serve and send no heartbeats; `behind`: copies of the database that are too old
     to be read while the primary answers; `replica_age_s`: how old the region's copy may be, None where there is none,
     or it does not answer, or nothing is known. `term`: the primary's; `reported_term`: the newest that nodes have seen,
     which obey nobody of an older one; both None while nobody knows.

@@ -304,34 +304,40 @@ def alive_nodes(session: Session, nodes: Iterable[str], *, alive_s: float) -> fr
 
 
 def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
-    """Nodes without a heartbeat in the last `alive_s` seconds that hold instances which are wanted or still draining,
-    by name.
+    """Nodes without a heartbeat in the last `alive_s` seconds that are missed, by name: until they are heard of again,
+    drained or deleted, also after their instances were placed elsewhere.
+    """
+    return tuple(session.scalars(select(Node.name).where(_missed(), ~heard_of(alive_s)).order_by(Node.name)))
+
+
+def _missed() -> ColumnElement[bool]:
+    """Whether a node is missed while it is silent: it holds instances that are wanted or still draining, or it was
+    heard of and neither was drained nor told that it shuts down.
     """
     holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
-    return tuple(session.scalars(select(Node.name).where(holds, ~heard_of(alive_s)).order_by(Node.name)))
+    return holds | (Node.last_seen_at.is_not(None) & ~Node.draining & ~Node.leaving)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePulse:
-    """A node and its last heartbeat. `silent_s`: seconds since then, None: it has sent none; `holds`: whether it has
-    instances that are wanted or still draining.
+    """A node and its last heartbeat. `silent_s`: seconds since then, None: it has sent none; `missed`: whether it is
+    lost while it sends none, as in `lost_nodes`.
     """
 
     name: str
     url: str
     version: str | None
     silent_s: float | None
-    holds: bool
+    missed: bool
 
 
 def node_pulses(session: Session) -> list[NodePulse]:
     """All nodes by name."""
     silent_s = func.extract("epoch", func.clock_timestamp() - Node.last_seen_at)
-    holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
-    rows = session.execute(select(Node.name, Node.url, Node.version, silent_s, holds).order_by(Node.name))
+    rows = session.execute(select(Node.name, Node.url, Node.version, silent_s, _missed()).order_by(Node.name))
     return [
-        NodePulse(name=name, url=url, version=version, silent_s=None if age is None else float(age), holds=held)
-        for name, url, version, age, held in rows
+        NodePulse(name=name, url=url, version=version, silent_s=None if age is None else float(age), missed=missed)
+        for name, url, version, age, missed in rows
     ]
 
 

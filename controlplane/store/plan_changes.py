@@ -33,6 +33,17 @@ def total_of(session: Session, plan_id: str, *, against: str | None, which: Chan
     return dict(session.execute(select(*_sums(cells)).where(*_conditions(cells, which))).mappings().one())
 
 
+def cost_of(session: Session, plan: Plan) -> float:
+    """The price per hour of the GPUs that a plan gives to instances and pools, by the present profiles and prices;
+    instances whose profile is gone are not in it.
+    """
+    cells = _cells(plan.id, None)
+    cost: float | None = session.scalar(select(func.sum(cells.c.after * cells.c.price)))
+    prices: dict[str, float] = dict(session.execute(select(GpuType.name, GpuType.cost_per_hour)).all())
+    pooled: float = sum(pool["after"] * prices.get(pool["gpu_type"], 0.0) for pool in plan.pools)
+    return (cost or 0.0) + pooled
+
+
 def list_groups(
     session: Session, plan_id: str, *, against: str | None, which: ChangeFilter, by: GroupBy, offset: int, limit: int
 ) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from controlplane.policies.lifecycle import InstanceState, PlanState, shown_stat
 from controlplane.store.batch_ends import read_risk
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.fleet import heard_of
+from controlplane.store.plan_changes import cost_of
 from controlplane.store.plans import Plan, newest_scheduled
 from controlplane.store.tables import Desired, Instance, Model, Node, Region, Slot
 
@@ -35,9 +36,18 @@ def read_summary(session: Session, *, alive_s: float) -> dict[str, Any]:
         "batches_at_risk": read_risk(session)[0],
         "requests_waiting": _requests(session, QueuedRequest.lease_until.is_(None)),
         "requests_running": _requests(session, QueuedRequest.lease_until.is_not(None)),
-        "plan": session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED)))),
+        "plan": _plan(session),
         "planning": newest_scheduled(session),
     }
+
+
+def _plan(session: Session) -> dict[str, Any] | None:
+    """The plan in force with the price of its GPUs."""
+    plan = session.scalar(select(Plan).where(Plan.state.in_((PlanState.APPLYING, PlanState.APPLIED))))
+    if plan is None:
+        return None
+    names = ("id", "state", "status", "window_start_s", "applied_at", "objective_per_hour", "reason")
+    return {name: getattr(plan, name) for name in names} | {"cost_per_hour": cost_of(session, plan)}
 
 
 def _instances(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:

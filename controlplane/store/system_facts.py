@@ -14,6 +14,7 @@ from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.demand import read_scores
 from controlplane.store.endpoint_summary import count_instances, read_unplaced
 from controlplane.store.fleet import heard_of, lost_nodes
+from controlplane.store.plan_changes import cost_of
 from controlplane.store.plans import SCHEDULE, Plan, plan_in_force
 from controlplane.store.session import server_time_s
 from controlplane.store.tables import Desired, Instance, Node, Slot
@@ -38,11 +39,12 @@ class QueueFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningFacts:
-    """The plan in force, if there is one, how many plans wait for an operator, and how the forecasts of the last day
-    did against the `quantile` that they were asked for.
+    """The plan in force and the price of its GPUs, if there is one, how many plans wait for an operator, and how the
+    forecasts of the last day did against the `quantile` that they were asked for.
     """
 
     plan: Plan | None
+    cost_per_hour: float | None
     waiting: int
     record: ForecastRecord
     quantile: float
@@ -82,7 +84,7 @@ def read_system_facts(session: Session, *, alive_s: float, quantile: float) -> S
 
 
 def _nodes(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:
-    """Lost: without heartbeats while it holds instances; silent: without either."""
+    """Lost: silent and missed, as in `lost_nodes`; silent: drained, shut down in order, or never heard of."""
     lost = frozenset(lost_nodes(session, alive_s=alive_s))
     counts: Counter[tuple[str, str]] = Counter()
     for node, alive in session.execute(select(Node, heard_of(alive_s))):
@@ -150,8 +152,10 @@ def _queue(session: Session) -> QueueFacts:
 
 def _planning(session: Session, quantile: float) -> PlanningFacts:
     waiting = select(func.count()).where(Plan.origin == SCHEDULE, Plan.state == PlanState.DRAFT)
+    plan = plan_in_force(session)
     return PlanningFacts(
-        plan=plan_in_force(session),
+        plan=plan,
+        cost_per_hour=None if plan is None else cost_of(session, plan),
         waiting=session.scalar(waiting) or 0,
         record=read_scores(session, since_s=server_time_s(session) - _DAY_S),
         quantile=quantile,

@@ -44,7 +44,7 @@ class HostedInstance:
     `folder`: its checkpoint on this node, of an adapter its base's. `rules`: of a model that does not generate.
     `load_serial`: of the Load that the present process has not answered yet. `losses`: processes in a row that died
     while they loaded it. `reloading`: it was ready or draining until its process was lost.
-    `retry`: when a failed load is tried again. `orphaned`: it failed because processes died. `wanted_s`: since when it
+    `retry`: when a failed load is repeated. `orphaned`: it failed as processes died. `wanted_s`: since when its load
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
     it is no longer desired. `fetch`: the progress of its checkpoint's download.
     """
@@ -172,6 +172,7 @@ class HostedInstances:
             hosted.load_serial = None
             if hosted.state in ("ready", "draining"):
                 hosted.state, hosted.reloading = "loading", True
+                hosted.wanted_s = time.monotonic()
         if suspect is not None:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
@@ -270,6 +271,7 @@ class HostedInstances:
     def _load(self, hosted: HostedInstance) -> None:
         if hosted.retry is not None:
             hosted.retry.cancel()
+        hosted.wanted_s = time.monotonic()
         hosted.state, hosted.error, hosted.retry, hosted.orphaned = "loading", None, None, False
         task = asyncio.get_running_loop().create_task(self._load_tokenizer(hosted))
         self._loads.add(task)

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Literal
 
 from opentelemetry import trace
+from opentelemetry.trace import Status, StatusCode
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -118,6 +119,8 @@ class RequestMeasure:
         self._ended = True
         self._measures.success.labels(self._model, reason).inc()
         self._span.set_attributes({"gen_ai.usage.output_tokens": self._tokens, "tidepool.end": reason})
+        if reason == "error":
+            self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
         if reason not in ("abort", "error"):
             self._measures.whole.labels(self._model).observe(self._clock() - self._arrived_s)

@@ -116,7 +116,7 @@ class AgentCollector(Collector):
             ("vllm:num_preemptions", "Requests preempted", preemptions),
             ("tidepool_switches", "Model switches", self._agent.switches_total),
             ("tidepool_load_seconds", "Requests paused by another model's load", load_s),
-            ("tidepool_worker_restarts", "Worker processes restarted", restarts),
+            ("tidepool_worker_restarts", "Worker processes that died and were restarted", restarts),
             ("tidepool_handovers", "Requests whose KV moved from a prefill worker to a decode worker", handovers),
         )
         for name, about, value in counts:

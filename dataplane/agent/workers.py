@@ -172,7 +172,7 @@ class WorkerSupervisor:
                 backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STEADY_S else backoff_s
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, self._settings.worker_backoff_max_s)
-                self.restarts_total += 1
+                self.restarts_total += not self.replaced  # another engine is no restart
         finally:
             self.hosted.close()
 

@@ -55,7 +55,7 @@ def list_plans(
         "state": "state",
         "by": "created_by",
         "hour": lambda row: time_text(row["window_start_s"]),
-        "cost per hour": "objective_per_hour",
+        "objective per hour": "objective_per_hour",
         "solver": "status",
     }
     print_list("Plans", columns, answer, as_json=as_json)

@@ -14,7 +14,7 @@ from ops.client.api import Api, CommandError
 from ops.client.health import health_causes, loops_text
 from ops.client.screen import unplaced_text
 
-STATES = ("ready", "loading", "draining", "spot", "failed", "lost")
+STATES = ("ready", "pending", "loading", "draining", "spot", "failed", "lost")
 BUSY, FULL = 0.5, 0.7
 """Utilization from which an endpoint is shown yellow, and red: where routing prefers other regions."""
 ROWS_MAX = 30

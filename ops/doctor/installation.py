@@ -205,7 +205,7 @@ def _examine_nodes(database: Database, settings: Settings) -> list[Finding]:
 
 def _ask_node(client: httpx.Client, row: NodePulse) -> servers.NodeFacts:
     """The node with how its port answered; one that has sent no heartbeat is not asked."""
-    facts = servers.NodeFacts(name=row.name, version=row.version, silent_s=row.silent_s, holds=row.holds)
+    facts = servers.NodeFacts(name=row.name, version=row.version, silent_s=row.silent_s, missed=row.missed)
     if facts.silent_s is None:
         return facts
     try:

@@ -31,14 +31,14 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFacts:
-    """A node: its version, how long ago its last heartbeat came (None: never), whether it holds instances, and how its
-    port answered from here. `clock` None: it does not tell the time.
+    """A node: its version, how long ago its last heartbeat came (None: never), whether it is lost while it is silent,
+    and how its port answered from here. `clock` None: it does not tell the time.
     """
 
     name: str
     version: str | None
     silent_s: float | None
-    holds: bool
+    missed: bool
     error: str | None = None
     clock: Clock | None = None
 
@@ -278,11 +278,11 @@ def check_heartbeats(nodes: Sequence[NodeFacts], stale_s: float) -> Finding:
         return warning("heartbeats", "no node has joined", "start an agent: `tidepool agent` (deploy.md)")
     silent = [node for node in nodes if node.silent_s is None or node.silent_s > stale_s]
     found = f"{len(silent)} of {len(nodes)} nodes are silent for more than {stale_s:g} s: {_names(silent)}"
-    todo = "see the agent's log there; `tidepool node delete NODE` where it is gone for good"
-    if any(node.holds for node in silent):
+    todo = "see the agent's log there; `tidepool node delete NODE` where it is gone for good, drain it where it is off"
+    if any(node.missed for node in silent):
         return failure("heartbeats", found, todo)
     if silent:
-        return warning("heartbeats", f"{found}; they hold no instances", todo)
+        return warning("heartbeats", f"{found}; they were drained, shut down, or never heard of", todo)
     return good("heartbeats", f"{len(nodes)} nodes")
 
 

@@ -1,14 +1,15 @@
 """State that changes by the second, for `tidepool top` and dashboards: endpoints, objectives, the batch queue."""
 
 from collections import Counter
+from typing import Annotated
 
-from fastapi import APIRouter
-from prometheus_client import Counter as Metric
+from fastapi import APIRouter, Depends
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field
 
 from controlplane.api.admin.fields import Answer
 from controlplane.api.auth import Viewer
-from controlplane.api.metrics import Metrics
+from controlplane.api.health import group_metrics
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.policies.facts import Backlog
 from controlplane.store.endpoint_summary import backlogs, read_endpoints
@@ -43,7 +44,7 @@ class QueueStatus(BaseModel):
 
 
 class ObjectiveStatus(BaseModel):
-    """How a tier's objectives were kept by the answers of this gateway since its start."""
+    """How a tier's objectives were kept by the answers of this gateway's processes since their start."""
 
     tier: str = Field(examples=["IW-F"])
     answers: int
@@ -61,8 +62,16 @@ class LiveStatus(BaseModel):
     objectives: list[ObjectiveStatus]
 
 
+async def read_objectives(state: StateDep) -> list[ObjectiveStatus]:
+    """By tier, over all models and all processes that share the port."""
+    return _objectives((await group_metrics(state)).decode())
+
+
+ObjectivesDep = Annotated[list[ObjectiveStatus], Depends(read_objectives)]
+
+
 @router.get("/status/live", summary="How busy the fleet is")
-def get_live_status(session: SessionDep, state: StateDep, _: Viewer) -> LiveStatus:
+def get_live_status(session: SessionDep, state: StateDep, _: Viewer, objectives: ObjectivesDep) -> LiveStatus:
     """Endpoints with their load, queues with their deadlines, and how the tiers' objectives were kept."""
     fleet = state.fleet
     endpoints = read_endpoints(session, fleet.instances(), stale_s=state.settings.heartbeat_stale_s)
@@ -72,13 +81,12 @@ def get_live_status(session: SessionDep, state: StateDep, _: Viewer) -> LiveStat
         queues=[
             QueueStatus.of(model, backlog) for model, backlog in sorted(backlogs(session, count_max=COUNT_MAX).items())
         ],
-        objectives=_objectives(state.metrics),
+        objectives=objectives,
     )
 
 
-def _objectives(metrics: Metrics) -> list[ObjectiveStatus]:
-    """By tier, over all models."""
-    answers, tokens = _by_tier(metrics.slo_requests), _by_tier(metrics.slo_tokens)
+def _objectives(metrics: str) -> list[ObjectiveStatus]:
+    answers, tokens = (_by_tier(metrics, f"tidepool_slo_{what}_total") for what in ("requests", "tokens"))
     return [
         ObjectiveStatus(
             tier=tier,
@@ -91,11 +99,11 @@ def _objectives(metrics: Metrics) -> list[ObjectiveStatus]:
     ]
 
 
-def _by_tier(counter: Metric) -> Counter[tuple[str, str]]:
+def _by_tier(metrics: str, name: str) -> Counter[tuple[str, str]]:
     """A counter's total by tier and `met`."""
+    lines = [line for line in metrics.split("\n") if line.startswith(f"{name}{{")]
     totals: Counter[tuple[str, str]] = Counter()
-    for family in counter.collect():
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
-            if sample.name.endswith("_total"):
-                totals[sample.labels["tier"], sample.labels["met"]] += int(sample.value)
+            totals[sample.labels["tier"], sample.labels["met"]] += int(sample.value)
     return totals

@@ -38,7 +38,8 @@ class PlanStatus(Answer):
     status: str = Field(description="the solver's", examples=["optimal"])
     window_start_s: int
     applied_at: datetime | None = Field(description="null: it is being applied")
-    objective_per_hour: float | None
+    cost_per_hour: float = Field(description="of the GPUs of its instances and pools, by the present prices")
+    objective_per_hour: float | None = Field(description="what the solver made small: starts and what is not kept too")
     reason: str
 
 
@@ -69,7 +70,9 @@ class HealthStatus(Answer):
     missing: list[str] = Field(description="what this gateway needs to serve and lacks")
     away: list[str] = Field(description="servers that do not answer", examples=[["redis"]])
     late: list[str] = Field(description="loops that have not succeeded for too long", examples=[["plan"]])
-    lost: list[str] = Field(description="nodes that hold instances and are not heard of", examples=[["node-us-east-1"]])
+    lost: list[str] = Field(
+        description="nodes that are not heard of, and were neither drained nor shut down", examples=[["node-us-east-1"]]
+    )
     behind: list[str] = Field(description="copies of the database that are too old to be read first: replica, or none")
     replica_age_s: float | None = Field(
         description="seconds that the region's copy of the database may be behind; null: there is none, or nobody knows"

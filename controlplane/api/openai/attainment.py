@@ -3,7 +3,7 @@
 import time
 
 from controlplane.api.metrics import Metrics, outcome_label
-from controlplane.errors import TidepoolError
+from controlplane.errors import CapacityError, TidepoolError
 from controlplane.policies.objectives import tokens_in_time
 from controlplane.serving.fan_out import TokenUsage
 from controlplane.store.objectives import Kept
@@ -91,16 +91,20 @@ class AnswerMeasure:
         self._count([name for name, met in kept.items() if not met], tokens, self._in_time)
 
     def failed(self, error: TidepoolError) -> None:
-        """Record a failure, or a refusal for lack of capacity; errors of the client miss no objective."""
+        """Record a failure, or a refusal for lack of capacity, or both where no instance could take the request; errors
+        of the client miss no objective.
+        """
         if self._objective is not None and error.status >= _SERVER_ERRORS:
             self._count(["failed"])
-        elif error.status == _TOO_MANY:
+        if error.status == _TOO_MANY or isinstance(error, CapacityError):
             self._metrics.series(self._metrics.refusals, *self._labels, outcome_label(error.code)).inc()
 
     def _count(self, missed: list[str], tokens: int = 0, in_time: int = 0) -> None:
         self.kept = Kept(
             answers=1, kept=int(not missed), tokens=tokens, tokens_in_time=in_time, failed=int("failed" in missed)
         )
-        self._metrics.series(self._metrics.slo_requests, *self._labels, "false" if missed else "true").inc()
+        for met in ("true", "false"):  # both series, also of a model that misses all: else its share is of nothing
+            is_it = (met == "false") == bool(missed)
+            self._metrics.series(self._metrics.slo_requests, *self._labels, met).inc(is_it)
         for objective in missed:
             self._metrics.series(self._metrics.slo_violations, *self._labels, objective).inc()

@@ -51,8 +51,8 @@ OVERVIEW = Board(
             ),
             Panel(
                 title="Late loops and lost nodes",
-                about="Loops that have not succeeded for too long, and nodes with instances that are silent. Above 0:"
-                " see the loop's last error, and the nodes, in the console.",
+                about="Loops that have not succeeded for too long, and nodes that are silent, neither drained nor shut"
+                " down. Above 0: see the loop's last error, and the nodes, in the console.",
                 unit="none",
                 queries={
                     "late loops": "sum(max by (loop) (tidepool_loop_late))",
@@ -173,8 +173,8 @@ OVERVIEW = Board(
             ),
             Panel(
                 title="Nodes",
-                about="Nodes by state. Lost ones hold instances and are silent: start their agents, or delete the"
-                " nodes.",
+                about="Nodes by state. Lost ones are silent, neither drained nor shut down: start their agents, or"
+                " delete the nodes.",
                 unit="none",
                 queries={"{{state}}": 'sum by (state) (max by (region, state) (tidepool_nodes{region=~"$region"}))'},
                 page="nodes",

@@ -43,11 +43,14 @@ PLANNING = Board(
                 bad_above=1,
             ),
             Panel(
-                title="Cost an hour",
-                about="The plan's objective, in the unit of the GPU types' prices. A jump: compare the plan with the"
-                " one before.",
+                title="Cost and objective an hour",
+                about="The price of the plan's GPUs; the objective has the prices of what it does not keep too. A jump:"
+                " compare the plan with the one before.",
                 unit="none",
-                queries={"cost": "max(tidepool_plan_cost_per_hour)"},
+                queries={
+                    "cost": "max(tidepool_plan_cost_per_hour)",
+                    "objective": "max(tidepool_plan_objective_per_hour)",
+                },
                 page="plans",
                 kind="stat",
                 width=4,

@@ -113,7 +113,8 @@ def test_a_plan_that_waits_is_approved_once(ask: Ask, fleet: None, database: Dat
         approved = ask("POST", f"/admin/plans/{plan_id}/approve")["plan"]
         assert (approved["state"], approved["approved_by"]) == ("applied", "operator")
     assert enqueued == ["scale", "scale"]
-    assert ask("GET", "/admin/status")["plan"]["id"] == plan_id
+    in_force = ask("GET", "/admin/status")["plan"]
+    assert (in_force["id"], in_force["cost_per_hour"]) == (plan_id, 2 * 2.5)
     shown = ask("GET", f"/admin/plans/{plan_id}")
     assert shown["entries"][0]["constraint"] == "home"
     assert shown["entries"][0]["cost_if_not"] == 12.5

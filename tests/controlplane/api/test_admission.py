@@ -122,7 +122,7 @@ class Timed(FakeAgent):
 def test_attainment_is_counted_by_token_and_by_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with world.database.transaction() as session:
         session.get_one(Model, "tide").slo = {"IW-F": {"ttft_s": 0.2, "tbt_s": 5.0}}
-    agent = Timed("answer", "slow", "too long", "worker lost")
+    agent = Timed("answer", "slow", "too long", "worker lost", "worker lost")
     for module in ("attainment", "answering"):
         monkeypatch.setattr(f"controlplane.api.openai.{module}.time", agent)
     with running_gateway(world, agent, request_attempts_max=1) as gateway:
@@ -130,10 +130,13 @@ def test_attainment_is_counted_by_token_and_by_answer(world: World, monkeypatch:
         gateway.chat(200, service_tier="priority")
         gateway.chat(400, service_tier="priority")
         gateway.chat(503, service_tier="priority")
+        gateway.chat(503)
         text = gateway.http.get("/metrics").text
     model = 'model="tide"'
     assert f'tidepool_slo_requests_total{{met="true",{model},tier="IW-F"}} 1.0' in text
     assert f'tidepool_slo_requests_total{{met="false",{model},tier="IW-F"}} 2.0' in text
+    assert f'tidepool_slo_requests_total{{met="true",{model},tier="IW-N"}} 0.0' in text, "so that a share is known"
+    assert f'tidepool_slo_requests_total{{met="false",{model},tier="IW-N"}} 1.0' in text
     assert f'tidepool_slo_violations_total{{{model},objective="ttft",tier="IW-F"}} 1.0' in text
     assert f'tidepool_slo_violations_total{{{model},objective="failed",tier="IW-F"}} 1.0' in text
     assert f'tidepool_slo_tokens_total{{met="false",{model},tier="IW-F"}} 1.0' in text

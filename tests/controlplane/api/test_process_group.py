@@ -23,6 +23,7 @@ from controlplane.api.app import serve
 from controlplane.api.process_group import GroupMember, bound_sockets, merged
 from controlplane.errors import InvalidValueError
 from controlplane.settings import Settings
+from controlplane.store.tables import Role
 from controlplane.store.tenants import Tenant, put_tenant
 from ops.local.ports import free_port
 from tests.controlplane.world import NODE_KEY, PATIENCE_S, FakeAgent, World, served, until
@@ -165,6 +166,9 @@ def test_limits_hold_for_all_processes_together(world: World, tmp_path: Path) ->
         assert {labels["process"] for labels, _ in group.samples("tidepool_streams")} == {"0", "1", "2"}
         refusing = {labels["process"] for labels, _ in group.samples("tidepool_limit_refusals_total")}
         assert len(refusing) > 1, "one process alone was asked"
+        viewer = {"Authorization": f"Bearer {world.key(Role.VIEWER)}"}
+        live = httpx.get(f"{group.url}/admin/status/live", headers=viewer, timeout=PATIENCE_S).json()
+        assert [(tier["tier"], tier["answers"]) for tier in live["objectives"]] == [("IW-N", served)]
 
 
 def test_a_process_that_dies_is_started_again_and_all_end_when_their_streams_have(world: World, tmp_path: Path) -> None:

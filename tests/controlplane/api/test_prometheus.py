@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 _RATE_INTERVAL = "1m"
 QUIET = {
     "overview: Alerts",
-    "planning: Cost an hour",
+    "planning: Cost and objective an hour",
     "planning: Error of the last day",
     "planning: Gap",
     "planning: Instances ready",

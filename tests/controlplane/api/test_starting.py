@@ -77,6 +77,9 @@ def test_the_wait_has_a_limit_and_says_why(world: World) -> None:
         until(lambda: gateway.state.fleet.is_starting(MODEL, PATIENCE_S))
         error = gateway.chat(503).json()["error"]
         assert (error["code"], error["message"]) == ("no_capacity", f"no instance of '{MODEL}' is ready yet")
+        text = gateway.http.get("/metrics").text
+        assert f'tidepool_refusals_total{{model="{MODEL}",reason="no_capacity",tier="IW-N"}} 1.0' in text
+        assert f'tidepool_slo_requests_total{{met="false",model="{MODEL}",tier="IW-N"}} 1.0' in text
 
 
 def test_a_request_waits_for_an_instance_that_no_node_has_reported_yet(world: World) -> None:

@@ -96,14 +96,18 @@ def test_planning(world: World) -> None:
     with running_gateway(world) as gateway:
         series = scraped(gateway)
         assert (value(series, "plan_in_force"), value(series, "plan_cost_per_hour")) == (0, None)
+        assert value(series, "plan_objective_per_hour") is None
         assert (value(series, "forecast_hours_scored"), value(series, "forecast_coverage_ratio")) == (0, None)
         unserved: list[Any] = [{"region": "us-east"}]
-        world.in_force((("tide", "us-east", 2),), objective_per_hour=7.5, gap=0.01, unserved=unserved)
+        shared = {"region": "us-east", "gpu_type": "H800", "worker_gpus": 1, "before": 0, "after": 3, "pooled": []}
+        planned: dict[str, Any] = {"unserved": unserved, "pools": [shared]}
+        world.in_force((("tide", "us-east", 2),), objective_per_hour=56_529.0, gap=0.01, **planned)
         score_two_of_three(world)
         series = scraped(gateway)
     assert (value(series, "plan_in_force"), value(series, "plans_waiting")) == (1, 0)
     assert value(series, "plan_window_start_timestamp_seconds") == 3600
-    assert (value(series, "plan_cost_per_hour"), value(series, "plan_gap_ratio")) == (7.5, 0.01)
+    assert value(series, "plan_cost_per_hour") == (2 + 3) * 2.0, "what is not served costs nothing"
+    assert (value(series, "plan_objective_per_hour"), value(series, "plan_gap_ratio")) == (56_529, 0.01)
     assert (value(series, "plan_solve_seconds"), value(series, "plan_unserved")) == (0.1, 1)
     assert value(series, "forecast_quantile") == world.settings.forecast_quantile
     assert value(series, "forecast_hours_scored") == 3

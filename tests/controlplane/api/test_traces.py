@@ -18,7 +18,7 @@ from controlplane.serving.tracing import attempting
 from controlplane.settings import Settings
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, running_gateway
-from tests.controlplane.world import World, until
+from tests.controlplane.world import FakeAgent, World, until
 from tests.dataplane.replay_node import KEY, instance, running_node
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -165,6 +165,19 @@ def test_a_refusal_of_the_node_ends_every_span(world: World, spans: InMemorySpan
     found = _by_name(spans)
     assert {"POST /v1/completions", "attempt", "generate"} <= set(found)
     assert not found["attempt"].status.is_ok
+
+
+@pytest.mark.parametrize("then", ["die later", "worker lost", "answer"])
+def test_a_stream_that_breaks_is_a_failed_request(world: World, spans: InMemorySpanExporter, then: str) -> None:
+    """Also when it breaks after its status, 200, was sent."""
+    agent = FakeAgent(then=then)
+    with running_gateway(world, agent, request_attempts_max=1, stream_continuations_max=0) as gateway:
+        gateway.http.post("/v1/completions", json=BODY | {"stream": True})
+        until(lambda: "POST /v1/completions" in _by_name(spans))
+    request = _by_name(spans)["POST /v1/completions"]
+    assert request.attributes is not None
+    assert request.attributes["http.response.status_code"] == (503 if then == "worker lost" else 200)
+    assert request.status.is_ok == (then == "answer")
 
 
 def test_without_a_provider_nothing_is_sent_along() -> None:

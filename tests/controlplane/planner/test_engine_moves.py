@@ -147,6 +147,7 @@ def test_an_instance_that_fails_on_its_new_engine_goes_back_and_is_left_there(
             ours.choose(wanted)
             assert await ours.scale() == 1
             assert ours.instance()[:2] == ("failed", wanted)
+            assert ours.agent.workers[0].restarts_total == 0, "its process was replaced, it did not die"
             assert await ours.scale() == 0
             state, engine, reason = ours.instance()
             assert (state, engine) == ("ready", had)

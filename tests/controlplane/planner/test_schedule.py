@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from controlplane.planner import schedule
 from controlplane.planner.scale import Scaled
@@ -136,6 +137,16 @@ def test_loops_go_by_the_clock_of_the_rows(
     task()
     with fleet.database.transaction() as session:
         assert server_time_s(session) - PATIENCE_S < given[0] <= server_time_s(session)
+
+
+def test_what_has_no_place_is_one_line_of_the_log(fleet: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.expect_no_loops()
+    unplaced = tuple(f"1 x m{number} in us-east: full" for number in range(200))
+    monkeypatch.setattr(schedule, "scale", lambda *_, **__: Scaled(unplaced=unplaced))
+    with capture_logs() as logs:
+        schedule.run_scale()
+    [line] = [line for line in logs if line["event"] == "not placed"]
+    assert (line["endpoints"], line["first"]) == (200, unplaced[:3])
 
 
 def test_what_must_be_quick_never_waits_behind_forecasts() -> None:

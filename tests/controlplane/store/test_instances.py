@@ -5,7 +5,9 @@ from sqlalchemy import text
 
 from controlplane.policies.facts import Endpoint
 from controlplane.store.demand import DemandRow, put_demand
+from controlplane.store.fleet import lost_nodes, node_pulses, set_node_draining, touch_node
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe, set_desired, touch_generations
+from controlplane.store.system_facts import read_system_facts
 from controlplane.store.tables import Desired, Instance, Node
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.world import World
@@ -161,6 +163,32 @@ def test_after_an_outage_the_nodes_that_are_not_heard_first_keep_what_they_have(
     assert silence(world, "n1", 90, grace_s=0) == []
     beat(world, *reported)
     assert {each: instance(world, each) for each in before} == before
+
+
+def test_a_node_stays_lost_when_its_instances_are_elsewhere(world: World) -> None:
+    """Until it is heard of, drained, shut down in order or deleted: an operator must see it."""
+
+    def lost() -> tuple[str, ...]:
+        with world.database.transaction() as session:
+            found = lost_nodes(session, alive_s=5.0)
+            missed = {each.name for each in node_pulses(session) if each.missed and (each.silent_s or 0.0) > 5.0}
+            counted = read_system_facts(session, alive_s=5.0, quantile=0.9).nodes.get(("us-east", "lost"), 0)
+        assert (missed, counted) == (set(found), len(found)), "all who look agree"
+        return found
+
+    world.join("n2")
+    running = world.place("n1")
+    assert silence(world, "n1", 61, grace_s=0) == ["n1"]
+    assert instance(world, running)[0] == "stopped"
+    assert lost() == ("n1",)
+    for drained in (True, False):
+        with world.database.transaction() as session:
+            set_node_draining(session, "n1", draining=drained)
+        assert lost() == (() if drained else ("n1",))
+    with world.database.transaction() as session:
+        touch_node(session, "n1", leaving=True)
+    assert silence(world, "n1", 61) == ["n1"]
+    assert lost() == ()
 
 
 def test_when_every_node_is_silent_it_is_our_fault(world: World) -> None:

@@ -1,8 +1,11 @@
 """What is measured of a request: each histogram's count and sum, and each end counted once."""
 
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import Span, TracerProvider
 from prometheus_client import CollectorRegistry
 
-from dataplane.agent.measures import RequestMeasure, RequestMeasures
+from dataplane.agent.measures import EndReason, RequestMeasure, RequestMeasures
 
 
 class Clock:
@@ -38,3 +41,13 @@ def test_a_request_is_measured_by_vllms_names() -> None:
     assert seen == expected
     ends = {reason: value("request_success_total", finished_reason=reason) for reason in ("length", "error", "abort")}
     assert ends == {"length": 1.0, "error": 1.0, "abort": None}
+
+
+@pytest.mark.parametrize("reason", ["error", "abort", "stop"])
+def test_the_span_of_an_answer_that_fails_says_so(reason: EndReason) -> None:
+    span = TracerProvider().get_tracer("tests").start_span("generate")
+    assert isinstance(span, Span)
+    with trace.use_span(span):
+        measure = RequestMeasure(RequestMeasures(CollectorRegistry()), "tide", 5, Clock())
+    measure.ended(reason)
+    assert (span.status.is_ok, span.end_time is not None) == (reason != "error", True)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from controlplane.policies.lifecycle import LOST, InstanceState
 from ops.cli.top_screen import ROWS_MAX, Snapshot, screen, take_snapshot
 from ops.client.api import CommandError
 
@@ -73,6 +74,13 @@ def _shown(snapshot: Snapshot, *, width: int = 140, height: int | None = None) -
     with console.capture() as captured:
         console.print(screen(snapshot, width=width, height=height))
     return captured.get()
+
+
+@pytest.mark.parametrize("state", [*(set(InstanceState) - {InstanceState.STOPPED}), LOST])
+def test_instances_of_every_state_are_counted(state: str) -> None:
+    [endpoint, _] = LIVE["endpoints"]
+    live = {**LIVE, "endpoints": [{**endpoint, "instances": {state: 37}}]}
+    assert f"37 {state}" in _shown(Snapshot(at_s=0.0, url="", status=STATUS, live=live, ready=STATUS["health"]))
 
 
 def test_everything_is_shown() -> None:

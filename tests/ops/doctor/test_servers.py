@@ -34,7 +34,7 @@ SECRETS = servers.Secrets(
     keys_mode=0o600,
     nodes=2,
 )
-NODE = servers.NodeFacts(name="n1", version="1", silent_s=1.0, holds=True)
+NODE = servers.NodeFacts(name="n1", version="1", silent_s=1.0, missed=True)
 
 
 @pytest.mark.parametrize(("found", "level"), [("0003", OK), ("0002", FAILURE), (None, FAILURE), ("0004", WARNING)])
@@ -162,7 +162,7 @@ def test_nodes_that_are_silent() -> None:
     assert servers.check_heartbeats([NODE], 5.0).level == OK
     silent = replace(NODE, name="n2", silent_s=6.0)
     assert servers.check_heartbeats([NODE, silent], 5.0).level == FAILURE
-    assert servers.check_heartbeats([NODE, replace(silent, holds=False)], 5.0).level == WARNING
+    assert servers.check_heartbeats([NODE, replace(silent, missed=False)], 5.0).level == WARNING
     many = [replace(silent, name=f"n{index}", silent_s=None) for index in range(8)]
     assert servers.check_heartbeats(many, 5.0).found.endswith("n0, n1, n2, n3, n4 and 3 more")
 
