@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import time
 
 import structlog
@@ -24,6 +25,8 @@ from controlplane.settings import Settings
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _UPLOAD_PATHS = ("/v1/files", "/admin/demand")
 _FORM_BYTES = 64 * 1024
+_SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
+"""Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
 
 
 class AnswerHeaders:
@@ -87,8 +90,10 @@ class RequestLimits:
             await error_response(Request(scope), body.refusal)(scope, receive, send)
 
     def _bytes_max(self, path: str) -> int:
-        is_upload = path.startswith(_UPLOAD_PATHS)
-        return self._settings.file_bytes_max + _FORM_BYTES if is_upload else self._settings.request_body_bytes_max
+        if path.startswith(_UPLOAD_PATHS):
+            return self._settings.file_bytes_max + _FORM_BYTES
+        small = next((size for start, size in _SMALL_BODIES.items() if path.startswith(start)), sys.maxsize)
+        return min(small, self._settings.request_body_bytes_max)
 
     def _check_head(self, scope: Scope, bytes_max: int) -> None:
         if len(scope["headers"]) > self._settings.header_count_max:

@@ -4,7 +4,7 @@ are accepted with their default value, else refused with a message, so that no c
 
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import (
@@ -13,20 +13,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     StrictInt,
-    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
+from controlplane.bodies import ClientBody
+
 STOP_STRINGS_MAX = 4
 OBJECT_BYTES_MAX = 64 * 1024
 """Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
 TOKEN_ID_MAX = 2**31 - 1
-FAULTS_MAX = 5000
-"""Of a body, for the first of them to be named."""
 UNSUPPORTED: Final = "unsupported_parameter"
 """Pydantic's type of these errors, and OpenAI's code for them."""
 INVALID: Final = "invalid_value"
@@ -48,22 +46,6 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=TOKEN_ID_MAX)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class ClientBody(BaseModel):
-    """A body that a client sends. Where it has very many faults, these are only counted: only the first is told anyway,
-    and each would be described by a kilobyte.
-    """
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _few_faults(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return validate(given)
-        except ValidationError as error:
-            if error.error_count() <= FAULTS_MAX:
-                raise
-            raise PydanticCustomError(INVALID, "the body has {count} faults", {"count": error.error_count()}) from None
 
 
 class RequestBody(ClientBody):
