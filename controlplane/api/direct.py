@@ -17,7 +17,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.api.auth import bearer_of, require
 from controlplane.api.metrics import Stage
+from controlplane.bodies import TOO_MANY_FAULTS
 from controlplane.errors import TidepoolError
+from controlplane.serving.openai_requests import first_fault
 from controlplane.store.keys import KeyScope
 from controlplane.store.tables import Role
 
@@ -84,7 +86,11 @@ async def _response(request: Request, route: DirectRoute) -> Response | None:
 
 
 async def _read(request: Request, route: DirectRoute) -> BaseModel | None:
-    """A valid body of a caller who may ask; None: there is none."""
+    """A valid body of a caller who may ask; None: there is none.
+
+    Raises:
+        InvalidValueError: the body has very many faults, and is not read a second time.
+    """
     body = await request.body()
     request.state.stages.end(Stage.RECEIVE)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
@@ -92,7 +98,12 @@ async def _read(request: Request, route: DirectRoute) -> BaseModel | None:
     try:
         await require(request, bearer_of(request), Role.CLIENT, KeyScope.CHAT)
         return route.body.model_validate_json(body)
-    except (TidepoolError, ValidationError):
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        if first["type"] == TOO_MANY_FAULTS:
+            raise first_fault(first) from None
+        return None
+    except TidepoolError:
         return None
 
 

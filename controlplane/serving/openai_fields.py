@@ -22,6 +22,8 @@ from pydantic_core import PydanticCustomError
 from controlplane.bodies import ClientBody
 
 STOP_STRINGS_MAX = 4
+PARTS_MAX = 2048
+"""Of the content of one message."""
 OBJECT_BYTES_MAX = 64 * 1024
 """Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
 TOKEN_ID_MAX = 2**31 - 1
@@ -176,9 +178,11 @@ def refuse_other_kinds(value: Any, kinds: Collection[str], refusal: str) -> None
 
 
 def only_parts(*kinds: str, refusal: str = "only text is supported yet, not parts of type '{}'") -> BeforeValidator:
-    """Refuse lists with parts of other kinds, as `refuse_other_kinds` does."""
+    """Refuse lists of too many parts, and with parts of other kinds, as `refuse_other_kinds` does."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > PARTS_MAX:
+            raise ValueError(f"at most {PARTS_MAX} parts, not {len(value)}")
         for part in value if isinstance(value, list) else ():
             refuse_other_kinds(part, kinds, refusal)
         return value
