@@ -20,9 +20,12 @@ from controlplane.errors import (
     TooLargeError,
 )
 from controlplane.serving.anthropic.requests import MESSAGES
+from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE
 from controlplane.settings import Settings
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
+_KEY_PATHS = ("/v1/", TOKENIZE, DETOKENIZE, "/admin/", "/node/")
+"""Starts of paths where nothing is done without a key or a session."""
 _UPLOAD_PATHS = ("/v1/files", "/admin/demand")
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
@@ -60,8 +63,9 @@ class AnswerHeaders:
 
 
 class RequestLimits:
-    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, and 408 to bodies that arrive too
-    slowly. Uploads have a limit of their own.
+    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
+    slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
+    it authenticates. Uploads have a limit of their own. The endpoint checks what the caller may do.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
@@ -72,7 +76,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self._bytes_max(scope["path"]), self._settings)
+        body = _Body(scope, receive, self._settings)
         started = False
 
         async def noted(message: Message) -> None:
@@ -89,12 +93,6 @@ class RequestLimits:
         if body.refusal is not None and not started:
             await error_response(Request(scope), body.refusal)(scope, receive, send)
 
-    def _bytes_max(self, path: str) -> int:
-        if path.startswith(_UPLOAD_PATHS):
-            return self._settings.file_bytes_max + _FORM_BYTES
-        small = next((size for start, size in _SMALL_BODIES.items() if path.startswith(start)), sys.maxsize)
-        return min(small, self._settings.request_body_bytes_max)
-
     def _check_head(self, scope: Scope, bytes_max: int) -> None:
         if len(scope["headers"]) > self._settings.header_count_max:
             raise HeadersTooLargeError(f"at most {self._settings.header_count_max} headers are allowed")
@@ -108,12 +106,14 @@ class RequestLimits:
 class _Body:
     """The body of a request while it arrives. `refusal`: why it is not accepted."""
 
-    def __init__(self, receive: Receive, bytes_max: int, settings: Settings) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, scope: Scope, receive: Receive, settings: Settings) -> None:
+        is_upload = scope["path"].startswith(_UPLOAD_PATHS)
+        self.bytes_max = _bytes_max(scope["path"], settings)
         self.refusal: TidepoolError | None = None
+        self._scope = scope
         self._receive = receive
         self._idle_s = settings.body_idle_timeout_s
-        self._total_s = settings.body_timeout_s
+        self._total_s = settings.body_timeout_s if is_upload else settings.request_body_timeout_s
         self._begun_s = time.monotonic()
         self._seen_bytes = 0
         self._is_whole = False
@@ -122,10 +122,12 @@ class _Body:
         """The next piece.
 
         Raises:
-            TidepoolError: the body is too large, or too slow.
+            TidepoolError: nobody may send a body here without a key, or it is too large, or too slow.
         """
         if self._is_whole:
             return await self._receive()  # waits for the disconnect
+        if "caller" not in self._scope["state"] and self._scope["path"].startswith(_KEY_PATHS):
+            await self._identify()
         try:
             async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
                 message = await self._receive()
@@ -139,28 +141,25 @@ class _Body:
             raise self.refusal
         return message
 
+    async def _identify(self) -> None:
+        """Ask who sends the body, once."""
+        request = Request(self._scope)
+        try:
+            await identify(request, bearer_of(request))
+        except TidepoolError as error:
+            self.refusal = error
+            raise
+        except SQLAlchemyError as error:
+            self.refusal = translate_database(error)
+            raise self.refusal from error
+
+
+def _bytes_max(path: str, settings: Settings) -> int:
+    if path.startswith(_UPLOAD_PATHS):
+        return settings.file_bytes_max + _FORM_BYTES
+    small = next((size for start, size in _SMALL_BODIES.items() if path.startswith(start)), sys.maxsize)
+    return min(small, settings.request_body_bytes_max)
+
 
 def _too_large(bytes_max: int) -> TooLargeError:
     return TooLargeError(f"the body is over the limit of {bytes_max} bytes")
-
-
-class UploadGate:
-    """Answers 401 to uploads without a valid key or session before it reads their body: the framework would read the
-    whole form before it authenticates. The endpoint checks what the caller may do.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_UPLOAD_PATHS):
-            request = Request(scope)
-            try:
-                await identify(request, bearer_of(request))
-            except TidepoolError as error:
-                await error_response(request, error)(scope, receive, send)
-                return
-            except SQLAlchemyError as error:
-                await error_response(request, translate_database(error))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
