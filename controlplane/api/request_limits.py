@@ -11,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controlplane.api.auth import bearer_of, identify
+from controlplane.api.auth import bearer_of, identify, require
 from controlplane.api.errors import error_response, translate_database
 from controlplane.errors import (
     HeadersTooLargeError,
@@ -22,11 +22,17 @@ from controlplane.errors import (
 from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE
 from controlplane.settings import Settings
+from controlplane.store.keys import KeyScope
+from controlplane.store.tables import Role
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _KEY_PATHS = ("/v1/", TOKENIZE, DETOKENIZE, "/admin/", "/node/")
 """Starts of paths where nothing is done without a key or a session."""
-_UPLOAD_PATHS = ("/v1/files", "/admin/demand")
+_UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
+    "/v1/files": (Role.CLIENT, KeyScope.FILES),
+    "/admin/demand": (Role.OPERATOR, None),
+}
+"""Starts of paths that take files, which are spooled to disk, and the rights that their endpoints ask for too."""
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
 """Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
@@ -65,7 +71,8 @@ class AnswerHeaders:
 class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
-    it authenticates. Uploads have a limit of their own. The endpoint checks what the caller may do.
+    it authenticates. Uploads have limits of their own, and answer as early the 403 of a key that is not for them. What
+    else the caller may do is checked by the endpoint.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
@@ -107,13 +114,13 @@ class _Body:
     """The body of a request while it arrives. `refusal`: why it is not accepted."""
 
     def __init__(self, scope: Scope, receive: Receive, settings: Settings) -> None:
-        is_upload = scope["path"].startswith(_UPLOAD_PATHS)
-        self.bytes_max = _bytes_max(scope["path"], settings)
+        self._upload = next((rights for start, rights in _UPLOADS.items() if scope["path"].startswith(start)), None)
+        self.bytes_max = _bytes_max(scope["path"], settings, is_upload=self._upload is not None)
         self.refusal: TidepoolError | None = None
         self._scope = scope
         self._receive = receive
         self._idle_s = settings.body_idle_timeout_s
-        self._total_s = settings.body_timeout_s if is_upload else settings.request_body_timeout_s
+        self._total_s = settings.request_body_timeout_s if self._upload is None else settings.body_timeout_s
         self._begun_s = time.monotonic()
         self._seen_bytes = 0
         self._is_whole = False
@@ -145,7 +152,10 @@ class _Body:
         """Ask who sends the body, once."""
         request = Request(self._scope)
         try:
-            await identify(request, bearer_of(request))
+            if self._upload is None:
+                await identify(request, bearer_of(request))
+            else:
+                await require(request, bearer_of(request), *self._upload)
         except TidepoolError as error:
             self.refusal = error
             raise
@@ -154,8 +164,8 @@ class _Body:
             raise self.refusal from error
 
 
-def _bytes_max(path: str, settings: Settings) -> int:
-    if path.startswith(_UPLOAD_PATHS):
+def _bytes_max(path: str, settings: Settings, *, is_upload: bool) -> int:
+    if is_upload:
         return settings.file_bytes_max + _FORM_BYTES
     small = next((size for start, size in _SMALL_BODIES.items() if path.startswith(start)), sys.maxsize)
     return min(small, settings.request_body_bytes_max)

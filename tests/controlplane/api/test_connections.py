@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from controlplane.api.app import make_app, server_config
 from controlplane.settings import Settings
-from controlplane.store.keys import make_key
+from controlplane.store.keys import KeyScope, make_key
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
 from tests.controlplane.world import PATIENCE_S, until
@@ -150,6 +150,20 @@ def test_no_body_is_read_of_who_has_no_key(connect: Connect, quick: Settings) ->
             client.sendall(f"{head}{key}content-length: 1000\r\n\r\n".encode())
             status, _, body = answer_of(client)
             assert status == (408 if path == "/ui/session" else 401), (method, path, key, body)
+
+
+def test_no_file_is_read_of_who_has_another_key(connect: Connect, database: Database) -> None:
+    """The file never comes: who waits for it answers 408."""
+    with database.transaction() as session:
+        models = make_key(session, name="m", role=Role.CLIENT, tenant="acme", scopes=[KeyScope.MODELS]).secret
+        node = make_key(session, name="n", role=Role.NODE, tenant="acme", node="n1").secret
+    for path, secret in [(path, secret) for path in ("/v1/files", "/admin/demand") for secret in (models, node)]:
+        client = connect()
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\nauthorization: Bearer {secret}\r\n"
+        head += "content-type: multipart/form-data; boundary=x\r\ncontent-length: 1000\r\n\r\n--x\r\n"
+        client.sendall(head.encode())
+        status, _, body = answer_of(client)
+        assert status == 403, (path, body)
 
 
 @pytest.mark.parametrize(
