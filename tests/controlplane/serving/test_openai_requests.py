@@ -138,7 +138,8 @@ def test_a_message_has_so_many_parts(endpoint: str, fields: Callable[[list[Any]]
     part = PART | ({"type": "input_text"} if endpoint == RESPONSES else {})
     read = ENDPOINTS[endpoint].request.model_validate_json
     read(json.dumps({"model": "m"} | fields([part] * PARTS_MAX)))
-    for more in ([part] * (PARTS_MAX + 1), [{}] * 100_000):
+    too_many: list[list[Any]] = [[part] * (PARTS_MAX + 1), [{}] * 100_000]
+    for more in too_many:
         with pytest.raises(InvalidValueError) as refused:
             parse_json(endpoint, json.dumps({"model": "m"} | fields(more)).encode())
         assert refused.value.message == f"{field}: at most {PARTS_MAX} parts, not {len(more)}"
