@@ -7,8 +7,9 @@ same before it asks.
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AwareDatetime, ConfigDict, Field
 
+from controlplane.bodies import ClientBody
 from dataplane.protocol.messages import EngineChoice, Task
 from dataplane.protocol.model_sources import SOURCE_CHARACTERS_MAX, check_source
 from dataplane.protocol.parsers import ReasoningParserName, ToolParserName
@@ -52,7 +53,7 @@ def name_fault(name: str) -> str | None:
     return f"'{name}': none of the parts that '/' separates may be empty, '.' or '..'"
 
 
-class Body(BaseModel):
+class Body(ClientBody):
     """What a client sends. A field that is not known is an error, never ignored."""
 
     model_config = ConfigDict(extra="forbid", from_attributes=True)

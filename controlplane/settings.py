@@ -177,7 +177,9 @@ class Settings(BaseSettings):
     body_idle_timeout_s: float = Field(30.0, gt=0)
     """limit between two pieces of a request's body"""
     body_timeout_s: float = Field(900.0, gt=0)
-    """limit for a whole request body to arrive"""
+    """limit for an uploaded file to arrive"""
+    request_body_timeout_s: float = Field(120.0, gt=0)
+    """limit for any other request's body to arrive"""
     client_idle_timeout_s: float = Field(30.0, gt=0)
     """a client that reads nothing for this long is disconnected"""
     request_body_bytes_max: int = Field(4 * 2**20, ge=1024)

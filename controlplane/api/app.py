@@ -30,7 +30,7 @@ from controlplane.api.metrics import Metrics
 from controlplane.api.openai import batches, chat, files, models, pooling, responses, tokens
 from controlplane.api.openai.openapi import DocumentedApi
 from controlplane.api.process_group import GroupMember, bound_sockets
-from controlplane.api.request_limits import AnswerHeaders, RequestLimits, UploadGate
+from controlplane.api.request_limits import AnswerHeaders, RequestLimits
 from controlplane.api.request_log import RequestRecords
 from controlplane.api.state import State
 from controlplane.api.tenant_limits import LimitKeeper
@@ -216,7 +216,6 @@ def _wrap(app: FastAPI, settings: Settings) -> None:
     """Put the wrappers around the app; the last is the outermost."""
     app.add_middleware(DirectRoutes, routes=_DIRECT)
     app.add_middleware(RequestLimits, settings=settings)
-    app.add_middleware(UploadGate)
     app.add_middleware(RequestRecords)
     app.add_middleware(Traces)
     app.add_middleware(ConsoleHeaders)

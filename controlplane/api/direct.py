@@ -2,7 +2,7 @@
 
 The framework documents these endpoints and can run them; its routing, dependencies and validation cost a short request
 more than all of our own work. So what is asked most often is read here instead: a key that may, and a valid body of
-JSON. Everything else goes the framework's way, which says what is wrong with it, in one form for all endpoints.
+JSON. Every other body goes the framework's way, which says what is wrong with it, in one form for all endpoints.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.api.auth import bearer_of, require
 from controlplane.api.metrics import Stage
-from controlplane.errors import TidepoolError
+from controlplane.bodies import TOO_MANY_FAULTS
+from controlplane.serving.openai_requests import first_fault
 from controlplane.store.keys import KeyScope
 from controlplane.store.tables import Role
 
@@ -84,15 +85,23 @@ async def _response(request: Request, route: DirectRoute) -> Response | None:
 
 
 async def _read(request: Request, route: DirectRoute) -> BaseModel | None:
-    """A valid body of a caller who may ask; None: there is none."""
+    """A valid body of a caller who may ask; None: it is not valid.
+
+    Raises:
+        TidepoolError: the caller may not ask, whose body is not read; or it has very many faults, and is not read
+            a second time.
+    """
+    await require(request, bearer_of(request), Role.CLIENT, KeyScope.CHAT)
     body = await request.body()
     request.state.stages.end(Stage.RECEIVE)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         return None
     try:
-        await require(request, bearer_of(request), Role.CLIENT, KeyScope.CHAT)
         return route.body.model_validate_json(body)
-    except (TidepoolError, ValidationError):
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        if first["type"] == TOO_MANY_FAULTS:
+            raise first_fault(first) from None
         return None
 
 

@@ -24,7 +24,7 @@ _UNKNOWN_OUTCOME = "other"
 
 
 class Stage(StrEnum):
-    """A stage of a request before its first token: its body arrives; its key is checked and its body is read; its
+    """A stage of a request before its first token: its key is checked and its body arrives; its body is read; its
     messages to nodes are made; its tenant's limits are charged, if it has any; it is admitted; a node has it.
     """
 

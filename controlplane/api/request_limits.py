@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 import time
 
 import structlog
@@ -10,7 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from controlplane.api.auth import bearer_of, identify
+from controlplane.api.auth import bearer_of, identify, require
 from controlplane.api.errors import error_response, translate_database
 from controlplane.errors import (
     HeadersTooLargeError,
@@ -19,11 +20,22 @@ from controlplane.errors import (
     TooLargeError,
 )
 from controlplane.serving.anthropic.requests import MESSAGES
+from controlplane.serving.token_requests import DETOKENIZE, TOKENIZE
 from controlplane.settings import Settings
+from controlplane.store.keys import KeyScope
+from controlplane.store.tables import Role
 
 _ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
-_UPLOAD_PATHS = ("/v1/files", "/admin/demand")
+_KEY_PATHS = ("/v1/", TOKENIZE, DETOKENIZE, "/admin/", "/node/")
+"""Starts of paths where nothing is done without a key or a session."""
+_UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
+    "/v1/files": (Role.CLIENT, KeyScope.FILES),
+    "/admin/demand": (Role.OPERATOR, None),
+}
+"""Starts of paths that take files, which are spooled to disk, and the rights that their endpoints ask for too."""
 _FORM_BYTES = 64 * 1024
+_SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
+"""Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
 
 
 class AnswerHeaders:
@@ -57,8 +69,10 @@ class AnswerHeaders:
 
 
 class RequestLimits:
-    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, and 408 to bodies that arrive too
-    slowly. Uploads have a limit of their own.
+    """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
+    slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
+    it authenticates. Uploads have limits of their own, and answer as early the 403 of a key that is not for them. What
+    else the caller may do is checked by the endpoint.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
@@ -69,7 +83,7 @@ class RequestLimits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(receive, self._bytes_max(scope["path"]), self._settings)
+        body = _Body(scope, receive, self._settings)
         started = False
 
         async def noted(message: Message) -> None:
@@ -86,10 +100,6 @@ class RequestLimits:
         if body.refusal is not None and not started:
             await error_response(Request(scope), body.refusal)(scope, receive, send)
 
-    def _bytes_max(self, path: str) -> int:
-        is_upload = path.startswith(_UPLOAD_PATHS)
-        return self._settings.file_bytes_max + _FORM_BYTES if is_upload else self._settings.request_body_bytes_max
-
     def _check_head(self, scope: Scope, bytes_max: int) -> None:
         if len(scope["headers"]) > self._settings.header_count_max:
             raise HeadersTooLargeError(f"at most {self._settings.header_count_max} headers are allowed")
@@ -103,12 +113,14 @@ class RequestLimits:
 class _Body:
     """The body of a request while it arrives. `refusal`: why it is not accepted."""
 
-    def __init__(self, receive: Receive, bytes_max: int, settings: Settings) -> None:
-        self.bytes_max = bytes_max
+    def __init__(self, scope: Scope, receive: Receive, settings: Settings) -> None:
+        self._upload = next((rights for start, rights in _UPLOADS.items() if scope["path"].startswith(start)), None)
+        self.bytes_max = _bytes_max(scope["path"], settings, is_upload=self._upload is not None)
         self.refusal: TidepoolError | None = None
+        self._scope = scope
         self._receive = receive
         self._idle_s = settings.body_idle_timeout_s
-        self._total_s = settings.body_timeout_s
+        self._total_s = settings.request_body_timeout_s if self._upload is None else settings.body_timeout_s
         self._begun_s = time.monotonic()
         self._seen_bytes = 0
         self._is_whole = False
@@ -117,10 +129,12 @@ class _Body:
         """The next piece.
 
         Raises:
-            TidepoolError: the body is too large, or too slow.
+            TidepoolError: nobody may send a body here without a key, or it is too large, or too slow.
         """
         if self._is_whole:
             return await self._receive()  # waits for the disconnect
+        if "caller" not in self._scope["state"] and self._scope["path"].startswith(_KEY_PATHS):
+            await self._identify()
         try:
             async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
                 message = await self._receive()
@@ -134,28 +148,28 @@ class _Body:
             raise self.refusal
         return message
 
+    async def _identify(self) -> None:
+        """Ask who sends the body, once."""
+        request = Request(self._scope)
+        try:
+            if self._upload is None:
+                await identify(request, bearer_of(request))
+            else:
+                await require(request, bearer_of(request), *self._upload)
+        except TidepoolError as error:
+            self.refusal = error
+            raise
+        except SQLAlchemyError as error:
+            self.refusal = translate_database(error)
+            raise self.refusal from error
+
+
+def _bytes_max(path: str, settings: Settings, *, is_upload: bool) -> int:
+    if is_upload:
+        return settings.file_bytes_max + _FORM_BYTES
+    small = next((size for start, size in _SMALL_BODIES.items() if path.startswith(start)), sys.maxsize)
+    return min(small, settings.request_body_bytes_max)
+
 
 def _too_large(bytes_max: int) -> TooLargeError:
     return TooLargeError(f"the body is over the limit of {bytes_max} bytes")
-
-
-class UploadGate:
-    """Answers 401 to uploads without a valid key or session before it reads their body: the framework would read the
-    whole form before it authenticates. The endpoint checks what the caller may do.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith(_UPLOAD_PATHS):
-            request = Request(scope)
-            try:
-                await identify(request, bearer_of(request))
-            except TidepoolError as error:
-                await error_response(request, error)(scope, receive, send)
-                return
-            except SQLAlchemyError as error:
-                await error_response(request, translate_database(error))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -4,7 +4,7 @@ are accepted with their default value, else refused with a message, so that no c
 
 import math
 from collections.abc import Collection
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import (
@@ -13,20 +13,20 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     StrictInt,
-    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
+from controlplane.bodies import ClientBody
+
 STOP_STRINGS_MAX = 4
+PARTS_MAX = 2048
+"""Of the content of one message."""
 OBJECT_BYTES_MAX = 64 * 1024
 """Of a JSON schema, a grammar, or another object that is passed on, as JSON text."""
 TOKEN_ID_MAX = 2**31 - 1
-FAULTS_MAX = 5000
-"""Of a body, for the first of them to be named."""
 UNSUPPORTED: Final = "unsupported_parameter"
 """Pydantic's type of these errors, and OpenAI's code for them."""
 INVALID: Final = "invalid_value"
@@ -48,22 +48,6 @@ TokenId = Annotated[StrictInt, Field(ge=0, le=TOKEN_ID_MAX)]
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-class ClientBody(BaseModel):
-    """A body that a client sends. Where it has very many faults, these are only counted: only the first is told anyway,
-    and each would be described by a kilobyte.
-    """
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _few_faults(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        try:
-            return validate(given)
-        except ValidationError as error:
-            if error.error_count() <= FAULTS_MAX:
-                raise
-            raise PydanticCustomError(INVALID, "the body has {count} faults", {"count": error.error_count()}) from None
 
 
 class RequestBody(ClientBody):
@@ -194,9 +178,11 @@ def refuse_other_kinds(value: Any, kinds: Collection[str], refusal: str) -> None
 
 
 def only_parts(*kinds: str, refusal: str = "only text is supported yet, not parts of type '{}'") -> BeforeValidator:
-    """Refuse lists with parts of other kinds, as `refuse_other_kinds` does."""
+    """Refuse lists of too many parts, and with parts of other kinds, as `refuse_other_kinds` does."""
 
     def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > PARTS_MAX:
+            raise ValueError(f"at most {PARTS_MAX} parts, not {len(value)}")
         for part in value if isinstance(value, list) else ():
             refuse_other_kinds(part, kinds, refusal)
         return value

@@ -21,7 +21,9 @@ CHOICES_MAX = 1024
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 Pattern = Annotated[Text, Field(min_length=1, max_length=OBJECT_BYTES_MAX)]
-Choice = Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=CHOICES_MAX)]
+Choice = Annotated[
+    list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=CHOICES_MAX, fail_fast=True)
+]
 
 
 class JsonSchemaFormat(BaseModel):

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from controlplane.serving.openai_fields import (
+    PARTS_MAX,
     FunctionName,
     JsonObject,
     NoFunctions,
@@ -19,7 +20,7 @@ from controlplane.serving.openai_fields import (
 from controlplane.serving.tools import TOOLS_MAX, only_tools, tool_use
 from dataplane.protocol.messages import ChatMessage, Tool, ToolCall, ToolUse
 
-TOOL_CALLS_MAX = 128
+MESSAGES_MAX, TOOL_CALLS_MAX = 2048, 128
 
 
 class TextPart(BaseModel):
@@ -52,10 +53,16 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | list[TextPart] | None, only_parts("text")] = None
+    content: Annotated[
+        Text | Annotated[list[TextPart], Field(max_length=PARTS_MAX, fail_fast=True)] | None, only_parts("text")
+    ] = None
     name: Annotated[Text, Field(max_length=256)] | None = None
     tool_calls: (
-        Annotated[list[Annotated[AssistantToolCall, only_tools("function")]], Field(max_length=TOOL_CALLS_MAX)] | None
+        Annotated[
+            list[Annotated[AssistantToolCall, only_tools("function")]],
+            Field(max_length=TOOL_CALLS_MAX, fail_fast=True),
+        ]
+        | None
     ) = None
     tool_call_id: Annotated[Text, Field(max_length=256)] | None = None
     reasoning_content: Text | None = None
@@ -76,6 +83,9 @@ class Message(BaseModel):
             tool_call_id=self.tool_call_id,
             reasoning=self.reasoning_content,
         )
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
 
 
 def check_conversation(messages: Sequence[Message]) -> None:
@@ -124,7 +134,9 @@ class FunctionTool(BaseModel):
 
 Tools = Annotated[
     list[Annotated[FunctionTool, only_tools("function")]],
-    Field(max_length=TOOLS_MAX, description=f"at most {TOOLS_MAX} functions, each with a name of its own"),
+    Field(
+        max_length=TOOLS_MAX, fail_fast=True, description=f"at most {TOOLS_MAX} functions, each with a name of its own"
+    ),
 ]
 
 
@@ -148,7 +160,7 @@ class AllowedTools(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=TOOLS_MAX)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=TOOLS_MAX, fail_fast=True)]
 
 
 class AllowedToolChoice(BaseModel):

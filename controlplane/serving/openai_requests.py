@@ -37,7 +37,7 @@ from controlplane.serving.openai_formats import (
     regex_constraint,
     schema_constraint,
 )
-from controlplane.serving.openai_messages import Message, ToolChoice, Tools, chat_tools, check_conversation
+from controlplane.serving.openai_messages import Messages, ToolChoice, Tools, chat_tools, check_conversation
 from controlplane.serving.query import CHOICES_MAX, Query
 from dataplane.protocol.limits import (
     LOGIT_BIAS_MAX,
@@ -243,7 +243,7 @@ class GenerationRequest(SamplingFields, ConstraintFields, NeutralFields, Request
 class ChatRequest(NeutralChatFields, GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1, max_length=2048)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: StrictBool | None = None

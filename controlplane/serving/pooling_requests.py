@@ -28,7 +28,7 @@ PAIRS_CHARACTERS_MAX = 2**25
 
 InputText = Annotated[Text, Field(min_length=1)]
 InputTokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[InputText], Field(min_length=1, max_length=INPUTS_MAX)]
+Texts = Annotated[list[InputText], Field(min_length=1, max_length=INPUTS_MAX, fail_fast=True)]
 
 
 def _inputs(value: Any) -> Any:
@@ -49,7 +49,7 @@ def _kind(value: Any) -> str:
 
 Inputs = Annotated[
     Annotated[Texts, Tag("list[text]")]
-    | Annotated[list[InputTokens], Field(min_length=1, max_length=INPUTS_MAX), Tag("list[tokens]")],
+    | Annotated[list[InputTokens], Field(min_length=1, max_length=INPUTS_MAX, fail_fast=True), Tag("list[tokens]")],
     Discriminator(_kind),
     BeforeValidator(_inputs),
 ]
@@ -159,7 +159,7 @@ class RerankRequest(PoolingRequest):
     """`POST /v1/rerank`, as Jina, Cohere and vLLM have it."""
 
     query_text: InputText = Field(alias="query")
-    documents: list[InputText | RerankDocument] = Field(min_length=1, max_length=INPUTS_MAX)
+    documents: list[InputText | RerankDocument] = Field(min_length=1, max_length=INPUTS_MAX, fail_fast=True)
     top_n: StrictInt | None = Field(None, ge=0, description="how many of the best are returned; 0: all")
     return_documents: bool = Field(True, description="whether results repeat their documents")
 

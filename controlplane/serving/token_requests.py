@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from controlplane.serving.openai_fields import JsonObject, RequestBody, Text, TokenId, fault, unsupported
-from controlplane.serving.openai_messages import Message, Tools, chat_tools, check_conversation
+from controlplane.serving.openai_messages import Messages, Tools, chat_tools, check_conversation
 from dataplane.protocol.limits import QUESTION_TOKENS_MAX
 from dataplane.protocol.messages import Detokenize, Tokenize
 
@@ -22,7 +22,7 @@ class TokenizeRequest(RequestBody):
     """`POST /tokenize`: a plain `prompt`, or the `messages` of a conversation."""
 
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=2048)
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(
         None, description="those that the checkpoint puts around a text; default: only around a plain prompt"
     )

@@ -14,7 +14,7 @@ from controlplane.store.session import Database, make_engine
 from controlplane.store.terms import keep_newest, newest_known, raise_term
 from ops.backup.manifest import DATABASE, FILES, KEYS, Manifest, damaged, file_parts, read_manifest
 from ops.backup.programs import BackupError, choose_program, find_programs, run_program, server_of
-from ops.client.home import keys_file
+from ops.client.home import keys_file, write_secret
 from ops.client.screen import Progress
 
 _DAMAGED_SHOWN = 3
@@ -109,5 +109,4 @@ def _restore_files(settings: Settings, folder: Path, manifest: Manifest, report:
             shutil.copyfileobj(source, target)
     kept = keys_file(settings.with_home())
     if KEYS in manifest.parts and not kept.exists():
-        shutil.copyfile(folder / KEYS, kept)
-        kept.chmod(0o600)
+        write_secret(kept, (folder / KEYS).read_text())

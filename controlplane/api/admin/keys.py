@@ -130,8 +130,8 @@ def create_key(request: KeyRequest, session: SessionDep, state: StateDep, caller
 def revoke_key(
     key_id: KeyPath, session: SessionDep, state: StateDep, caller: Admin, after_commit: BackgroundTasks
 ) -> Key:
-    """The key stops working within seconds, everywhere, and console sessions that began with it end. The last admin key
-    cannot be revoked (409).
+    """The key stops working within seconds, everywhere, and console sessions and sign-in links of it end. The last
+    admin key cannot be revoked (409).
     """
     row, is_new = keys.revoke_key(session, key_id)
     after = keys.snapshot(row)
@@ -152,8 +152,8 @@ def rotate_key(
     after_commit: BackgroundTasks,
 ) -> MadeKey:
     """The key keeps its id and rights. The present secret works for `overlap_s` more; one that a rotation before left
-    working ends now. Console sessions that began with the key end when the present secret does. 409 where the key is
-    revoked or has expired.
+    working ends now. Console sessions and sign-in links of the key end when the present secret does. 409 where the key
+    is revoked or has expired.
     """
     known = hashes_of(keys.get_key(session, key_id))
     with audited(session, caller, "key.rotate", ApiKey, key_id):

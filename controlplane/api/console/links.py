@@ -1,16 +1,21 @@
-"""Links by which a person signs in without a key at hand: each is good once."""
+"""What an admin does about sign-ins of people: a link, good once, for who has no key at hand, and the end of another's
+sessions.
+"""
 
 from datetime import datetime
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, BackgroundTasks, Query, Request
 from pydantic import BaseModel, Field
 
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.problems import PROBLEMS
-from controlplane.api.auth import Admin
+from controlplane.api.auth import Admin, notify_gateways
+from controlplane.api.console.sessions import Ended
 from controlplane.api.state import SessionDep, StateDep
+from controlplane.declarations import TEXT
 from controlplane.errors import PermissionDeniedError
-from controlplane.store.console import make_link
+from controlplane.store.console import end_sessions_of, make_link
 from controlplane.store.keys import record
 
 router = APIRouter(
@@ -45,3 +50,38 @@ def create_link(request: Request, session: SessionDep, state: StateDep, caller: 
     record(session, actor=caller.name, action="link.create", subject=caller.key_id, after=after)
     base = state.settings.console_url or str(request.base_url)
     return SignInLink(page=f"{base.rstrip('/')}/ui/#/sign-in?link=", secret=made.secret, ends_at=made.ends_at)
+
+
+Subject = Annotated[
+    str,
+    Query(
+        max_length=1000,
+        pattern=TEXT,
+        description="whose: what the audit's `session.begin` calls the subject; of a session that began with a key, the"
+        " key's id",
+        examples=["key_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"],
+    ),
+]
+Issuer = Annotated[
+    str | None,
+    Query(max_length=2000, pattern=TEXT, description="the OpenID provider; left out: the sessions began with a key"),
+]
+
+
+@router.delete("/sessions", summary="End the sessions of a person")
+def end_sessions(
+    session: SessionDep,
+    state: StateDep,
+    caller: Admin,
+    after_commit: BackgroundTasks,
+    subject: Subject,
+    issuer: Issuer = None,
+) -> Ended:
+    """All sessions of the person end within seconds, everywhere, and unused links to more. The key stays good, and who
+    signs in by the provider may do so again.
+    """
+    hashes = end_sessions_of(session, subject=subject, issuer=issuer)
+    after = {"issuer": issuer, "ended": len(hashes)}
+    record(session, actor=caller.name, action="session.end_all", subject=subject, after=after)
+    after_commit.add_task(notify_gateways, state, hashes)
+    return Ended(ended=len(hashes))

@@ -220,7 +220,7 @@ def log_out_everywhere(
     after_commit: BackgroundTasks,
     logout_url: LogoutUrl,
 ) -> Ended:
-    """All sessions of the person end, in whatever browser they are."""
+    """All sessions of the person end, in whatever browser they are, and unused links to more."""
     person = _session_of(caller)
     hashes = end_sessions_of(session, subject=person.subject, issuer=person.issuer)
     record(session, actor=caller.name, action="session.end_all", subject=person.id, after={"ended": len(hashes)})

@@ -94,8 +94,8 @@ async def model_for(request: Request, name: str, conversation: bytes = b"") -> M
         UnknownModelError: there is neither a model nor an alias of the name, or none that the caller's key may use.
     """
     state, caller = state_of(request), request.state.caller
+    require_model(caller, name)  # first: a look-up would tell by its time whether there is such a model
     model = await state.fleet.asked(name, caller.tenant.encode() + b"/" + conversation)
-    require_model(caller, name)
     if name in state.fleet.aliases():
         state.metrics.series(state.metrics.alias_requests, name, model.name).inc()
     return model

@@ -10,10 +10,10 @@ from controlplane.api.auth import Client
 from controlplane.api.openai.files import KEEP_MAX_S, KEEP_MIN_S, listing
 from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import SessionDep, StatementDep
+from controlplane.bodies import ClientBody
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import BATCH_ENDPOINTS
-from controlplane.serving.openai_fields import ClientBody
 from controlplane.store import batches
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts

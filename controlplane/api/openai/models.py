@@ -31,8 +31,8 @@ async def list_models(state: StateDep, caller: Client) -> dict[str, Any]:
 @router.get("/{name:path}", summary="Retrieve a model")
 async def get_model(name: str, state: StateDep, caller: Client) -> dict[str, Any]:
     """One model, or an alias."""
-    await state.fleet.asked(name)
     require_model(caller, name)
+    await state.fleet.asked(name)
     return _model(name, state.fleet.models_of(name), state.fleet)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from controlplane.api.auth import require_model
 from controlplane.api.openai.answering import Origin, answer
 from controlplane.api.openai.openapi import ERRORS
 from controlplane.api.state import state_of
@@ -42,6 +43,7 @@ async def rerank(body: RerankRequest, request: Request, origin: Origin = None) -
 
 async def _scored(endpoint: str, body: ScoreRequest | RerankRequest, request: Request, origin: str | None) -> Response:
     """The answer of a model that scores pairs, or of one that embeds each text."""
+    require_model(request.state.caller, body.model)
     model = await state_of(request).fleet.asked(body.model)
     query = body.query(tier=body.tier(), task="embed" if model.task == "embed" else "score")
     return await _answer(endpoint, query, request, origin)

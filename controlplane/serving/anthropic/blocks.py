@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from controlplane.errors import InvalidValueError
-from controlplane.serving.openai_fields import JsonObject, Text, item_tag, json_text, only_parts, text_as
+from controlplane.serving.openai_fields import PARTS_MAX, JsonObject, Text, item_tag, json_text, only_parts, text_as
 from dataplane.protocol.messages import ChatMessage, ToolCall
 
-BLOCKS_MAX = 2048
 _KINDS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 ToolUseId = Annotated[Text, Field(min_length=1, max_length=128)]
 
@@ -29,7 +28,7 @@ class TextBlock(_Block):
 
 Texts = Annotated[
     list[TextBlock],
-    Field(max_length=BLOCKS_MAX),
+    Field(max_length=PARTS_MAX, fail_fast=True),
     only_parts("text", refusal="only text is supported, not blocks of type '{}'"),
     text_as("text", str | list[TextBlock]),
 ]
@@ -84,7 +83,7 @@ Blocks = Annotated[
             ),
         ]
     ],
-    Field(max_length=BLOCKS_MAX),
+    Field(max_length=PARTS_MAX, fail_fast=True),
     only_parts(*_KINDS, refusal="blocks of type '{}' are not supported"),
     text_as("text", str | list[AnyBlock]),
 ]

@@ -9,6 +9,7 @@ from controlplane.errors import InvalidValueError
 from controlplane.serving.anthropic.blocks import Texts, TurnMessage, conversation
 from controlplane.serving.openai_fields import JsonObject, RequestBody, Text, fault, neutral, only
 from controlplane.serving.openai_formats import schema_constraint
+from controlplane.serving.openai_messages import MESSAGES_MAX
 from controlplane.serving.openai_requests import tier_of
 from controlplane.serving.query import Query
 from controlplane.serving.tools import TOOLS_MAX, Choice, only_tools, tool_use
@@ -17,7 +18,7 @@ from dataplane.protocol.messages import Generate, Sampling, Tokenize, Tool, Tool
 from dataplane.protocol.tiers import Tier
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-MESSAGES_MAX, STOP_SEQUENCES_MAX = 2048, 16
+STOP_SEQUENCES_MAX = 16
 _CHOICES: dict[str, Choice] = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
 
 
@@ -89,9 +90,9 @@ class AnthropicMetadata(BaseModel):
 class MessagesPrompt(RequestBody):
     """What the prompt is made of."""
 
-    messages: list[TurnMessage] = Field(min_length=1, max_length=MESSAGES_MAX)
+    messages: list[TurnMessage] = Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
     system: Texts = Field([])
-    tools: list[Annotated[CustomTool, only_tools("custom")]] = Field([], max_length=TOOLS_MAX)
+    tools: list[Annotated[CustomTool, only_tools("custom")]] = Field([], max_length=TOOLS_MAX, fail_fast=True)
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
@@ -153,7 +154,7 @@ class MessagesRequest(MessagesPrompt):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[Text] = Field([], max_length=STOP_SEQUENCES_MAX)
+    stop_sequences: list[Text] = Field([], max_length=STOP_SEQUENCES_MAX, fail_fast=True)
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, le=TOP_K_MAX)

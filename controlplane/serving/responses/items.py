@@ -8,7 +8,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from controlplane.errors import InvalidValueError
-from controlplane.serving.openai_fields import Text, item_tag, kind_of, only_parts, refuse_other_kinds, text_as
+from controlplane.serving.openai_fields import (
+    PARTS_MAX,
+    Text,
+    item_tag,
+    kind_of,
+    only_parts,
+    refuse_other_kinds,
+    text_as,
+)
 from dataplane.protocol.messages import ChatMessage, ToolCall
 
 CALL_ID_CHARACTERS_MAX = 128
@@ -38,7 +46,7 @@ class TextPart(BaseModel):
 
 Parts = Annotated[
     list[TextPart],
-    Field(max_length=ITEMS_MAX),
+    Field(max_length=PARTS_MAX, fail_fast=True),
     only_parts(*_TEXT_PARTS, "refusal"),
     text_as("input_text", str | list[TextPart]),
 ]
@@ -130,7 +138,8 @@ def _items(given: Any) -> Any:
     """
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    return [_item(each) for each in given] if isinstance(given, list) else given
+    is_list = isinstance(given, list) and len(given) <= ITEMS_MAX  # else it is refused as it is
+    return [_item(each) for each in given] if is_list else given
 
 
 def _item(given: Any) -> Any:
@@ -155,7 +164,7 @@ Input = Annotated[
             ),
         ]
     ],
-    Field(min_length=1, max_length=ITEMS_MAX),
+    Field(min_length=1, max_length=ITEMS_MAX, fail_fast=True),
     BeforeValidator(_items, json_schema_input_type=str | list[AnyItem]),
 ]
 

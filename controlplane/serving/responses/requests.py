@@ -29,6 +29,7 @@ from dataplane.protocol.tiers import Tier
 
 RESPONSES = "/v1/responses"
 _LOGPROBS = "message.output_text.logprobs"
+_INCLUDED_MAX = 16
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 Label = Annotated[Text, Field(max_length=512)]
 LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
@@ -117,7 +118,9 @@ class ResponseRequest(RefusedFields, RequestBody):
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=LOGPROBS_MAX)
     max_output_tokens: int | None = Field(None, ge=1)
-    include: list[Annotated[Text, only("there is nothing of this kind to include", *_INCLUDABLE)]] = []
+    include: list[Annotated[Text, only("there is nothing of this kind to include", *_INCLUDABLE)]] = Field(
+        [], max_length=_INCLUDED_MAX, fail_fast=True
+    )
     metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
     store: bool = True
     stream: bool = False

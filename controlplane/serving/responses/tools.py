@@ -31,7 +31,9 @@ class FunctionTool(BaseModel):
         return {**self.model_dump(), "strict": bool(self.strict)}
 
 
-Tools = Annotated[list[Annotated[FunctionTool, only_tools("function")]] | None, Field(None, max_length=TOOLS_MAX)]
+Tools = Annotated[
+    list[Annotated[FunctionTool, only_tools("function")]] | None, Field(None, max_length=TOOLS_MAX, fail_fast=True)
+]
 
 
 class FunctionRef(BaseModel):
@@ -49,7 +51,7 @@ class ToolChoice(BaseModel):
     type: Literal["auto", "none", "required", "function", "allowed_tools"]
     name: Text | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[Annotated[FunctionRef, only_tools("function")]] = Field([], max_length=TOOLS_MAX)
+    tools: list[Annotated[FunctionRef, only_tools("function")]] = Field([], max_length=TOOLS_MAX, fail_fast=True)
 
     def echoed(self) -> Any:
         """The choice as the response repeats it."""

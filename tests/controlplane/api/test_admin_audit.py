@@ -144,6 +144,7 @@ def changes(ask: Ask, world: World, database: Database) -> list[tuple[str, dict[
         ("DELETE /admin/keys/{key_id}", CHANGED, newest("keys"), {}),
         ("POST /admin/batches/{batch_id}/cancel", CHANGED, world.add_batch(lines=1), {}),
         ("POST /admin/console/links", FIRST, "", {"status": 201}),
+        ("DELETE /admin/console/sessions", FIRST, "", {"params": {"subject": "ada", "issuer": "https://id.example"}}),
         ("POST /admin/term/raise", CHANGED, "", {}),
         ("PUT /admin/tenants/{name}", FIRST, "acme", {"json": {}}),
         ("DELETE /admin/models/{name}", GONE, "new", {}),

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from controlplane.api.app import make_app
+from controlplane.bodies import FAULTS_MAX
 from controlplane.settings import Settings
 from controlplane.store.keys import make_key
 from controlplane.store.session import Database
@@ -32,12 +34,16 @@ def connect(settings: Settings, secret: str) -> Iterator[Connect]:
 
 
 def raw(connect: Connect, secret: str, target: str, *, method: str = "GET", head: str = "", body: bytes = b"") -> Any:
-    """Status and JSON of a request that no client would send."""
+    """Status, head and JSON of the answer to a request that no client would send. The connection stays open: one that
+    closes may lose the answer in a reset, where the server has not read the whole body.
+    """
     client: socket.socket = connect()
-    lines = f"{method} {target} HTTP/1.1\r\nhost: a\r\nconnection: close\r\nauthorization: Bearer {secret}\r\n"
+    lines = f"{method} {target} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {secret}\r\n"
     sized = f"content-length: {len(body)}\r\n" if body or method in {"POST", "PUT"} else ""
     client.sendall(f"{lines}{sized}{head}\r\n".encode("latin-1") + body)
-    return answer_of(client)
+    answer = http.client.HTTPResponse(client, method=method)
+    answer.begin()
+    return answer.status, str(answer.headers).lower().encode(), json.loads(answer.read())
 
 
 def check_refused(target: str, answer: Any) -> None:
@@ -97,6 +103,23 @@ def test_bodies_that_are_no_request(connect: Connect, secret: str, method: str, 
             check_refused(target, raw(connect, secret, target, method=method, head=JSON, body=body))
         except Exception as error:
             raise AssertionError(f"{body[:60]!r}: {error!r}") from error
+
+
+def test_many_faults_are_counted_and_not_described(connect: Connect, secret: str) -> None:
+    body = json.dumps({str(number): number for number in range(FAULTS_MAX + 1)}).encode()
+    for method, target in TAKE_BODIES:
+        _, _, answer = raw(connect, secret, target, method=method, head=JSON, body=body)
+        told = answer["error"]["message"] if target.startswith("/v1") else answer["detail"]
+        assert re.fullmatch("the body has [0-9]+ faults", told), (target, told)
+
+
+@pytest.mark.parametrize(("target", "bytes_max"), [("/ui/session", 16 * 1024), ("/v1/batches", 128 * 1024)])
+def test_bodies_that_are_never_large_have_a_small_limit(
+    connect: Connect, secret: str, target: str, bytes_max: int
+) -> None:
+    for size, statuses in ((bytes_max, {400, 401, 403}), (bytes_max + 1, {413})):
+        status, _, body = raw(connect, secret, target, method="POST", head=JSON, body=b" " * size)
+        assert status in statuses, (size, body)
 
 
 JSON = "content-type: application/json\r\n"

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from controlplane.api.app import make_app, server_config
 from controlplane.settings import Settings
-from controlplane.store.keys import make_key
+from controlplane.store.keys import KeyScope, make_key
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
 from tests.controlplane.world import PATIENCE_S, until
@@ -136,6 +136,60 @@ def test_a_body_that_does_not_come_on_is_given_up(connect: Connect, database: Da
     assert status == 408
     assert b"connection: close" in answered
     assert (body["error"] if path.startswith(b"/v1") else body)["code"] == "request_timeout"
+
+
+def test_no_body_is_read_of_who_has_no_key(connect: Connect, quick: Settings) -> None:
+    """The body never comes: who waits for it answers 408."""
+    paths = make_app(quick).openapi()["paths"]
+    asked = [(path, method.upper()) for path, methods in paths.items() for method in methods.keys() & {"post", "put"}]
+    assert len(asked) > 40
+    for path, method in asked:
+        for key in ("", "authorization: Bearer tp-client-wrong\r\n", "cookie: tidepool_session=wrong\r\n"):
+            client = connect()
+            head = f"{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            client.sendall(f"{head}{key}content-length: 1000\r\n\r\n".encode())
+            status, _, body = answer_of(client)
+            assert status == (408 if path == "/ui/session" else 401), (method, path, key, body)
+
+
+def test_no_file_is_read_of_who_has_another_key(connect: Connect, database: Database) -> None:
+    """The file never comes: who waits for it answers 408."""
+    with database.transaction() as session:
+        models = make_key(session, name="m", role=Role.CLIENT, tenant="acme", scopes=[KeyScope.MODELS]).secret
+        node = make_key(session, name="n", role=Role.NODE, tenant="acme", node="n1").secret
+    for path, secret in [(path, secret) for path in ("/v1/files", "/admin/demand") for secret in (models, node)]:
+        client = connect()
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\nauthorization: Bearer {secret}\r\n"
+        head += "content-type: multipart/form-data; boundary=x\r\ncontent-length: 1000\r\n\r\n--x\r\n"
+        client.sendall(head.encode())
+        status, _, body = answer_of(client)
+        assert status == 403, (path, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "limit"), [("/v1/chat/completions", "request_body_timeout_s"), ("/v1/files", "body_timeout_s")]
+)
+def test_bodies_and_files_have_a_time_of_their_own(
+    settings: Settings, database: Database, path: str, limit: str
+) -> None:
+    """A byte comes every now and then, so that the client is never idle."""
+    long = {"request_body_timeout_s": 900.0, "body_timeout_s": 900.0}
+    changed = settings.model_copy(update=long | {limit: 0.5, "port": 0})
+    with database.transaction() as session:
+        secret = make_key(session, name="a", role=Role.CLIENT, tenant="acme").secret
+    with listening(make_app(changed), changed) as connect:
+        client = connect()
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {secret}\r\n"
+        head += "content-type: multipart/form-data; boundary=x\r\ncontent-length: 100000\r\n\r\n"
+        form = '--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n'
+        client.sendall((head + form).encode())
+        begun_s, answer = time.monotonic(), b""
+        client.settimeout(0.05)
+        while not answer and time.monotonic() - begun_s < PATIENCE_S:
+            client.sendall(b" ")
+            with contextlib.suppress(TimeoutError):
+                answer = client.recv(4096)
+    assert b" 408 " in answer.split(b"\r\n", 1)[0]
 
 
 class Flood:

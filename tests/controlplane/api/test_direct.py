@@ -6,6 +6,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from controlplane.bodies import FAULTS_MAX
 from controlplane.store.keys import KeyScope, make_key
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, running_gateway
@@ -81,6 +82,17 @@ def test_both_ways_refuse_alike(world: World) -> None:
             direct = _shown(_ask(gateway, DIRECT, path, body))
             assert 400 <= direct[0] < 500, (path, body, direct)
             assert direct == _shown(_ask(gateway, FRAMEWORK, path, body)), (path, body)
+
+
+def test_a_body_with_very_many_faults_is_read_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"messages": USER} | {str(number): number for number in range(FAULTS_MAX + 1)}
+    with running_gateway(world, FakeAgent(), request_body_bytes_max=2**20) as gateway:
+        framework = _shown(_ask(gateway, FRAMEWORK, CHAT, body))
+        monkeypatch.setattr("controlplane.api.direct._again", None)  # what hands a body on to the framework
+        direct = _shown(_ask(gateway, DIRECT, CHAT, body))
+        assert direct == framework
+        assert direct[0] == 400
+        assert direct[2][0]["error"]["message"] == f"the body has {FAULTS_MAX + 1} faults"
 
 
 def test_keys_are_checked_on_both_ways(world: World) -> None:

@@ -1,15 +1,21 @@
 """Bodies of chat completions and completions: what they become, and what is refused by name."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
 from controlplane.errors import InvalidValueError
+from controlplane.serving.anthropic.requests import MESSAGES
 from controlplane.serving.endpoints import BATCH_ENDPOINTS, ENDPOINTS, parse_json, queued_query, stored_query
+from controlplane.serving.openai_fields import PARTS_MAX
 from controlplane.serving.openai_requests import CHAT, COMPLETIONS
+from controlplane.serving.pooling_requests import RERANK, SCORE
 from controlplane.serving.query import Query
+from controlplane.serving.responses.requests import RESPONSES
 from dataplane.protocol.messages import Generate, Sampling
 from dataplane.protocol.tiers import Tier
 
@@ -95,6 +101,49 @@ def test_refusals_name_their_field(endpoint: str, fields: dict[str, Any], param:
     assert refused.value.param == param
     assert words in refused.value.message
     assert refused.value.message.startswith(f"{param}: ")
+
+
+PART, TURN = {"type": "text", "text": ""}, {"role": "user", "content": "x"}
+FAULTY_LISTS: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"messages": [{"role": "user", "content": [{}] * 20}] * 20}),
+    (CHAT, {"messages": [{"role": "user", "content": [1] * 20}] * 20}),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}] * 20}] * 20}),
+    (CHAT, {"messages": [TURN], "tools": [{}] * 20}),
+    (MESSAGES, {"max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 20}] * 20}),
+    (MESSAGES, {"max_tokens": 1, "messages": [TURN], "system": [{}] * 20, "tools": [{}] * 20}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{}] * 20}] * 20}),
+    (RESPONSES, {"input": "x", "include": ["y"] * 16, "tools": [{}] * 20}),
+    (RERANK, {"query": "q", "documents": [{}] * 20}),
+    (SCORE, {"text_1": [1] * 20, "text_2": [1] * 20}),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "fields"), FAULTY_LISTS)
+def test_lists_are_read_up_to_their_first_fault(endpoint: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ENDPOINTS[endpoint].request.model_validate_json(json.dumps({"model": "m"} | fields))
+    assert refused.value.error_count() <= 6, refused.value.errors()[:10]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields", "field"),
+    [
+        (CHAT, lambda parts: {"messages": [TURN, {"role": "user", "content": parts}]}, "messages.1.content"),
+        (MESSAGES, lambda parts: {"max_tokens": 1, "messages": [{"role": "user", "content": parts}]},
+         "messages.0.content"),
+        (RESPONSES, lambda parts: {"input": [{"role": "user", "content": parts}]}, "input.0.content"),
+    ],
+)  # fmt: skip
+def test_a_message_has_so_many_parts(endpoint: str, fields: Callable[[list[Any]], dict[str, Any]], field: str) -> None:
+    part = PART | ({"type": "input_text"} if endpoint == RESPONSES else {})
+    read = ENDPOINTS[endpoint].request.model_validate_json
+    read(json.dumps({"model": "m"} | fields([part] * PARTS_MAX)))
+    too_many: list[list[Any]] = [[part] * (PARTS_MAX + 1), [{}] * 100_000]
+    for more in too_many:
+        with pytest.raises(InvalidValueError) as refused:
+            parse_json(endpoint, json.dumps({"model": "m"} | fields(more)).encode())
+        assert refused.value.message == f"{field}: at most {PARTS_MAX} parts, not {len(more)}"
+        assert refused.value.param == field
 
 
 @pytest.mark.parametrize("number", ["1e400", "NaN", "-Infinity"])

@@ -83,6 +83,34 @@ def test_a_session_by_a_link_ends_with_its_key(browser: Browser, ask: Ask, secre
     assert browser.send("GET", "/admin/keys").status_code == 401
 
 
+@pytest.mark.parametrize("how", ["rotated", "rotated with an overlap", "revoked", "logged out everywhere"])
+def test_a_link_ends_with_the_secret_that_made_it(
+    open_browser: Open, ask: Ask, secrets: dict[str, str], database: Database, how: str
+) -> None:
+    made = ask("POST", "/admin/keys", role="admin", json={"name": "boss", "role": "admin"}, status=201)
+    secrets["boss"] = made["secret"]
+    link, other = ask("POST", "/admin/console/links", role="boss", status=201), _made(ask)
+    if how == "revoked":
+        ask("DELETE", f"/admin/keys/{made['id']}", role="admin")
+    elif how == "logged out everywhere":
+        browser = open_browser()
+        browser.sign_in(made["secret"])
+        browser.ask("DELETE", "/ui/sessions")
+    else:
+        overlap_s = 60 if how == "rotated with an overlap" else 0
+        ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": overlap_s})
+    if how == "rotated with an overlap":
+        with database.transaction() as session:
+            ends = text(
+                "SELECT l.ends_at = k.old_until FROM console_links l JOIN api_keys k ON k.id = l.key_id"
+                " WHERE k.name = 'boss'"
+            )
+            assert session.scalar(ends)
+    else:
+        open_browser().ask("POST", "/ui/session", json={"link": link["secret"]}, status=401)
+    assert open_browser().ask("POST", "/ui/session", json={"link": other["secret"]})["name"] == "admin"
+
+
 def test_one_of_key_and_link_is_given(browser: Browser, secrets: dict[str, str]) -> None:
     for body in ({}, {"key": secrets["admin"], "link": "x"}):
         assert browser.ask("POST", "/ui/session", json=body, status=400)["param"] == "key"

@@ -248,6 +248,23 @@ def test_logging_out_everywhere_ends_all_sessions_of_the_person_alone(
     assert other.send("GET", "/admin/regions").status_code == 200
 
 
+def test_an_admin_ends_the_sessions_of_another(open_browser: Open, secrets: dict[str, str], ask: Ask) -> None:
+    one, two, other = open_browser(), open_browser(), open_browser()
+    for browser, role in ((one, "operator"), (two, "operator"), (other, "viewer")):
+        browser.sign_in(secrets[role])
+        assert browser.send("GET", "/admin/regions").status_code == 200
+    begun = ask("GET", "/admin/audit", role="admin", params={"actor": "operator", "kind": "session"})["data"][0]
+    whose = {"subject": begun["after"]["subject"]}
+    ask("DELETE", "/admin/console/sessions", role="operator", params=whose, status=403)
+    elsewhere = whose | {"issuer": "https://id.example"}
+    assert ask("DELETE", "/admin/console/sessions", role="admin", params=elsewhere)["ended"] == 0
+    assert ask("DELETE", "/admin/console/sessions", role="admin", params=whose)["ended"] == 2
+    assert [browser.send("GET", "/admin/regions").status_code for browser in (one, two, other)] == [401, 401, 200]
+    ended = ask("GET", "/admin/audit", role="admin", params={"kind": "session"})["data"][0]
+    assert (ended["actor"], ended["subject"], ended["after"]["ended"]) == ("admin", whose["subject"], 2)
+    one.sign_in(secrets["operator"])
+
+
 def test_sessions_end_with_the_key_that_they_began_with(browser: Browser, ask: Ask, database: Database) -> None:
     for end in ("revoke", "rotate", "expire"):
         made = ask("POST", "/admin/keys", role="admin", json={"name": end, "role": "operator"}, status=201)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from controlplane.serving.openai_fields import FAULTS_MAX
+from controlplane.bodies import FAULTS_MAX
 from controlplane.store.tables import Role
 from tests.controlplane.api.gateway import Gateway, assert_error, running_gateway
 from tests.controlplane.world import PATIENCE_S, FakeAgent, World, until
