@@ -188,16 +188,16 @@ async def test_a_stream_of_a_draining_instance_goes_on_after_its_worker_was_lost
         await node.hold(1, instance(), instance("i2", name="ebb"), instance("i3", name="flood"))
         worker, events = node.agent.workers[0], []
         killed = worker.pid
-        async for event in stream(node, generate("last", max_tokens=300)):
+        async for event in stream(node, generate("last", max_tokens=2000)):
             events.append(event)
-            if len(events) == 20:
+            if worker.pid == killed and len(token_ids(events)) >= 20:
                 ebb = instance("i2", name="ebb", draining=True)
                 node.agent.apply(desired(2, instance(draining=True), ebb, instance("i3", name="flood")))
                 await node.until(lambda: node.states() == {"i1": "draining", "i3": "ready"})
                 kill(node, "both")
                 await node.until(lambda: node.states() == {"i1": "loading", "i3": "loading"})
-        assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=300)
-        assert len(token_ids(events)) == 300
+        assert events[-1] == Finished(finish_reason="length", prompt_tokens=3, completion_tokens=2000)
+        assert len(token_ids(events)) == 2000
         assert worker.pid not in (None, killed)
         await node.until(lambda: node.states() == {"i3": "ready"})
 
