@@ -329,5 +329,21 @@ class HostModels:
             model.host, model.cached, model.copies = None, None, []
 
     def _fill(self, model: HostModel, host: torch.Tensor) -> None:
-        """Read the parts of all ranks."""
+        """Read the parts of all ranks.
+
+        Raises:
+            ModelLoadError: a file cannot be read, or is another one than when the model was built: its KV is of the
+                former weights, and the node's other slots know those by the same key.
+        """
+        _check_unchanged(model)
         read_weights(model.pairs, model.skeleton, torch.split(host, model.skeleton.size_bytes))
+        _check_unchanged(model)
+
+
+def _check_unchanged(model: HostModel) -> None:
+    try:
+        key = cache_key(model.folder, model.skeleton, model.pairs)
+    except OSError as error:
+        raise ModelLoadError(f"a checkpoint file cannot be read: {error}") from error
+    if key != model.key:
+        raise ModelLoadError(f"{model.folder}: the checkpoint changed since it was loaded")

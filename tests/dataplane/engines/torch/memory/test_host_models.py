@@ -1,5 +1,7 @@
 """Host copies: who waits when host memory is short, for how long, and who gives back, when, on which thread."""
 
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,7 @@ from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
 from tests.dataplane.engines.torch.tiny import spec_of
+from tests.event_loop import PATIENCE_S
 
 Checkpoint = Callable[[str], Path]
 NAMES = ("llama", "qwen3")
@@ -59,17 +62,17 @@ class Slot:
     def prepare(self, name: str, models: HostModels | None = None) -> HostModel:
         return (models or self.models).prepare(name, self.checkpoint(name), slabs_max=10**6)
 
-    def step(self, model: HostModel) -> bool:
+    def step(self, model: HostModel, models: HostModels | None = None) -> bool:
         """What the engine does between two steps, and whether the model is there then."""
-        self.models.release_spare()
-        return self.models.ready(model)
+        models = models or self.models
+        models.release_spare()
+        return models.ready(model)
 
-    def until_ready(self, model: HostModel) -> None:
-        for _ in range(2000):
-            if self.step(model):
-                return
+    def until_ready(self, model: HostModel, models: HostModels | None = None) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while not self.step(model, models):
+            assert time.monotonic() < until_s, f"{model.name} never came"
             threading.Event().wait(0.001)
-        raise AssertionError(f"{model.name} never came")
 
 
 @pytest.fixture
@@ -233,6 +236,46 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
         slot.models.release_spare()
     assert unpinned_by == [threading.get_ident()]
     assert postponed.host is None
+
+
+@pytest.mark.parametrize("when", ["before it is read", "while it is read", "removed"])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_checkpoint_that_changed_since_its_model_was_built_is_not_read_again(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, has_cache: bool
+) -> None:
+    """The model's KV is of the former weights, and other slots know those by the same key."""
+    folders = {name: Path(shutil.copytree(checkpoint(name), tmp_path / name)) for name in NAMES}
+    slot = Slot(folders.__getitem__, tmp_path / "cache")
+    models = slot.models if has_cache else slot.host_models(None)
+    model = slot.prepare("llama", models)
+    models.release_copy(model)
+    models.release_spare()
+    slot.prepare("qwen3")  # takes its place in the cache
+    slot.models.forget("qwen3")
+    slot.models.release_spare()
+    weights, read = folders["llama"] / "model.safetensors", host_models.read_weights
+
+    def replacing(*what: Any) -> None:
+        read(*what)
+        os.utime(weights, (0, 0))
+
+    if when == "while it is read":
+        monkeypatch.setattr(host_models, "read_weights", replacing)
+    elif when == "removed":
+        weights.unlink()
+    else:
+        os.utime(weights, (0, 0))
+    error = "No such file" if when == "removed" else "the checkpoint changed since it was loaded"
+    with pytest.raises(ModelLoadError, match=error):
+        slot.until_ready(model, models)
+    assert model.host is None
+    assert not list((tmp_path / "cache").glob("llama*"))
+    monkeypatch.undo()
+    models.forget("llama")
+    if when != "removed":
+        assert slot.prepare("llama", models).key != model.key
+    models.close()
+    slot.models.close()
 
 
 def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
