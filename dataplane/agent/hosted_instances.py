@@ -109,6 +109,11 @@ class HostedInstances:
         hosted = self._hosted.get(instance_id)
         return None if hosted is None or hosted.drained else hosted
 
+    @property
+    def loads(self) -> bool:
+        """Whether the process has a load that it has not answered yet."""
+        return any(hosted.load_serial is not None for hosted in self._hosted.values())
+
     def fetches(self) -> dict[str, ProgressLog]:
         """The progress of each checkpoint that is being fetched, by instance."""
         return {hosted.instance_id: hosted.fetch for hosted in self._hosted.values() if hosted.fetch is not None}

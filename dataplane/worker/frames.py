@@ -128,7 +128,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """The statistics of the engine; sent when they changed, at most every 0.25 s."""
+    """The statistics of the engine; sent when they changed, at most every 0.25 s, or else every 2 s."""
 
     stats: EngineStats
 

@@ -52,6 +52,8 @@ from dataplane.worker.frames import (
 log = structlog.get_logger()
 
 STATS_EVERY_S = 0.25
+STATS_REPEAT_S = 2.0
+"""How often statistics are sent although they are the same, so that the agent sees that the main loop runs."""
 PREPARE_RETRY_S = 0.25
 """Delay before a load that found too little host memory is queued again."""
 COMMANDS_MAX = 2048
@@ -112,7 +114,7 @@ class Worker:
         self._loaded: set[str] = set()
         self._spans = RequestSpans()
         self._sent_stats: EngineStats | None = None
-        self._stats_sent_s = 0.0
+        self._stats_made_s = self._stats_sent_s = 0.0
 
     def run(self) -> None:
         """Report the first statistics, which tell that the engine is ready; then handle commands until None."""
@@ -126,7 +128,7 @@ class Worker:
                 self._handle(command)
             self._retry_loads()
             self._step()
-            if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
+            if time.monotonic() - self._stats_made_s >= STATS_EVERY_S:
                 self._send_stats()
 
     def _take_commands(self) -> list[Command | Prepared | Compiled | None]:
@@ -276,9 +278,10 @@ class Worker:
 
     def _send_stats(self, *, always: bool = False) -> None:
         stats = self._engine.stats()
-        self._stats_sent_s = time.monotonic()
+        self._stats_made_s = time.monotonic()
+        always = always or self._stats_made_s - self._stats_sent_s >= STATS_REPEAT_S
         if always or _without_time(stats) != self._sent_stats:
-            self._sent_stats = _without_time(stats)
+            self._sent_stats, self._stats_sent_s = _without_time(stats), self._stats_made_s
             self._send(Stats(stats=stats))
 
 

@@ -12,6 +12,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.memory.model_cache import HostMemoryError
 from dataplane.protocol.errors import BadRequestError, DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import Constraint, ModelSpec
+from dataplane.worker import main as worker_main
 from dataplane.worker.frames import (
     Add,
     Cancel,
@@ -148,6 +149,14 @@ def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
             "release r2",
             "load i1 tide",
         ]
+
+
+def test_an_idle_worker_goes_on_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the agent sees when one hangs."""
+    monkeypatch.setattr(worker_main, "STATS_REPEAT_S", 0.0)
+    with running() as bench:
+        for _ in range(3):
+            bench.report(lambda report: isinstance(report, Stats))
 
 
 def test_loads_queue_and_each_is_answered() -> None:
