@@ -204,10 +204,10 @@ class HostedInstances:
             self._send_load(adapter)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
-        """The worker could not load an instance; it is tried again later."""
+        """The worker could not load an instance, or has unloaded one that failed later; it is tried again later."""
         hosted = self._hosted.get(instance_id)
-        if hosted is not None and hosted.load_serial == serial:
-            hosted.load_serial = None  # so that it is not unloaded
+        if hosted is not None and (hosted.load_serial == serial or hosted.state in ("ready", "draining")):
+            hosted.load_serial = None  # the worker does not have it
             self._fail(hosted, error)
 
     def settle(self, instance_id: str) -> None:

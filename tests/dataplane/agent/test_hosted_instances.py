@@ -101,3 +101,22 @@ async def test_an_instance_that_fails_while_the_worker_loads_it_is_unloaded(monk
     answer_load(hosted, sent)
     assert state_of(hosted) == ("ready", None)
     hosted.close()
+
+
+@asynchronous
+async def test_an_instance_that_failed_after_its_load_is_loaded_anew_later() -> None:
+    sent = list[Command]()
+    hosted = hosting(load_retry_s=0.0)
+    hosted.follow([instance()])
+    hosted.worker_ready(sent.append)
+    await until(lambda: len(sent) == 1)
+    answer_load(hosted, sent)
+    assert isinstance(sent[0], Load)
+    hosted.load_failed("i1", sent[0].serial, "its weights cannot be read")
+    assert state_of(hosted) == ("failed", "its weights cannot be read")
+    await until(lambda: isinstance(sent[-1], Load) and sent[-1] != sent[0])
+    hosted.load_failed("i1", sent[0].serial, "an answer to the former load")
+    assert state_of(hosted) == ("loading", None)
+    answer_load(hosted, sent)
+    assert state_of(hosted) == ("ready", None)
+    hosted.close()

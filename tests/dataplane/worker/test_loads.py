@@ -41,6 +41,7 @@ class GatedEngine:
         self.short: queue.Queue[str] = queue.Queue()
         """Each failed try of a load that does not fit."""
         self.working = False
+        self.failed: dict[str, str] = {}
 
     def gate(self, name: str) -> threading.Event:
         return self.gates.setdefault(name, threading.Event())
@@ -64,6 +65,7 @@ class GatedEngine:
 
     def unload(self, instance_id: str) -> None:
         self.calls.append(f"unload {instance_id}")
+        self.failed.pop(instance_id, None)
 
     def compile(self, request: EngineRequest) -> None:
         assert self.gate(request.request_id).wait(30)
@@ -86,7 +88,7 @@ class GatedEngine:
         return [EngineOutput(request_id="busy", token_ids=(1,))]
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(failed=dict(self.failed))
 
 
 class Bench:
@@ -149,6 +151,19 @@ def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
             "release r2",
             "load i1 tide",
         ]
+
+
+def test_an_instance_that_failed_after_its_load_is_unloaded_and_reported_once() -> None:
+    with running() as bench:
+        for number, name in enumerate(("tide", "ebb"), start=1):
+            bench.engine.gate(name).set()
+            bench.send(load(f"i{number}", number, name))
+            assert bench.answer() == Loaded(instance_id=f"i{number}", serial=number)
+        bench.engine.failed = {"i1": "its weights cannot be read"}
+        assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error="its weights cannot be read")
+        bench.send(load("i1", 3, "tide"))
+        assert bench.answer() == Loaded(instance_id="i1", serial=3)
+        assert [call for call in bench.engine.calls if call.startswith("unload")] == ["unload i1"]
 
 
 def test_an_idle_worker_goes_on_reporting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Host copies: who waits when host memory is short, for how long, and who gives back, when, on which thread."""
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -22,6 +23,7 @@ from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.memory.events import FlagEvent
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError
+from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
 from tests.dataplane.engines.torch.tiny import spec_of
 from tests.event_loop import PATIENCE_S
@@ -295,4 +297,39 @@ def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
     pool = engine.stats().pool
     assert pool is not None
     assert pool.unpinned == "0 bytes of host memory are not pinned: ulimit -l is 8 bytes"
+    engine.close()
+
+
+def test_the_engine_reports_a_model_that_can_no_longer_be_read_until_it_is_loaded_anew(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one for which host memory is short: it can be read later."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    engine = TorchEngine(slot_for_one([folder], kv_bytes=2**17, cache_folder=tmp_path / "cache"), time.monotonic)
+    engine.load("a", spec_of("llama", folder))
+
+    def ask(request_id: str) -> str | None:
+        engine.add(request(request_id, [1, 2, 3], instance_id="a", max_tokens=2))
+        return drain(engine, steps_max=10**6).errors.get(request_id)
+
+    def short(_: HostModel) -> bool:
+        raise ModelLoadError("host memory was full") from HostMemoryError("7 bytes lack")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.host_models, "ready", short)
+        assert "host memory was full" in (ask("short") or "")
+        assert engine.stats().failed == {}
+    engine.host_models.release_copy(engine.models["llama"].weights)
+    engine.host_models.release_spare()
+    next((tmp_path / "cache").glob("*.model")).unlink()
+    os.utime(folder / "model.safetensors", (0, 0))
+    changed = "its weights cannot be read: .* the checkpoint changed since it was loaded"
+    assert re.search(changed, ask("changed") or "")
+    failed = engine.stats().failed
+    assert list(failed) == ["a"]
+    assert re.match(changed, failed["a"])
+    engine.unload("a")
+    engine.load("a", spec_of("llama", folder))
+    assert ask("again") is None
+    assert engine.stats().failed == {}
     engine.close()
