@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from dataplane.worker.frames import (
 )
 from dataplane.worker.main import Worker
 from tests.dataplane.replay_node import model
+from tests.event_loop import PATIENCE_S
 
 
 class GatedEngine:
@@ -105,10 +107,10 @@ class Bench:
 
     def report(self, wanted: Callable[[Report], bool]) -> Report:
         """The next report that is wanted; those before it are dropped."""
-        while True:
-            report = self.reports.get(timeout=30)
-            if wanted(report):
-                return report
+        until_s = time.monotonic() + PATIENCE_S
+        while not wanted(report := self.reports.get(timeout=PATIENCE_S)):
+            assert time.monotonic() < until_s, "only other reports come"
+        return report
 
     def answer(self) -> Report:
         """The next answer to a load."""
