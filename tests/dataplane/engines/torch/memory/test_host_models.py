@@ -162,6 +162,65 @@ def test_two_preparers_of_a_new_model_build_it_once(slot: Slot, monkeypatch: pyt
     assert first.result().host is not None
 
 
+def test_a_model_is_read_again_while_another_one_is_prepared(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = Slot(checkpoint, tmp_path / "small")
+    models = slot.host_models(ModelCache(tmp_path / "large", 10 * slot.size_bytes))
+    resident = slot.prepare("llama", models)
+    models.release_copy(resident)
+    reading, go_on, read = threading.Event(), threading.Event(), host_models.read_weights
+
+    def slow(*what: Any) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        read(*what)
+
+    monkeypatch.setattr(host_models, "read_weights", slow)
+    with ThreadPoolExecutor(1) as loader:
+        other = loader.submit(slot.prepare, "qwen3", models)
+        assert reading.wait(PATIENCE_S)
+        try:
+            slot.until_ready(resident, models)
+            assert not other.done()
+        finally:
+            go_on.set()
+        assert other.result().host is not None
+    models.close()
+    slot.models.close()
+
+
+def test_a_model_that_is_read_again_and_prepared_at_once_is_read_once(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = Slot(checkpoint, tmp_path)
+    model = slot.prepare("llama")
+    slot.models.release_copy(model)
+    slot.models.release_spare()
+    next(tmp_path.glob("*.model")).unlink()
+    reads, go_on, read = list[int](), threading.Event(), host_models.read_weights
+
+    def slow(*what: Any) -> None:
+        reads.append(threading.get_ident())
+        assert go_on.wait(PATIENCE_S)
+        read(*what)
+
+    monkeypatch.setattr(host_models, "read_weights", slow)
+    while not reads:
+        assert not slot.step(model)
+    with ThreadPoolExecutor(1) as loader:
+        prepared = loader.submit(slot.prepare, "llama")
+        with pytest.raises(TimeoutError):
+            prepared.result(0.05)  # it waits for the reading thread
+        go_on.set()
+        assert prepared.result() is model
+    slot.until_ready(model)
+    assert len(reads) == 1
+    assert model.cached is not None
+    assert model.cached.path.exists()
+    slot.models.close()
+
+
 def test_a_copy_in_flight_keeps_its_source_pinned(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
 ) -> None:
