@@ -46,7 +46,7 @@ class HostedInstance:
     while they loaded it. `reloading`: it was ready or draining until its process was lost.
     `retry`: when a failed load is repeated. `orphaned`: it failed as processes died. `wanted_s`: since when its load
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
-    it is no longer desired. `fetch`: the progress of its checkpoint's download.
+    it is no longer desired. `task`: its latest load; `fetch`: the progress of its checkpoint's download.
     """
 
     desired: DesiredInstance
@@ -61,6 +61,7 @@ class HostedInstance:
     orphaned: bool = False
     drained: bool = False
     retry: asyncio.TimerHandle | None = None
+    task: asyncio.Task[None] | None = None
     fetch: ProgressLog | None = None
     wanted_s: float = field(default_factory=time.monotonic)
 
@@ -107,6 +108,11 @@ class HostedInstances:
         """The instance, unless it is unknown or drained."""
         hosted = self._hosted.get(instance_id)
         return None if hosted is None or hosted.drained else hosted
+
+    @property
+    def loads(self) -> bool:
+        """Whether the process has a load that it has not answered yet."""
+        return any(hosted.load_serial is not None for hosted in self._hosted.values())
 
     def fetches(self) -> dict[str, ProgressLog]:
         """The progress of each checkpoint that is being fetched, by instance."""
@@ -199,9 +205,10 @@ class HostedInstances:
             self._send_load(adapter)
 
     def load_failed(self, instance_id: str, serial: int, error: str) -> None:
-        """The worker could not load an instance; it is tried again later."""
+        """The worker could not load an instance, or has unloaded one that failed later; it is tried again later."""
         hosted = self._hosted.get(instance_id)
-        if hosted is not None and hosted.load_serial == serial:
+        if hosted is not None and (hosted.load_serial == serial or hosted.state in ("ready", "draining")):
+            hosted.load_serial = None  # the worker does not have it
             self._fail(hosted, error)
 
     def settle(self, instance_id: str) -> None:
@@ -250,7 +257,6 @@ class HostedInstances:
         """Fail the instance where the worker cannot run its new engine. A new process for it loads the instance."""
         refusal = self._refusal(hosted.desired)
         if refusal is not None:
-            self._release(hosted)
             self._fail(hosted, refusal)
         elif hosted.state == "failed":
             self._load(hosted)
@@ -273,9 +279,11 @@ class HostedInstances:
             hosted.retry.cancel()
         hosted.wanted_s = time.monotonic()
         hosted.state, hosted.error, hosted.retry, hosted.orphaned = "loading", None, None, False
-        task = asyncio.get_running_loop().create_task(self._load_tokenizer(hosted))
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        if hosted.task is not None:
+            hosted.task.cancel()  # it would end when the instance may be loaded already
+        hosted.task = asyncio.get_running_loop().create_task(self._load_tokenizer(hosted))
+        self._loads.add(hosted.task)
+        hosted.task.add_done_callback(self._loads.discard)
 
     async def _load_tokenizer(self, hosted: HostedInstance) -> None:
         """Fetch the checkpoint, read the tokenizer and check the parsers, then let the process load the weights."""
@@ -305,13 +313,14 @@ class HostedInstances:
         path = hosted.desired.model.checkpoint.path
         if not is_remote(path):
             return str(local_checkpoint(path, self._sources))
-        hosted.fetch = ProgressLog(path, is_wanted=lambda: self.get(hosted.instance_id) is hosted)
+        progress = hosted.fetch = ProgressLog(path, is_wanted=lambda: self.get(hosted.instance_id) is hosted)
         weights = self._engine != "replay"
-        fetch = partial(local_checkpoint, path, self._sources, hosted.fetch, weights=weights)
+        fetch = partial(local_checkpoint, path, self._sources, progress, weights=weights)
         try:
             return str(await in_own_thread(fetch))
         finally:
-            hosted.fetch = None
+            if hosted.fetch is progress:  # not that of the load that overtook this one
+                hosted.fetch = None
 
     def _send_load(self, hosted: HostedInstance) -> None:
         waits = hosted.state == "loading" and hosted.tokenizer is not None and hosted.load_serial is None
@@ -359,10 +368,12 @@ class HostedInstances:
         return any(one.desired.draining and one.desired.model.name == name for one in others if one is not hosted)
 
     def _fail(self, hosted: HostedInstance, error: str, *, orphaned: bool = False) -> None:
+        """Unload the instance, if the process may have it, and try again later."""
         if self.get(hosted.instance_id) is not hosted:
             return
+        self._release(hosted)
         log.warning("load failed", instance=hosted.instance_id, model=hosted.desired.model.name, error=error)
-        hosted.state, hosted.error, hosted.load_serial, hosted.orphaned = "failed", error, None, orphaned
+        hosted.state, hosted.error, hosted.orphaned = "failed", error, orphaned
         hosted.retry = asyncio.get_running_loop().call_later(self._load_retry_s, self._load, hosted)
         self._on_change(hosted.instance_id)
 

@@ -222,6 +222,9 @@ class AgentSettings(BaseSettings):
     """worker processes that may die under a request before it fails"""
     worker_wait_max_s: float = Field(45.0, gt=0)
     """how long a request waits for a worker after losing one"""
+    worker_silent_max_s: float = Field(600.0, ge=0)
+    """how long a worker with requests may report nothing before it is replaced; longer than its longest step; 0: for
+    ever"""
     load_retry_s: float = Field(30.0, gt=0)
     """delay before a failed model load is retried"""
     handover_max_s: float = Field(20.0, ge=0)

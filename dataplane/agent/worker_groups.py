@@ -145,6 +145,9 @@ class WorkerGroup:
         adapters = (one.instance_id for one in self._desired.values() if one.host == instance_id)
         return self.dispatcher.has(instance_id) or any(self.dispatcher.has(adapter) for adapter in adapters)
 
+    def has_requests(self, worker: WorkerSupervisor) -> bool:
+        return self.dispatcher.count(worker.index) > 0
+
     def instance_changed(self, instance_id: str) -> None:
         """End the requests of an instance that failed; send those that waited for a worker with it."""
         if self._state(instance_id) == "failed" and not self._orphaned(instance_id):

@@ -64,8 +64,12 @@ class WorkerLink:
         self._writer.write(encode_frame(command))
         if self.unread_bytes > UNREAD_BYTES_MAX:
             log.error("worker does not read its commands; ended", pid=self.pid, unread_bytes=self.unread_bytes)
-            self._process.kill()
-            self._writer.transport.abort()
+            self.kill()
+
+    def kill(self) -> None:
+        """End the worker, whatever it is doing; `reports` then ends too."""
+        self._process.kill()
+        self._writer.transport.abort()
 
     def hang_up(self) -> None:
         """Close the socket, which ends the worker; `reports` then ends too."""

@@ -51,6 +51,10 @@ START_FAILURES_MAX = 2
 """Processes in a row that may end before they report, until the worker's instances count as failed. The supervisor goes
 on to start others, and the first one that reports loads the instances again.
 """
+SILENT_LOOKS = 20
+"""How often a process is looked at in `worker_silent_max_s`. Looks without a report are counted, not seconds: the agent
+or the whole machine may have been stopped for a while.
+"""
 
 
 StartWorker = Callable[[Configure, Mapping[str, str]], Awaitable[WorkerLink]]
@@ -76,6 +80,9 @@ class WorkerOwner(Protocol):
 
     def in_use(self, instance_id: str) -> bool:
         """Whether requests of an instance are in flight."""
+
+    def has_requests(self, worker: "WorkerSupervisor") -> bool:
+        """Whether requests are on a worker."""
 
     def instance_changed(self, instance_id: str) -> None:
         """An instance was added to a worker, removed from it, or changed its state there."""
@@ -124,6 +131,8 @@ class WorkerSupervisor:
         self._alone = (index,) in settings.groups
         self._link: WorkerLink | None = None
         self._reported = False
+        self._reports = 0
+        """Of all processes so far."""
         self.replaced = False
         """Whether the process is ended so that one with another engine can start."""
         self._process_started_s = time.monotonic()
@@ -263,16 +272,38 @@ class WorkerSupervisor:
         log.info("worker started", worker=self.index, kind=self.kind, engine=engine, pid=link.pid)
         if self.replaced:
             link.hang_up()
+        watch = asyncio.create_task(self._watch(link, engine))
         try:
             async for report in link.reports():
                 self._receive(report)
         finally:
+            watch.cancel()
             self._link = None
             status = await link.stop()
             if kv_file is not None:
                 kv_file.unlink(missing_ok=True)
                 event_file(kv_file).unlink(missing_ok=True)
         return status
+
+    async def _watch(self, link: WorkerLink, engine: EngineKind) -> None:
+        """Kill the process if it has work and reports nothing for `worker_silent_max_s`: it hangs."""
+        limit_s = self._settings.worker_silent_max_s
+        looks = 0
+        while limit_s and looks < SILENT_LOOKS:
+            before = self._reports
+            await asyncio.sleep(limit_s / SILENT_LOOKS)
+            looks = looks + 1 if self._reports == before and self._owes_report(engine) else 0
+        if limit_s:
+            log.error("worker is silent; ended", worker=self.index, pid=link.pid, worker_silent_max_s=limit_s)
+            link.kill()
+
+    def _owes_report(self, engine: EngineKind) -> bool:
+        """Whether the process must report something soon. Its engine runs on the thread that reports: vLLM builds a
+        model there, which may take any time. Other engines read models on another one.
+        """
+        if not self._reported or self.replaced or (engine == "vllm" and self.hosted.loads):
+            return False
+        return self.hosted.loads or self._owner.has_requests(self)
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
@@ -287,6 +318,7 @@ class WorkerSupervisor:
         self._owner.worker_lost(self, died=not self.replaced)
 
     def _receive(self, report: Report) -> None:
+        self._reports += 1
         match report:
             case Stats():
                 self.stats, self.stats_s = report.stats, time.monotonic()

@@ -200,13 +200,15 @@ class PoolStats(Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(Struct, frozen=True, kw_only=True):
-    """Load of a slot. `resident_models`: those whose weights are whole on it. Totals are since the start; so are
+    """Load of a slot. `failed`: instances that can answer nothing any more, with the reason; their owner unloads them.
+    `resident_models`: those whose weights are whole on it. Totals are since the start; so are
     `prefix_query_tokens`, the tokens of prefilled requests by model, `prefix_hit_tokens`, those of them whose KV was
     cached, and those in `extra`: `preemptions`, `recomputed` (dropped KV), `swapped_out`, `swapped_in` (transfers of
     one request's KV).
     """
 
     instances: tuple[InstanceStats, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
     resident_models: tuple[str, ...] = ()
     switches_total: int = 0
     steps_total: int = 0

@@ -24,12 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dataplane.protocol.errors import DataplaneError
-from dataplane.runtime.private_folder import PrivateFolder, find_folder, make_folder
+from dataplane.runtime.private_folder import NotPrivateError, PrivateFolder, find_folder, make_folder
 
 _COMPLETE = ".model"
 _FILLING = ".filling"
 _REQUEST = "room-wanted"
 _REQUEST_S = 1.0
+_REQUEST_BYTES = 32
+"""Written over those of the former request, so that a request for space needs none."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the one place where files are shared memory
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NAME_CHARACTERS_MAX = 64
@@ -166,15 +168,18 @@ class ModelCache:
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
 
     def request_space(self) -> None:
-        """Ask the other workers of the node to release files that they do not need."""
-        with self._folder.opened(_REQUEST, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as descriptor:
-            os.write(descriptor, str(os.getpid()).encode())
+        """Ask the other workers of the node to release files that they do not need. On a full file system this worker
+        may count as one of them.
+        """
+        with suppress(OSError, NotPrivateError), self._folder.opened(_REQUEST, os.O_RDWR | os.O_CREAT) as descriptor:
+            _touch(descriptor)
+            os.write(descriptor, f"{os.getpid():<{_REQUEST_BYTES}}".encode())
 
     def space_is_requested(self) -> bool:
         """Whether another worker requested space within the last second."""
         with suppress(OSError), self._folder.opened(_REQUEST, os.O_RDONLY) as descriptor:
             recent = time.time() - os.fstat(descriptor).st_mtime < _REQUEST_S
-            return recent and os.read(descriptor, 32) != str(os.getpid()).encode()
+            return recent and os.read(descriptor, _REQUEST_BYTES).strip() != str(os.getpid()).encode()
         return False
 
     def _map_complete(self, file: str) -> CachedModel:

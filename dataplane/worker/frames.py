@@ -64,7 +64,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load an instance; answered by Loaded or LoadFailed with the same `serial`."""
+    """Load an instance; answered by Loaded or LoadFailed with the same `serial`, or by Loaded and later LoadFailed."""
 
     instance_id: str
     serial: int
@@ -104,7 +104,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True, tag="load_failed"):
-    """The instance is not loaded, and holds no memory."""
+    """The instance is not loaded, or no more, and holds no memory."""
 
     instance_id: str
     serial: int
@@ -128,7 +128,7 @@ class Outputs(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """The statistics of the engine; sent when they changed, at most every 0.25 s."""
+    """The statistics of the engine; sent when they changed, at most every 0.25 s, or else every 2 s."""
 
     stats: EngineStats
 

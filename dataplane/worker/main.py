@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader
@@ -52,6 +52,8 @@ from dataplane.worker.frames import (
 log = structlog.get_logger()
 
 STATS_EVERY_S = 0.25
+STATS_REPEAT_S = 2.0
+"""How often statistics are sent although they are the same, so that the agent sees that the main loop runs."""
 PREPARE_RETRY_S = 0.25
 """Delay before a load that found too little host memory is queued again."""
 COMMANDS_MAX = 2048
@@ -109,10 +111,11 @@ class Worker:
         self._host_wait_max_s = host_wait_max_s
         self._prepare_retry_s = prepare_retry_s
         self._loading: dict[str, Loading] = {}
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, int] = {}
+        """The serial of the Load, by instance."""
         self._spans = RequestSpans()
         self._sent_stats: EngineStats | None = None
-        self._stats_sent_s = 0.0
+        self._stats_made_s = self._stats_sent_s = 0.0
 
     def run(self) -> None:
         """Report the first statistics, which tell that the engine is ready; then handle commands until None."""
@@ -126,7 +129,7 @@ class Worker:
                 self._handle(command)
             self._retry_loads()
             self._step()
-            if time.monotonic() - self._stats_sent_s >= STATS_EVERY_S:
+            if time.monotonic() - self._stats_made_s >= STATS_EVERY_S:
                 self._send_stats()
 
     def _take_commands(self) -> list[Command | Prepared | Compiled | None]:
@@ -208,7 +211,7 @@ class Worker:
             self._send(LoadFailed(instance_id=load.instance_id, serial=load.serial, error=text))
             return
         del self._loading[load.instance_id]
-        self._loaded.add(load.instance_id)
+        self._loaded[load.instance_id] = load.serial
         self._send_stats(always=True)
         self._send(Loaded(instance_id=load.instance_id, serial=load.serial))
 
@@ -233,8 +236,7 @@ class Worker:
                 loading.future.cancel()
             cancelled = "unloaded while it was loading"
             self._send(LoadFailed(instance_id=instance_id, serial=loading.load.serial, error=cancelled))
-        if instance_id in self._loaded:
-            self._loaded.remove(instance_id)
+        if self._loaded.pop(instance_id, None) is not None:
             self._engine.unload(instance_id)
         self._send_stats(always=True)
 
@@ -276,10 +278,21 @@ class Worker:
 
     def _send_stats(self, *, always: bool = False) -> None:
         stats = self._engine.stats()
-        self._stats_sent_s = time.monotonic()
+        if stats.failed:
+            self._unload_failed(stats.failed)
+            stats = self._engine.stats()
+        self._stats_made_s = time.monotonic()
+        always = always or self._stats_made_s - self._stats_sent_s >= STATS_REPEAT_S
         if always or _without_time(stats) != self._sent_stats:
-            self._sent_stats = _without_time(stats)
+            self._sent_stats, self._stats_sent_s = _without_time(stats), self._stats_made_s
             self._send(Stats(stats=stats))
+
+    def _unload_failed(self, failed: Mapping[str, str]) -> None:
+        """Unload instances that can answer nothing any more, so that they are loaded anew."""
+        for instance_id, error in failed.items():
+            serial = self._loaded.pop(instance_id)
+            self._engine.unload(instance_id)
+            self._send(LoadFailed(instance_id=instance_id, serial=serial, error=error))
 
 
 def _without_time(stats: EngineStats) -> EngineStats:

@@ -80,6 +80,8 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         self.models: dict[str, ModelT] = {}
         self._model_of: dict[str, ModelT] = {}
         """By instance."""
+        self._failed: dict[str, str] = {}
+        """Models that can answer nothing until they are loaded anew, with the reason."""
         self.requests = RequestTable(self.models, kv, settings.turns.prefill, clock)
         self._by_deadlines = settings.turns.time_slices == "deadlines"
         self._allocator = KvAllocator(
@@ -221,6 +223,7 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
         if not model.instances:
             self._forget_model(model)
             del self.models[model.name]
+            self._failed.pop(model.name, None)
 
     def compile(self, request: EngineRequest) -> None:
         """See `Engine.compile`.
@@ -397,6 +400,11 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
                 for model in self.models.values()
                 for instance_id in sorted(model.instances)
             ),
+            failed={
+                instance_id: reason
+                for name, reason in self._failed.items()
+                for instance_id in sorted(self.models[name].instances)
+            },
             resident_models=self._resident_models(now_s),
             switches_total=self._log.switches_total,
             steps_total=self._log.steps_total,

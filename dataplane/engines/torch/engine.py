@@ -38,7 +38,7 @@ from dataplane.engines.torch.report import memory_stats
 from dataplane.engines.torch.settings import TorchEngineSettings
 from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watch
 from dataplane.memory.events import TransferError
-from dataplane.memory.model_cache import ModelCache
+from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.memory.slabs import SlabArena
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import ModelSpec
@@ -281,7 +281,10 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         try:
             return self.host_models.ready(model.weights)
         except Exception as error:  # whatever a file system does, the slot's other models continue
-            self._fail(model, f"its weights cannot be read: {error}")
+            reason = f"its weights cannot be read: {error}"
+            if not isinstance(error.__cause__, HostMemoryError):
+                self._failed[model.name] = reason
+            self._fail(model, reason)
             return False
 
     def _run(self, turn: Turn, model: TorchModel, now_s: float) -> Made[SequenceKv] | None:

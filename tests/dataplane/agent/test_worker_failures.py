@@ -17,6 +17,7 @@ from dataplane.protocol.messages import Finished, Sampling
 from dataplane.worker.frames import LENGTH, Cancel, Configure
 from tests.dataplane.replay_node import Node, OpenLink, generate, instance, running_node, settings
 from tests.dataplane.streams import read, token_ids
+from tests.event_loop import PATIENCE_S
 
 SLOT = WorkerSettings(gpus=1, memory_bytes=2 * 2**20)
 TOKENS = 400
@@ -106,6 +107,34 @@ def test_a_worker_whose_report_cannot_be_read_is_replaced(frame: bytes) -> None:
                 os.kill(pid, 0)
             await node.until(lambda: node.states() == {"i1": "ready", "i2": "ready"})
             assert isinstance((await read(node, generate("again")))[-1], Finished)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_hangs_while_it_has_requests_is_replaced_and_they_go_on() -> None:
+    """One without work may be silent."""
+
+    async def scenario() -> None:
+        patient = {"worker_losses_max": 1000, "worker_wait_max_s": PATIENCE_S}  # a busy machine is silent at times, too
+        async with running_node(two_slots(worker_silent_max_s=3.0, **patient)) as node:
+            await node.hold(1, instance(), instance("i2", slot=1, name="other"))
+            busy, idle = node.agent.workers
+            pid, idle_pid = busy.pid, idle.pid
+            assert pid is not None
+            assert idle_pid is not None
+            sampling = Sampling(max_tokens=TOKENS, temperature=0.0)
+            stream = asyncio.create_task(read(node, generate("long", sampling=sampling)))
+            await node.until(lambda: busy.stats.tokens_total > 5)
+            suspend(idle_pid)
+            suspend(pid)
+            with capture_logs() as logs:
+                await node.until(lambda: busy.pid not in (None, pid))
+            assert "worker is silent; ended" in [line["event"] for line in logs]
+            assert idle.pid == idle_pid
+            os.kill(idle_pid, SIGCONT)
+            events = await stream
+            assert isinstance(events[-1], Finished), events[-1]
+            assert len(token_ids(events)) == TOKENS
 
     asyncio.run(scenario())
 

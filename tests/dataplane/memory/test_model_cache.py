@@ -269,6 +269,32 @@ def test_a_full_file_system_is_an_error_and_not_a_crash(tmp_path: Path, monkeypa
     assert models(tmp_path) == {"a"}
 
 
+def test_a_request_for_space_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, request = ModelCache(tmp_path, 100), tmp_path / "room-wanted"
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache.request_space()
+    assert not cache.space_is_requested(), "this process itself did"
+    with monkeypatch.context() as other:
+        other.setattr(os, "getpid", lambda: 1)
+        assert cache.space_is_requested()
+        os.utime(request, (0, 0))
+        assert not cache.space_is_requested()
+        with monkeypatch.context() as device:
+            device.setattr(os, "write", full)
+            cache.request_space()
+        assert request.stat().st_size > 0, "its page stays, which another would take"
+        assert cache.space_is_requested()
+        cache.request_space()
+    assert cache.space_is_requested()
+    request.unlink()
+    monkeypatch.setattr(os, "open", full)
+    cache.request_space()
+    assert not request.exists()
+
+
 def test_another_fault_of_the_file_system_is_no_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(descriptor: int, offset: int, length: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.memory.model_cache import HostMemoryError
 from dataplane.protocol.errors import BadRequestError, DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import Constraint, ModelSpec
+from dataplane.worker import main as worker_main
 from dataplane.worker.frames import (
     Add,
     Cancel,
@@ -28,6 +30,7 @@ from dataplane.worker.frames import (
 )
 from dataplane.worker.main import Worker
 from tests.dataplane.replay_node import model
+from tests.event_loop import PATIENCE_S
 
 
 class GatedEngine:
@@ -40,6 +43,7 @@ class GatedEngine:
         self.short: queue.Queue[str] = queue.Queue()
         """Each failed try of a load that does not fit."""
         self.working = False
+        self.failed: dict[str, str] = {}
 
     def gate(self, name: str) -> threading.Event:
         return self.gates.setdefault(name, threading.Event())
@@ -63,6 +67,7 @@ class GatedEngine:
 
     def unload(self, instance_id: str) -> None:
         self.calls.append(f"unload {instance_id}")
+        self.failed.pop(instance_id, None)
 
     def compile(self, request: EngineRequest) -> None:
         assert self.gate(request.request_id).wait(30)
@@ -85,7 +90,7 @@ class GatedEngine:
         return [EngineOutput(request_id="busy", token_ids=(1,))]
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(failed=dict(self.failed))
 
 
 class Bench:
@@ -102,10 +107,10 @@ class Bench:
 
     def report(self, wanted: Callable[[Report], bool]) -> Report:
         """The next report that is wanted; those before it are dropped."""
-        while True:
-            report = self.reports.get(timeout=30)
-            if wanted(report):
-                return report
+        until_s = time.monotonic() + PATIENCE_S
+        while not wanted(report := self.reports.get(timeout=PATIENCE_S)):
+            assert time.monotonic() < until_s, "only other reports come"
+        return report
 
     def answer(self) -> Report:
         """The next answer to a load."""
@@ -148,6 +153,27 @@ def test_the_engine_goes_on_while_a_model_is_prepared() -> None:
             "release r2",
             "load i1 tide",
         ]
+
+
+def test_an_instance_that_failed_after_its_load_is_unloaded_and_reported_once() -> None:
+    with running() as bench:
+        for number, name in enumerate(("tide", "ebb"), start=1):
+            bench.engine.gate(name).set()
+            bench.send(load(f"i{number}", number, name))
+            assert bench.answer() == Loaded(instance_id=f"i{number}", serial=number)
+        bench.engine.failed = {"i1": "its weights cannot be read"}
+        assert bench.answer() == LoadFailed(instance_id="i1", serial=1, error="its weights cannot be read")
+        bench.send(load("i1", 3, "tide"))
+        assert bench.answer() == Loaded(instance_id="i1", serial=3)
+        assert [call for call in bench.engine.calls if call.startswith("unload")] == ["unload i1"]
+
+
+def test_an_idle_worker_goes_on_reporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the agent sees when one hangs."""
+    monkeypatch.setattr(worker_main, "STATS_REPEAT_S", 0.0)
+    with running() as bench:
+        for _ in range(3):
+            bench.report(lambda report: isinstance(report, Stats))
 
 
 def test_loads_queue_and_each_is_answered() -> None:

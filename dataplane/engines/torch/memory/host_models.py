@@ -44,7 +44,8 @@ class HostModel:
     """A model of the slot. `host`: its weights, flat uint8, or None while they are not in host memory; `fresh` until
     they have been loaded to the device from there. `copies`: the transfers that read `host`, all that may still be
     under way, and that other ranks map its file. `pooler`: makes the answers of a model that does not generate.
-    `short_since_s`: since when host memory has been short, by `time.monotonic`, and whether that `is_logged`.
+    The thread that reads it has `reading`. `short_since_s`: since when host memory has been short, by `time.monotonic`,
+    and whether that `is_logged`.
     """
 
     name: str
@@ -58,6 +59,7 @@ class HostModel:
     used_s: float = 0.0
     fresh: bool = True
     copies: list[Event] = field(default_factory=list)
+    reading: threading.Lock = field(default_factory=threading.Lock)
     short_since_s: float | None = None
     is_logged: bool = False
 
@@ -147,7 +149,8 @@ class HostModels:
             else:
                 model = known
             try:
-                self._read(model)
+                with model.reading:
+                    self._read(model)
             except HostMemoryError:
                 if not postpones:
                     raise
@@ -253,14 +256,14 @@ class HostModels:
         )
 
     def _read_again(self, model: HostModel) -> None:
-        with self._building:
+        with model.reading:  # not `_building`: another model may be read for minutes there
             self._read(model)
         with self._lock:
             if self._models.get(model.name) is not model:  # forgotten meanwhile
                 self.release_copy(model)
 
     def _read(self, model: HostModel) -> None:
-        """Raises HostMemoryError if host memory is full, and requests memory then."""
+        """The caller has `model.reading`. Raises HostMemoryError if host memory is full, and requests memory then."""
         if model.host is not None:
             return
         size_bytes = self._ranks * model.skeleton.size_bytes
@@ -329,5 +332,21 @@ class HostModels:
             model.host, model.cached, model.copies = None, None, []
 
     def _fill(self, model: HostModel, host: torch.Tensor) -> None:
-        """Read the parts of all ranks."""
+        """Read the parts of all ranks.
+
+        Raises:
+            ModelLoadError: a file cannot be read, or is another one than when the model was built: its KV is of the
+                former weights, and the node's other slots know those by the same key.
+        """
+        _check_unchanged(model)
         read_weights(model.pairs, model.skeleton, torch.split(host, model.skeleton.size_bytes))
+        _check_unchanged(model)
+
+
+def _check_unchanged(model: HostModel) -> None:
+    try:
+        key = cache_key(model.folder, model.skeleton, model.pairs)
+    except OSError as error:
+        raise ModelLoadError(f"a checkpoint file cannot be read: {error}") from error
+    if key != model.key:
+        raise ModelLoadError(f"{model.folder}: the checkpoint changed since it was loaded")

@@ -22,6 +22,8 @@ WAIT_MAX_S = 30.0
 """How long after its announcement KV of another slot must have been transferred, with all that goes before it."""
 DEVICE_WAIT_MAX_S = 10.0
 """How long a device may wait for an event that was recorded: before it are two parts of a copy, a millisecond."""
+LOOK_EVERY_S = 1.0
+"""How often `check` looks for files that are gone. Their memory is not free while they are mapped."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -63,6 +65,7 @@ class KvImports:
         self._events = events
         self._ranks, self._note_file = ranks, note_file
         self._wait_max_s = wait_max_s
+        self._looked_s = time.monotonic()
         self._files: dict[str, ImportedFile] = {}
         self._leaving: list[ImportedFile] = []
         """Files of slots that have ended, still pinned."""
@@ -114,6 +117,8 @@ class KvImports:
                 raise DeviceLostError(f"the event of another worker has not passed for {DEVICE_WAIT_MAX_S:g} s")
             with self._lock:
                 self._waits.append((handle, until_s))
+        if self._files and time.monotonic() >= self._looked_s + LOOK_EVERY_S:
+            self._give_up_gone_files()
         awaited = {handle for handle, _ in self._waits}
         for gone in [file for file in self._leaving if not file.is_read and awaited.isdisjoint(file.awaited)]:
             self._leaving.remove(gone)
@@ -160,14 +165,19 @@ class KvImports:
                 whole = host_memory(0, Path(handle.file))
             except (OSError, ValueError):
                 return None
-            for gone in [file for file in self._files if not Path(file).exists()]:
-                self._leaving.append(self._files.pop(gone))  # its slot ended; sequences that read it keep it open
+            self._give_up_gone_files()
             memory = whole[: whole.numel() // self._ranks]
             if self._note_file is not None:
                 self._note_file(handle.file, memory)
             pinning = self._pins.submit(lambda: _ignore(pinned(memory, self._device)))
             self._files[handle.file] = ImportedFile(bytes=memory, slab_bytes=handle.slab_bytes, pinning=pinning)
         return self._files[handle.file]
+
+    def _give_up_gone_files(self) -> None:
+        """Give up the files of slots that ended; `check` closes them once nobody reads them."""
+        self._looked_s = time.monotonic()
+        for gone in [file for file in self._files if not Path(file).exists()]:
+            self._leaving.append(self._files.pop(gone))
 
 
 def _ignore(_: object) -> None:

@@ -1,5 +1,8 @@
 """Host copies: who waits when host memory is short, for how long, and who gives back, when, on which thread."""
 
+import os
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,8 +23,10 @@ from dataplane.engines.torch.memory.host_models import HostModel, HostModels
 from dataplane.memory.events import FlagEvent
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.protocol.errors import ModelLoadError
+from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.slots import SLAB_BYTES, slot_for_one
 from tests.dataplane.engines.torch.tiny import spec_of
+from tests.event_loop import PATIENCE_S
 
 Checkpoint = Callable[[str], Path]
 NAMES = ("llama", "qwen3")
@@ -59,17 +64,17 @@ class Slot:
     def prepare(self, name: str, models: HostModels | None = None) -> HostModel:
         return (models or self.models).prepare(name, self.checkpoint(name), slabs_max=10**6)
 
-    def step(self, model: HostModel) -> bool:
+    def step(self, model: HostModel, models: HostModels | None = None) -> bool:
         """What the engine does between two steps, and whether the model is there then."""
-        self.models.release_spare()
-        return self.models.ready(model)
+        models = models or self.models
+        models.release_spare()
+        return models.ready(model)
 
-    def until_ready(self, model: HostModel) -> None:
-        for _ in range(2000):
-            if self.step(model):
-                return
+    def until_ready(self, model: HostModel, models: HostModels | None = None) -> None:
+        until_s = time.monotonic() + PATIENCE_S
+        while not self.step(model, models):
+            assert time.monotonic() < until_s, f"{model.name} never came"
             threading.Event().wait(0.001)
-        raise AssertionError(f"{model.name} never came")
 
 
 @pytest.fixture
@@ -157,6 +162,65 @@ def test_two_preparers_of_a_new_model_build_it_once(slot: Slot, monkeypatch: pyt
     assert first.result().host is not None
 
 
+def test_a_model_is_read_again_while_another_one_is_prepared(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = Slot(checkpoint, tmp_path / "small")
+    models = slot.host_models(ModelCache(tmp_path / "large", 10 * slot.size_bytes))
+    resident = slot.prepare("llama", models)
+    models.release_copy(resident)
+    reading, go_on, read = threading.Event(), threading.Event(), host_models.read_weights
+
+    def slow(*what: Any) -> None:
+        reading.set()
+        assert go_on.wait(PATIENCE_S)
+        read(*what)
+
+    monkeypatch.setattr(host_models, "read_weights", slow)
+    with ThreadPoolExecutor(1) as loader:
+        other = loader.submit(slot.prepare, "qwen3", models)
+        assert reading.wait(PATIENCE_S)
+        try:
+            slot.until_ready(resident, models)
+            assert not other.done()
+        finally:
+            go_on.set()
+        assert other.result().host is not None
+    models.close()
+    slot.models.close()
+
+
+def test_a_model_that_is_read_again_and_prepared_at_once_is_read_once(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = Slot(checkpoint, tmp_path)
+    model = slot.prepare("llama")
+    slot.models.release_copy(model)
+    slot.models.release_spare()
+    next(tmp_path.glob("*.model")).unlink()
+    reads, go_on, read = list[int](), threading.Event(), host_models.read_weights
+
+    def slow(*what: Any) -> None:
+        reads.append(threading.get_ident())
+        assert go_on.wait(PATIENCE_S)
+        read(*what)
+
+    monkeypatch.setattr(host_models, "read_weights", slow)
+    while not reads:
+        assert not slot.step(model)
+    with ThreadPoolExecutor(1) as loader:
+        prepared = loader.submit(slot.prepare, "llama")
+        with pytest.raises(TimeoutError):
+            prepared.result(0.05)  # it waits for the reading thread
+        go_on.set()
+        assert prepared.result() is model
+    slot.until_ready(model)
+    assert len(reads) == 1
+    assert model.cached is not None
+    assert model.cached.path.exists()
+    slot.models.close()
+
+
 def test_a_copy_in_flight_keeps_its_source_pinned(
     slot: Slot, monkeypatch: pytest.MonkeyPatch, checkpoint: Checkpoint
 ) -> None:
@@ -235,6 +299,46 @@ def test_what_is_forgotten_while_it_is_read_is_let_go_by_the_engines_thread(
     assert postponed.host is None
 
 
+@pytest.mark.parametrize("when", ["before it is read", "while it is read", "removed"])
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_checkpoint_that_changed_since_its_model_was_built_is_not_read_again(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, has_cache: bool
+) -> None:
+    """The model's KV is of the former weights, and other slots know those by the same key."""
+    folders = {name: Path(shutil.copytree(checkpoint(name), tmp_path / name)) for name in NAMES}
+    slot = Slot(folders.__getitem__, tmp_path / "cache")
+    models = slot.models if has_cache else slot.host_models(None)
+    model = slot.prepare("llama", models)
+    models.release_copy(model)
+    models.release_spare()
+    slot.prepare("qwen3")  # takes its place in the cache
+    slot.models.forget("qwen3")
+    slot.models.release_spare()
+    weights, read = folders["llama"] / "model.safetensors", host_models.read_weights
+
+    def replacing(*what: Any) -> None:
+        read(*what)
+        os.utime(weights, (0, 0))
+
+    if when == "while it is read":
+        monkeypatch.setattr(host_models, "read_weights", replacing)
+    elif when == "removed":
+        weights.unlink()
+    else:
+        os.utime(weights, (0, 0))
+    error = "No such file" if when == "removed" else "the checkpoint changed since it was loaded"
+    with pytest.raises(ModelLoadError, match=error):
+        slot.until_ready(model, models)
+    assert model.host is None
+    assert not list((tmp_path / "cache").glob("llama*"))
+    monkeypatch.undo()
+    models.forget("llama")
+    if when != "removed":
+        assert slot.prepare("llama", models).key != model.key
+    models.close()
+    slot.models.close()
+
+
 def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,4 +356,39 @@ def test_the_engine_tells_what_host_memory_is_worth_and_keeps_to_the_limit(
     pool = engine.stats().pool
     assert pool is not None
     assert pool.unpinned == "0 bytes of host memory are not pinned: ulimit -l is 8 bytes"
+    engine.close()
+
+
+def test_the_engine_reports_a_model_that_can_no_longer_be_read_until_it_is_loaded_anew(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one for which host memory is short: it can be read later."""
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    engine = TorchEngine(slot_for_one([folder], kv_bytes=2**17, cache_folder=tmp_path / "cache"), time.monotonic)
+    engine.load("a", spec_of("llama", folder))
+
+    def ask(request_id: str) -> str | None:
+        engine.add(request(request_id, [1, 2, 3], instance_id="a", max_tokens=2))
+        return drain(engine, steps_max=10**6).errors.get(request_id)
+
+    def short(_: HostModel) -> bool:
+        raise ModelLoadError("host memory was full") from HostMemoryError("7 bytes lack")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.host_models, "ready", short)
+        assert "host memory was full" in (ask("short") or "")
+        assert engine.stats().failed == {}
+    engine.host_models.release_copy(engine.models["llama"].weights)
+    engine.host_models.release_spare()
+    next((tmp_path / "cache").glob("*.model")).unlink()
+    os.utime(folder / "model.safetensors", (0, 0))
+    changed = "its weights cannot be read: .* the checkpoint changed since it was loaded"
+    assert re.search(changed, ask("changed") or "")
+    failed = engine.stats().failed
+    assert list(failed) == ["a"]
+    assert re.match(changed, failed["a"])
+    engine.unload("a")
+    engine.load("a", spec_of("llama", folder))
+    assert ask("again") is None
+    assert engine.stats().failed == {}
     engine.close()

@@ -17,6 +17,7 @@ from dataplane.engines.torch.memory.kv_file import host_memory
 from dataplane.engines.torch.memory.kv_imports import KvImports
 from dataplane.memory.events import PASSED, FlagEvent
 from dataplane.memory.shared_events import EventTable, TransferState, event_file
+from tests.event_loop import PATIENCE_S
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,20 @@ def test_the_file_of_a_slot_that_ended_is_unpinned_when_no_sequence_and_no_copy_
     assert unpinned == [opened[0].bytes.data_ptr()]
     imports.close()
     assert len(unpinned) == 2
+
+
+def test_the_file_of_a_slot_that_ended_is_closed_although_no_other_is_opened(tmp_path: Path) -> None:
+    """The next process of that slot may find no memory for its own file before."""
+    imports = KvImports(CPU, None)
+    assert imports.open(handle(tmp_path / "kv")) is not None
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    (tmp_path / "kv").unlink()
+    until_s = time.monotonic() + PATIENCE_S
+    while str(tmp_path) in Path("/proc/self/maps").read_text():
+        assert time.monotonic() < until_s, "it is still mapped"
+        imports.check()
+        time.sleep(0.01)
+    imports.close()
 
 
 def test_the_device_waits_for_no_file_of_which_a_part_is_not_pinned_yet(

@@ -1,0 +1,122 @@
+"""How the instances of a worker are loaded and fail, without a worker process."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from dataplane.agent import hosted_instances
+from dataplane.agent.hosted_instances import HostedInstances
+from dataplane.agent.tokenization import Tokenizer, TokenizerCache, load_tokenizer
+from dataplane.checkpoints.local import Sources
+from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.messages import EngineKind
+from dataplane.worker.frames import Command, Load, Unload
+from tests.dataplane.replay_node import instance
+from tests.event_loop import PATIENCE_S, asynchronous, until
+
+
+async def no_variables(_: str) -> frozenset[str]:
+    return frozenset()
+
+
+def hosting(tokenizers: TokenizerCache | None = None, *, load_retry_s: float = PATIENCE_S) -> HostedInstances:
+    return HostedInstances(
+        "replay",
+        tokenizers or TokenizerCache("replay", load_tokenizer, no_variables),
+        worker_gpus=1,
+        sources=Sources(folder=Path("/nowhere")),
+        load_retry_s=load_retry_s,
+        refusal=lambda _: None,
+        in_use=lambda _: False,
+        on_change=lambda _: None,
+    )
+
+
+def state_of(hosted: HostedInstances) -> tuple[str, str | None] | None:
+    one = hosted.get("i1")
+    return None if one is None else (one.state, one.error)
+
+
+def answer_load(hosted: HostedInstances, sent: list[Command]) -> None:
+    load = sent[-1]
+    assert isinstance(load, Load), sent
+    hosted.loaded(load.instance_id, load.serial)
+
+
+@asynchronous
+async def test_a_load_that_was_overtaken_and_fails_late_leaves_the_instance_as_it_is() -> None:
+    may_fail, tries = threading.Event(), list[str]()
+
+    def load(folder: str, engine: EngineKind) -> Tokenizer:
+        tries.append(folder)
+        if len(tries) == 1:
+            assert may_fail.wait(PATIENCE_S)
+            raise ModelLoadError("a read failed late")
+        return load_tokenizer(folder, engine)
+
+    sent = list[Command]()
+    hosted = hosting(TokenizerCache("replay", load, no_variables))
+    hosted.follow([instance()])
+    await until(lambda: len(tries) == 1)
+    hosted.fail_all("no process starts")
+    hosted.worker_ready(sent.append)
+    await until(lambda: len(sent) == 1)
+    answer_load(hosted, sent)
+    may_fail.set()
+    await until(lambda: not hosted._loads)
+    assert state_of(hosted) == ("ready", None)
+    hosted.follow([])
+    assert [type(command) for command in sent] == [Load, Unload]
+    hosted.close()
+
+
+@asynchronous
+async def test_an_instance_that_fails_while_the_worker_loads_it_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer is there from a former try, so that a new process is sent the load while the next one begins."""
+    sent, tries, may_fail = list[Command](), list[Path](), threading.Event()
+
+    def read(folder: Path) -> None:
+        tries.append(folder)
+        if len(tries) == 2:
+            assert may_fail.wait(PATIENCE_S)
+            raise ModelLoadError("the folder is gone")
+
+    monkeypatch.setattr(hosted_instances, "read_ahead", read)
+    hosted = hosting(load_retry_s=0.0)
+    hosted.follow([instance()])
+    hosted.worker_ready(sent.append)
+    await until(lambda: len(sent) == 1)
+    assert isinstance(sent[0], Load)
+    hosted.load_failed("i1", sent[0].serial, "no memory")
+    assert len(sent) == 1, "the worker does not have it"
+    await until(lambda: len(tries) == 2)
+    hosted.worker_lost("with status 1")
+    hosted.worker_ready(sent.append)
+    assert [type(command) for command in sent] == [Load, Load]
+    may_fail.set()
+    await until(lambda: len(sent) >= 3)
+    assert sent[2] == Unload(instance_id="i1")
+    await until(lambda: len(sent) == 4)
+    answer_load(hosted, sent)
+    assert state_of(hosted) == ("ready", None)
+    hosted.close()
+
+
+@asynchronous
+async def test_an_instance_that_failed_after_its_load_is_loaded_anew_later() -> None:
+    sent = list[Command]()
+    hosted = hosting(load_retry_s=0.0)
+    hosted.follow([instance()])
+    hosted.worker_ready(sent.append)
+    await until(lambda: len(sent) == 1)
+    answer_load(hosted, sent)
+    assert isinstance(sent[0], Load)
+    hosted.load_failed("i1", sent[0].serial, "its weights cannot be read")
+    assert state_of(hosted) == ("failed", "its weights cannot be read")
+    await until(lambda: isinstance(sent[-1], Load) and sent[-1] != sent[0])
+    hosted.load_failed("i1", sent[0].serial, "an answer to the former load")
+    assert state_of(hosted) == ("loading", None)
+    answer_load(hosted, sent)
+    assert state_of(hosted) == ("ready", None)
+    hosted.close()
