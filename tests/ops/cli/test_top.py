@@ -76,7 +76,7 @@ def _shown(snapshot: Snapshot, *, width: int = 140, height: int | None = None) -
     return captured.get()
 
 
-@pytest.mark.parametrize("state", [*(set(InstanceState) - {InstanceState.STOPPED}), LOST])
+@pytest.mark.parametrize("state", [*(each for each in InstanceState if each != InstanceState.STOPPED), LOST])
 def test_instances_of_every_state_are_counted(state: str) -> None:
     [endpoint, _] = LIVE["endpoints"]
     live = {**LIVE, "endpoints": [{**endpoint, "instances": {state: 37}}]}
