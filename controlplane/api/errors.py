@@ -155,9 +155,12 @@ def install(app: FastAPI) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, ClientDisconnect):  # the framework reports it as an unreadable body
-            return await on_disconnect(request, error.__cause__)
-        if (fault := body_fault(error.__cause__)) is not None:
+        cause = error.__cause__
+        if isinstance(cause, ClientDisconnect):  # the framework reports it as an unreadable body
+            return await on_disconnect(request, cause)
+        if isinstance(cause, TidepoolError):  # so it does what refuses the body
+            return error_response(request, cause)
+        if (fault := body_fault(cause)) is not None:
             return error_response(request, InvalidValueError(fault))
         if error.status_code == HTTPStatus.NOT_FOUND:
             return error_response(request, NotFoundError(f"no such path: {request.method} {request.url.path}"))

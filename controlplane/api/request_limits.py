@@ -4,6 +4,7 @@ import asyncio
 import re
 import sys
 import time
+from contextlib import suppress
 
 import structlog
 import uuid_utils
@@ -36,6 +37,10 @@ _UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
 """Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
+
+
+_DROPPED_S, _PAUSE_S = 5.0, 0.1
+"""How long a body that nobody reads is dropped, and how long it may pause meanwhile."""
 
 
 class AnswerHeaders:
@@ -71,8 +76,11 @@ class AnswerHeaders:
 class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
-    it authenticates. Uploads have limits of their own, and answer as early the 403 of a key that is not for them. What
-    else the caller may do is checked by the endpoint.
+    it authenticates. Uploads and bodies that are never large have limits of their own; uploads answer as early the 403
+    of a key that is not for them. What else the caller may do is checked by the endpoint.
+
+    Where an answer begins before its request's body is whole, what arrives of it is read and dropped for a moment: a
+    client that is still sending when its connection is closed would not see the answer.
     """
 
     def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
@@ -89,6 +97,8 @@ class RequestLimits:
         async def noted(message: Message) -> None:
             nonlocal started
             if body.refusal is None or started:  # else it is the framework's error about an unreadable body
+                if not started:
+                    await body.drop()
                 started = True
                 await send(message)
 
@@ -98,6 +108,7 @@ class RequestLimits:
         except TidepoolError as error:
             body.refusal = error
         if body.refusal is not None and not started:
+            await body.drop()
             await error_response(Request(scope), body.refusal)(scope, receive, send)
 
     def _check_head(self, scope: Scope, bytes_max: int) -> None:
@@ -147,6 +158,20 @@ class _Body:
             self.refusal = _too_large(self.bytes_max)
             raise self.refusal
         return message
+
+    async def drop(self) -> None:
+        """Read what still arrives, and keep none of it, until it pauses. A client that waits to be told to go on sends
+        nothing.
+        """
+        headers = dict(self._scope["headers"])
+        if self._is_whole or b"expect" in headers or not headers.keys() & {b"content-length", b"transfer-encoding"}:
+            return
+        ends_s = time.monotonic() + _DROPPED_S
+        with suppress(TimeoutError):
+            while not self._is_whole and time.monotonic() < ends_s:
+                async with asyncio.timeout(_PAUSE_S):
+                    message = await self._receive()
+                self._is_whole = not message.get("more_body", False)
 
     async def _identify(self) -> None:
         """Ask who sends the body, once."""

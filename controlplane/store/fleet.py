@@ -303,19 +303,23 @@ def alive_nodes(session: Session, nodes: Iterable[str], *, alive_s: float) -> fr
     return frozenset(session.scalars(select(Node.name).where(Node.name.in_(list(nodes)), heard_of(alive_s))))
 
 
+_MISSED_FOR_S = 24 * 3600.0
+"""Machines of a cloud, and agents that were interrupted, may come back under another name or never."""
+
+
 def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
     """Nodes without a heartbeat in the last `alive_s` seconds that are missed, by name: until they are heard of again,
-    drained or deleted, also after their instances were placed elsewhere.
+    drained or deleted, also after their instances were placed elsewhere, but no longer than `_MISSED_FOR_S`.
     """
     return tuple(session.scalars(select(Node.name).where(_missed(), ~heard_of(alive_s)).order_by(Node.name)))
 
 
 def _missed() -> ColumnElement[bool]:
     """Whether a node is missed while it is silent: it holds instances that are wanted or still draining, or it was
-    heard of and neither was drained nor told that it shuts down.
+    heard of in the last `_MISSED_FOR_S` and neither was drained nor told that it shuts down.
     """
     holds = select(Instance.id).where(Instance.node == Node.name, Instance.desired != Desired.STOPPED).exists()
-    return holds | (Node.last_seen_at.is_not(None) & ~Node.draining & ~Node.leaving)
+    return holds | (heard_of(_MISSED_FOR_S) & ~Node.draining & ~Node.leaving)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -358,8 +358,9 @@ def lose_silent_nodes(session: Session, *, silent_s: float, heard_s: float, grac
 
     Nothing is done unless some other node sent a heartbeat within `heard_s`: else the control plane itself was down.
     After that the first node to return is heard before the others. So an instance, also a draining or donated one, is
-    set back to pending first, and is stopped with its lease `grace_s` later, if its node has not returned. The fleet is
-    locked only if such nodes have instances.
+    set back to pending first, and is stopped with its lease `grace_s` later, if its node has not returned; one that was
+    placed after its node's last heartbeat has its grace from then. The fleet is locked only if such nodes have
+    instances.
     """
     age_s = func.extract("epoch", func.now() - Node.last_seen_at)
     if session.scalar(select(Node.name).where(age_s <= heard_s).limit(1)) is None:

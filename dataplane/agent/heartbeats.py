@@ -106,10 +106,10 @@ _REGISTER = {"region": "tidepool region add NAME", "gpu_type": "tidepool gpu add
 
 def refusal(response: httpx.Response, settings: AgentSettings) -> RefusedError | None:
     """Why the control plane refuses this node, and what would change that; None for other answers, transient errors
-    (5xx, 408, 429) included.
+    (5xx, 408, 429, and what may be tried again) included.
     """
     status = response.status_code
-    if not response.is_client_error or status in _TRANSIENT:
+    if not response.is_client_error or status in _TRANSIENT or response.headers.get("x-should-retry") == "true":
         return None
     try:
         problem = _problem_decoder.decode(response.content)

@@ -208,7 +208,7 @@ class HostedInstances:
         """The worker could not load an instance, or has unloaded one that failed later; it is tried again later."""
         hosted = self._hosted.get(instance_id)
         if hosted is not None and (hosted.load_serial == serial or hosted.state in ("ready", "draining")):
-            hosted.load_serial = None  # the worker does not have it
+            hosted.state, hosted.load_serial = "loading", None  # the worker does not have it
             self._fail(hosted, error)
 
     def settle(self, instance_id: str) -> None:
@@ -279,6 +279,7 @@ class HostedInstances:
             hosted.retry.cancel()
         hosted.wanted_s = time.monotonic()
         hosted.state, hosted.error, hosted.retry, hosted.orphaned = "loading", None, None, False
+        hosted.tokenizer = None  # nothing is sent to the process before this load has read it
         if hosted.task is not None:
             hosted.task.cancel()  # it would end when the instance may be loaded already
         hosted.task = asyncio.get_running_loop().create_task(self._load_tokenizer(hosted))
@@ -313,7 +314,9 @@ class HostedInstances:
         path = hosted.desired.model.checkpoint.path
         if not is_remote(path):
             return str(local_checkpoint(path, self._sources))
-        progress = hosted.fetch = ProgressLog(path, is_wanted=lambda: self.get(hosted.instance_id) is hosted)
+        progress = hosted.fetch = ProgressLog(
+            path, is_wanted=lambda: self.get(hosted.instance_id) is hosted and hosted.fetch is progress
+        )
         weights = self._engine != "replay"
         fetch = partial(local_checkpoint, path, self._sources, progress, weights=weights)
         try:

@@ -52,6 +52,10 @@ def _engine_for(values: dict[str, Any]) -> EngineKind:
     return "vllm" if usable else "torch"
 
 
+_SILENT_S = 5.0
+"""The least limit of a worker's silence: an idle one reports every two seconds."""
+
+
 class AgentSettings(BaseSettings):
     """Settings of one node's agent."""
 
@@ -223,8 +227,8 @@ class AgentSettings(BaseSettings):
     worker_wait_max_s: float = Field(45.0, gt=0)
     """how long a request waits for a worker after losing one"""
     worker_silent_max_s: float = Field(600.0, ge=0)
-    """how long a worker with requests may report nothing before it is replaced; longer than its longest step; 0: for
-    ever"""
+    """how long a worker with requests may report nothing before it is replaced; longer than its longest step, 5 at
+    least, since it reports every 2; 0: for ever"""
     load_retry_s: float = Field(30.0, gt=0)
     """delay before a failed model load is retried"""
     handover_max_s: float = Field(20.0, ge=0)
@@ -245,6 +249,14 @@ class AgentSettings(BaseSettings):
                 raise ValueError(refusal)
         if self.vllm_adapters_max and self.vllm_models_max > 1:
             raise ValueError(f"vllm_adapters_max: must be 0 where vllm_models_max is {self.vllm_models_max}, not 1")
+        return self
+
+    @model_validator(mode="after")
+    def _check_silence(self) -> Self:
+        if 0 < self.worker_silent_max_s < _SILENT_S:
+            raise ValueError(
+                f"worker_silent_max_s must be 0 or at least {_SILENT_S:g}, not {self.worker_silent_max_s:g}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -67,6 +67,10 @@ class DecodeSettings:
             raise ValueError(f"alpha_min must be over 0, not {self.alpha_min}")
 
 
+_WHOLE = 1 - 1e-6
+"""What is left of a turn is a whole step if it is this much of one: times are sums of others."""
+
+
 class Quota(Struct, frozen=True, kw_only=True):
     """How long a model decodes in its turn, without its switch. No step begins in the last `early_s` of it: with half
     of a step, a turn has the number of steps that is nearest to the quota.
@@ -236,8 +240,9 @@ def let_in(
     own, alpha = later.pop(model, None), state.alpha
     if own is None:
         (own,), alpha = _join(runnable, [model], state, settings)
-    left = replace(present[0], quota_s=state.ends_s - now_s)
-    if left.quota_s >= settings.quota_min_s:
+    early_s = present[0].early_s
+    left = replace(present[0], quota_s=state.ends_s - now_s + early_s)
+    if left.quota_s >= (_WHOLE * 2 * early_s if early_s else settings.quota_min_s):
         later = {left.model: left, **later}
     else:
         before = (*before, *present)

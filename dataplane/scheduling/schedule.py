@@ -205,7 +205,7 @@ def choose_turn(
             own = prefill if prefill and prefill.group.model == decode.model else None
             group = own.group if own else group_beside(groups, decode.model, now_s, settings.prefill)
             turn = _mixed_turn(turn, group, budgets_s[decode.model], now_s, settings)
-            turn = replace(turn, sharers=len(budgets_s) if round_.is_by_step else 1)
+            turn = replace(turn, sharers=_sharers(groups, budgets_s, round_, now_s, settings))
             served = own.state if own else served
         if not _goes_on(last, "decode", decode.model):
             round_ = round_.later(facts.switch_s.get(decode.model, 0.0))
@@ -449,6 +449,20 @@ def _decode_turn(
         next_model=waiting or decode.next_model,
         counts=counts,
     )
+
+
+def _sharers(
+    groups: Sequence[PrefillGroup],
+    budgets_s: Mapping[str, float],
+    round_: RoundState,
+    now_s: float,
+    settings: TurnSettings,
+) -> int:
+    """How many models have prompts beside their batches in a round of single steps; 1 in others."""
+    if not round_.is_by_step:
+        return 1
+    beside = [group_beside(groups, model, now_s, settings.prefill) for model in budgets_s]
+    return max(1, sum([group is not None for group in beside]))
 
 
 def _mixed_turn(turn: Turn, group: PrefillGroup | None, budget_s: float, now_s: float, settings: TurnSettings) -> Turn:

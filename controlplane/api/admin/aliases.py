@@ -11,7 +11,7 @@ from controlplane.api.state import SessionDep
 from controlplane.declarations import AliasChange
 from controlplane.store import aliases
 from controlplane.store.alias_tables import Alias as AliasRow
-from controlplane.store.fleet import fleet_index
+from controlplane.store.fleet import fleet_version
 from controlplane.store.keys import record, snapshot
 from controlplane.store.rows import require
 from controlplane.store.tables import Json
@@ -34,7 +34,7 @@ def put_alias(
     """Gateways follow within seconds. An alias may have the name of one of its models: requests for that name then go
     by the weights. Refused (409) while a roll-out moves them.
     """
-    fleet_index(session, lock=True)
+    fleet_version(session, lock=True)
     before = _document(session, session.get(AliasRow, name))
     row = aliases.put_alias(session, name, change.targets)
     if owner is not None:
@@ -62,7 +62,7 @@ def get_alias(name: AliasPath, session: SessionDep, _: Viewer) -> Alias:
 @router.delete("/{name:path}", summary="Delete an alias")
 def delete_alias(name: AliasPath, session: SessionDep, caller: Operator) -> Alias:
     """Its models stay; one of its name is asked for by that name again. Refused (409) during a roll-out."""
-    fleet_index(session, lock=True)
+    fleet_version(session, lock=True)
     shown = _shown(session, require(session, AliasRow, name, param="alias"))
     before = _document(session, session.get(AliasRow, name))
     aliases.delete_alias(session, name)

@@ -138,8 +138,11 @@ def _items(given: Any) -> Any:
     """
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
-    is_list = isinstance(given, list) and len(given) <= ITEMS_MAX  # else it is refused as it is
-    return [_item(each) for each in given] if is_list else given
+    if not isinstance(given, list):
+        return given
+    if len(given) > ITEMS_MAX:
+        raise ValueError(f"at most {ITEMS_MAX} items, not {len(given)}")
+    return [_item(each) for each in given]
 
 
 def _item(given: Any) -> Any:

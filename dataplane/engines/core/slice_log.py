@@ -27,6 +27,10 @@ class SliceLog:
         self.slices: deque[TimeSlice] = deque(maxlen=SLICES_KEPT)
         self._prefills = SeenPrefills()
         """Those of `slices`."""
+        self._prefilled: deque[tuple[int, int, float] | None] = deque(maxlen=SLICES_KEPT)
+        """Of each of `slices`, what it says of prefills: prompts, their tokens, and seconds."""
+        self._before_s: dict[str, float] = {}
+        """By model: seconds of mixed slices since the last that completed a prompt: they prefilled pieces of it."""
         self._present: Turn | None = None
         self._kind: SliceKind = "decode"
         self._began_s = 0.0
@@ -77,10 +81,9 @@ class SliceLog:
         self.prefix_hit_tokens[model] += hit
 
     def _end(self, turn: Turn, now_s: float) -> None:
-        slices, prefills = self.slices, self._prefills
-        if len(slices) == SLICES_KEPT and _has_pace(slices[0]):
-            prefills.forget(*_prompts(slices[0]), switched=slices[0].switched)
-        kind = self._kind
+        slices, prefills, kind = self.slices, self._prefills, self._kind
+        if len(slices) == SLICES_KEPT and (first := self._prefilled[0]) is not None:
+            prefills.forget(*first, switched=slices[0].switched)
         record = TimeSlice(
             kind=kind,
             model=turn.model,
@@ -93,14 +96,20 @@ class SliceLog:
             switch_s=self._switch_s,
         )
         slices.append(record)
-        if _has_pace(record):
-            prefills.take(*_prompts(record), switched=record.switched)
+        prefilled = self._prefilled_by(record)
+        self._prefilled.append(prefilled)
+        if prefilled is not None:
+            prefills.take(*prefilled, switched=record.switched)
 
-
-def _has_pace(record: TimeSlice) -> bool:
-    return record.kind != "decode" and record.prompt_tokens > 0
-
-
-def _prompts(prefill: TimeSlice) -> tuple[int, int, float]:
-    """The prompts that it completed, their tokens, and its seconds."""
-    return prefill.prompts, prefill.prompt_tokens, prefill.ended_s - prefill.started_s
+    def _prefilled_by(self, record: TimeSlice) -> tuple[int, int, float] | None:
+        """The prompts that a slice completed, their tokens, and the seconds that they took."""
+        if record.kind == "decode":
+            return None
+        seconds = record.ended_s - record.started_s
+        if record.kind == "mixed":
+            seconds += self._before_s.pop(record.model, 0.0)
+        if record.prompt_tokens:
+            return record.prompts, record.prompt_tokens, seconds
+        if record.kind == "mixed":
+            self._before_s[record.model] = seconds
+        return None

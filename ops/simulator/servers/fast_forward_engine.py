@@ -227,6 +227,7 @@ class FastForwardEngine(ReplayEngine):
             fast_forward.cut(ends_s)
         self.fast_forwarded = self._fast_forward(fast_forward)
         steps = self.fast_forwarded.steps
+        self._step_batches.stuck.discard(model.name)
         if steps > 1:
             self.weights.load(model.weights, now_s)  # each step uses them; those longest unused give way
             last_s = model.estimate.decode_s(context_tokens + (steps - 1) * batch, batch)  # the load is as of this one

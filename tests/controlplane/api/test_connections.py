@@ -152,6 +152,17 @@ def test_no_body_is_read_of_who_has_no_key(connect: Connect, quick: Settings) ->
             assert status == (408 if path == "/ui/session" else 401), (method, path, key, body)
 
 
+def test_who_sends_all_before_reading_sees_the_refusal(connect: Connect) -> None:
+    """Its connection closes after the answer; closed with bytes unread, it would be reset."""
+    client = connect()
+    head = b"POST /v1/responses HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    client.sendall(head + b"authorization: Bearer tp-client-wrong\r\ncontent-length: 50000\r\n\r\n")
+    for _ in range(50):
+        time.sleep(0.002)
+        client.sendall(b" " * 1000)
+    assert answer_of(client)[0] == 401
+
+
 def test_no_file_is_read_of_who_has_another_key(connect: Connect, database: Database) -> None:
     """The file never comes: who waits for it answers 408."""
     with database.transaction() as session:

@@ -100,6 +100,14 @@ def test_attempts_and_continuations_are_told(log: Log, agents: tuple[FakeAgent, 
     assert row["completion_tokens"] == 3
 
 
+def test_a_refusal_before_the_body_is_recorded_as_it_is_answered(log: Log) -> None:
+    headers = {"x-request-id": ID, "Authorization": "Bearer wrong"}
+    log.sent += 1
+    answer = log.gateway.http.post("/v1/responses", json={"model": "tide", "input": "hi"}, headers=headers)
+    row = log.last()
+    assert (answer.status_code, row["status"], row["outcome"]) == (401, 401, answer.json()["error"]["code"])
+
+
 def test_refusals_are_records_too(log: Log) -> None:
     poisoned = "no\0such"
     for expected, status, changes in (

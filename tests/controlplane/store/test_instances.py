@@ -186,6 +186,9 @@ def test_a_node_stays_lost_when_its_instances_are_elsewhere(world: World) -> Non
             set_node_draining(session, "n1", draining=drained)
         assert lost() == (() if drained else ("n1",))
     with world.database.transaction() as session:
+        session.execute(text("UPDATE nodes SET last_seen_at = now() - interval '25 h' WHERE name = 'n1'"))
+    assert lost() == (), "it does not come back under this name"
+    with world.database.transaction() as session:
         touch_node(session, "n1", leaving=True)
     assert silence(world, "n1", 61) == ["n1"]
     assert lost() == ()

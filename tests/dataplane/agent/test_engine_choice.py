@@ -50,6 +50,12 @@ def test_an_adapter_with_gpus_of_its_own_runs_where_its_base_would() -> None:
     assert [engine_of(wanted, default) for default in ("torch", "vllm", "replay")] == ["torch", "vllm", "replay"]
 
 
+def test_a_worker_may_be_silent_for_longer_than_between_its_reports() -> None:
+    assert settings(worker_silent_max_s=0).worker_silent_max_s == 0
+    with pytest.raises(ValidationError, match="worker_silent_max_s must be 0 or at least 5, not 2"):
+        settings(worker_silent_max_s=2.0)
+
+
 def test_memory_for_adapters_is_asked_of_vllm_and_does_not_go_with_models_that_sleep(tmp_path: Path) -> None:
     given = settings(engine="torch", profile=None, vllm_adapters_max=4, vllm_adapter_rank_max=32)
     asked = configure(given, 0, None, HostFiles(settings(cache_dir=tmp_path), "boot"), "vllm")

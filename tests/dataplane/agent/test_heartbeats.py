@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from dataplane.agent.heartbeats import ControlLink, slot_specs
+from dataplane.agent.heartbeats import ControlLink, refusal, slot_specs
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import WorkerSettings
 from dataplane.protocol.errors import StaleTermError
@@ -291,3 +291,12 @@ def test_an_older_term_is_refused_whatever_its_generation() -> None:
     agent.apply(DesiredInstances(generation=4, instances=(), term=3))
     agent.apply(DesiredInstances(generation=5, instances=()))  # from a control plane that knows no terms
     assert (agent.generation, agent.heartbeat().term) == (5, 3)
+
+
+def test_what_may_be_tried_again_refuses_no_node() -> None:
+    """Two transactions that collided, for example."""
+    again, never = (
+        httpx.Response(409, json={"detail": "no"}, headers={"x-should-retry": word}) for word in ("true", "false")
+    )
+    assert refusal(again, settings()) is None
+    assert refusal(never, settings()) is not None

@@ -116,7 +116,7 @@ def test_a_worker_that_hangs_while_it_has_requests_is_replaced_and_they_go_on() 
 
     async def scenario() -> None:
         patient = {"worker_losses_max": 1000, "worker_wait_max_s": PATIENCE_S}  # a busy machine is silent at times, too
-        async with running_node(two_slots(worker_silent_max_s=3.0, **patient)) as node:
+        async with running_node(two_slots(worker_silent_max_s=5.0, **patient)) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
             busy, idle = node.agent.workers
             pid, idle_pid = busy.pid, idle.pid

@@ -97,6 +97,21 @@ def test_step_by_step_a_step_that_took_less_than_planned_is_not_followed_by_anot
     assert turns(DecodeSettings(quota_min_s=0.02)) == ["a", "a", "b", "b", "a", "a"], "for the last 0.1 ms of a quota"
 
 
+def test_step_by_step_a_turn_that_a_prefill_interrupts_is_not_lost() -> None:
+    """Models that get a prompt in each round would otherwise run for ever, and others never."""
+    resident = [batch(model, 0.02, 0.1, 0.0) for model in "ab"]
+    _, state = choose_decode_turn(resident, RoundState(), 0.0, BY_STEP)
+    assert (state.model, state.ends_s) == ("a", pytest.approx(0.01))
+    state = let_in(resident, state.later(0.03), "b", 0.03, BY_STEP)
+    assert [quota.model for quota in state.quotas[state.position :]] == ["b", "a"]
+    assert state.quotas[-1].quota_s == pytest.approx(0.02), "all of it"
+    turn, state = choose_decode_turn(resident, state, 0.05, BY_STEP)
+    assert turn is not None
+    assert turn.model == "a"
+    after = let_in(resident, replace(state, ends_s=0.055), "c", 0.06, BY_STEP)
+    assert after.model == "a", "c has nothing to run"
+
+
 rounds = st.lists(
     st.tuples(
         st.floats(0.002, 0.5),  # step

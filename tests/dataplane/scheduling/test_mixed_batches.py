@@ -216,6 +216,10 @@ def test_models_with_prompts_beside_share_a_step_s_tokens_where_turns_are_of_ste
     assert turn is not None
     assert (turn.is_mixed, turn.sharers) == (True, 2), "c has no batch beside which its prompt could go"
     assert turn_of(facts_of(waiting, both)).sharers == 1, "turns of several steps"
+    later = prefills(("a", 0.0, "IW-N"), ("b", 0.0, "NIW"))
+    alone, _ = choose_turn(facts_of(later, both), SlotState(), 0.0, BY_STEP)
+    assert alone is not None
+    assert alone.sharers == 1, "batch requests wait while interactive ones do"
     switching, _ = choose_turn(
         facts_of(waiting, [batch("a", switch_s=0.01), batch("b", switch_s=0.01)]), SlotState(), 0.0, BY_STEP
     )
@@ -368,6 +372,26 @@ def test_every_prompt_makes_progress_and_no_mixed_step_is_longer_than_the_object
         node.step()
     assert len(node.first_s) == len(arrivals)
     assert not node.left
+
+
+def test_a_model_with_a_prompt_in_each_round_leaves_the_others_their_steps() -> None:
+    """Its prompts have prefill turns, since the load leaves no time beside its batch."""
+    node = Slot(tokens=10**6, turns=BY_STEP)
+    for model in "ab":
+        node.arrive(f"{model}-first", model, 9000, "IW-N")
+    while len(node.first_s) < 2:
+        node.step()
+    for name in ("a-first", "b-first"):
+        node.length[name] = 400_000  # steps of 52 ms each: the objective of 100 ms leaves nothing
+    made = {model: node.left[f"{model}-first"] for model in "ab"}
+    node.tokens = 1
+    for number in range(600):
+        before = node.left["b-first"]
+        node.step()
+        if node.left["b-first"] < before:
+            node.arrive(f"b{number}", "b", 100, "IW-F")
+    steps = {model: made[model] - node.left[f"{model}-first"] for model in "ab"}
+    assert steps["a"] > steps["b"] / 2 > 10, steps
 
 
 @pytest.mark.parametrize("turns", [MIXED, BY_STEP], ids=["turns", "steps"])

@@ -80,6 +80,11 @@ def test_a_conversation_with_tools() -> None:
     )
 
 
+def test_an_input_has_so_many_items() -> None:
+    with pytest.raises(ValidationError, match="at most 2048 items, not 2049"):
+        request(input=[{"role": "user", "content": "hi"}] * 2049)
+
+
 def test_instructions_that_follow_each_other_are_one_message() -> None:
     found = message(instructions="be brief", input=[{"role": "developer", "content": "be kind"}, HI])
     assert [(each.role, each.content) for each in found.messages or ()] == [

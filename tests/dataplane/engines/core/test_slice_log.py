@@ -59,6 +59,16 @@ def test_the_pace_is_that_of_the_prefills_among_the_turns_kept() -> None:
     assert pace.switch_s == pytest.approx(expected.switch_s)
 
 
+def test_a_prompt_that_is_prefilled_in_pieces_beside_others_took_all_of_their_time() -> None:
+    log = SliceLog()
+    mixed = {model: Turn(kind="decode", model=model, group=("r",), started_s=0.0, next_model=None) for model in "ab"}
+    for step, model in enumerate("abababab"):
+        log.turn(mixed[model], 0.1 * step)
+        log.step(1, prompts=[400] if step == 6 else [])
+    log.turn(None, 0.8)
+    assert log.prefill_pace.base_s + 400 * log.prefill_pace.token_s == pytest.approx(0.4), "four steps of a"
+
+
 def test_a_slice_that_switched_says_how_long_its_weights_take_to_load() -> None:
     log = SliceLog()
     log.turn(turn("prefill", "a", 0.0), 0.0, missing_s=0.5)
