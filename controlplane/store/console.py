@@ -180,16 +180,13 @@ def end_session(session: Session, secret: str) -> frozenset[str]:
 def end_sessions_of(session: Session, *, subject: str, issuer: str | None) -> frozenset[str]:
     """End all sessions of a person, and unused links to more; returns the hashes of the sessions' secrets."""
     if issuer is None:
-        _end_links(session, subject)
+        end_links(session, subject)
     is_person = and_(ConsoleSession.subject == subject, ConsoleSession.issuer.is_not_distinct_from(issuer))
     return _end(session, is_person)
 
 
 def end_sessions_of_key(session: Session, key_id: str, *, after_s: int = 0) -> frozenset[str]:
-    """End all sessions that began with a key and the links that it made, or let them end in `after_s`; returns the
-    hashes of the secrets of ended sessions.
-    """
-    _end_links(session, key_id, after_s=after_s)
+    """End all sessions that began with a key, or let them end in `after_s`; returns the hashes of ended secrets."""
     of_key = ConsoleSession.key_id == key_id
     if not after_s:
         return _end(session, of_key)
@@ -205,6 +202,12 @@ def make_link(session: Session, key_id: str) -> NewLink:
     session.add(row)
     session.flush()
     return NewLink(secret=secret, ends_at=row.ends_at)
+
+
+def end_links(session: Session, key_id: str, *, after_s: int = 0) -> None:
+    """Let the links that a key made end in `after_s` at the latest. Those of a revoked key sign in nobody anyway."""
+    ends_at = func.least(ConsoleLink.ends_at, func.now() + timedelta(seconds=after_s))
+    session.execute(update(ConsoleLink).where(ConsoleLink.key_id == key_id).values(ends_at=ends_at))
 
 
 def use_link(session: Session, secret: str) -> ApiKey | None:
@@ -242,12 +245,6 @@ def id_token_of(session: Session, session_id: str) -> str | None:
 def _end(session: Session, which: ColumnElement[bool]) -> frozenset[str]:
     ended = update(ConsoleSession).where(which, *_open()).values(ended_at=func.now(), id_token=None)
     return frozenset(session.scalars(ended.returning(ConsoleSession.secret_hash)))
-
-
-def _end_links(session: Session, key_id: str, *, after_s: int = 0) -> None:
-    """Let the links that a key made end in `after_s` at the latest."""
-    ends_at = func.least(ConsoleLink.ends_at, func.now() + timedelta(seconds=after_s))
-    session.execute(update(ConsoleLink).where(ConsoleLink.key_id == key_id).values(ends_at=ends_at))
 
 
 def _open() -> tuple[ColumnElement[bool], ...]:

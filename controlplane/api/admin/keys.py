@@ -15,7 +15,7 @@ from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import Body, KeyName, ModelName, Tenant, name_fault
 from controlplane.errors import InvalidValueError
 from controlplane.store import keys
-from controlplane.store.console import end_sessions_of_key
+from controlplane.store.console import end_links, end_sessions_of_key
 from controlplane.store.keys import ApiKey, KeyScope
 from controlplane.store.rows import list_rows
 from controlplane.store.tables import Role
@@ -159,6 +159,7 @@ def rotate_key(
     with audited(session, caller, "key.rotate", ApiKey, key_id):
         made = keys.rotate_key(session, key_id, overlap_s=rotation.overlap_s)
     still_good = hashes_of(made.row) if rotation.overlap_s else {made.row.secret_hash}
+    end_links(session, key_id, after_s=rotation.overlap_s)
     ended = end_sessions_of_key(session, key_id, after_s=rotation.overlap_s)
     after_commit.add_task(notify_gateways, state, (known - still_good) | ended)
     return MadeKey(**keys.snapshot(made.row), secret=made.secret)
