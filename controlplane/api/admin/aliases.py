@@ -34,7 +34,7 @@ def put_alias(
     """Gateways follow within seconds. An alias may have the name of one of its models: requests for that name then go
     by the weights. Refused (409) while a roll-out moves them.
     """
-    fleet_version(session, lock=True)
+    fleet_version(session, lock=True)  # the store asks for it too, but what was before is read first
     before = _document(session, session.get(AliasRow, name))
     row = aliases.put_alias(session, name, change.targets)
     if owner is not None:
@@ -62,7 +62,7 @@ def get_alias(name: AliasPath, session: SessionDep, _: Viewer) -> Alias:
 @router.delete("/{name:path}", summary="Delete an alias")
 def delete_alias(name: AliasPath, session: SessionDep, caller: Operator) -> Alias:
     """Its models stay; one of its name is asked for by that name again. Refused (409) during a roll-out."""
-    fleet_version(session, lock=True)
+    fleet_version(session, lock=True)  # as above
     shown = _shown(session, require(session, AliasRow, name, param="alias"))
     before = _document(session, session.get(AliasRow, name))
     aliases.delete_alias(session, name)

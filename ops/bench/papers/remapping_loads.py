@@ -64,7 +64,7 @@ STEPS = (
 )
 COSTS_AT = "mixed, 512"
 NAMED = ("group", "load", "wire", "rival")
-TITLES = {VLLM_BY_STEP: VLLM_BY_STEP, TIDEPOOL: TIDEPOOL, ONEIROS: "remapping alone"}
+TITLES = {ONEIROS: "remapping alone"}
 BY_STEP = "tbt_p99_by_step"
 FIGURES = (*AGAINST_VLLM, "ttft_p99_s", "batch_mean")
 
@@ -140,7 +140,11 @@ def _bold_if_worse(row: Row, rival: str, figure: str) -> str:
 
 def gaps_of(rows: Sequence[Row]) -> str:
     """P99 between tokens: vLLM's in ms, and the others' against it, for each kind of step."""
-    head = [cell for steps in STEPS for cell in (f"{steps.name}: vLLM, ms", *(TITLES[name] for name in steps.against))]
+    head = [
+        cell
+        for steps in STEPS
+        for cell in (f"{steps.name}: vLLM, ms", *(TITLES.get(name, name) for name in steps.against))
+    ]
     against = {steps.name: steps.against for steps in STEPS}
     lines = []
     for load in dict.fromkeys(row["load"] for row in rows):

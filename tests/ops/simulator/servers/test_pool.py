@@ -96,6 +96,17 @@ def test_slots_of_all_kinds_make_the_tokens_of_the_live_engine(
     compare(traffic(25, chance.choice([0.5, 2.0, 8.0]), seed), settings, prefilled=chance.random() < 0.5)
 
 
+@pytest.mark.parametrize("seed", [67, 146, 176, 224])
+def test_slots_that_hold_all_models_and_take_turns_of_single_steps_do_too(seed: int) -> None:
+    chance = Random(seed)
+    way: KvPressure = chance.choice(["swap", "remap"])
+    settings = settings_of(chance.choice([2000, 4000, 10**6]), chance.choice([64, 3]), way, mixed=True)
+    requests = traffic(25, chance.choice([2.0, 8.0, 20.0]), seed)
+    if chance.random() < 0.5:
+        requests = [structs.replace(one, tier=chance.choice(["IW-N", "IW-F", "NIW"])) for one in requests]
+    compare(requests, replace(settings, weights_bytes=30 * GIB), prefilled=chance.random() < 0.3)
+
+
 @pytest.mark.parametrize("time_slices", get_args(TimeSlices))
 def test_after_an_idle_step_no_kind_is_owed_time(time_slices: TimeSlices) -> None:
     """The last fast-forward is not that of the step before a prompt any more."""
