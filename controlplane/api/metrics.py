@@ -124,9 +124,11 @@ class Metrics:
     def note_reroute(self, model: str, tier: str) -> None:
         self.series(self.reroutes, model, tier).inc()
 
-    def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
+    def note_limit_refusal(self, limit: Limit, *, model: str | None, input_tokens: int) -> None:
+        """Count a request that a limit refused. `model`: None of uploads and new batches, which have no input tokens."""
         self._limit_refusals.labels(limit.value).inc()
-        self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
+        if model is not None:
+            self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.api.auth import bearer_of, identify, require
 from controlplane.api.errors import error_response, translate_database
+from controlplane.api.state import state_of
 from controlplane.errors import (
     HeadersTooLargeError,
     RequestTimeoutError,
@@ -34,6 +35,8 @@ _UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
     "/admin/demand": (Role.OPERATOR, None),
 }
 """Starts of paths that take files, which are spooled to disk, and the rights that their endpoints ask for too."""
+_COUNTED = ("/v1/files", "/v1/batches")
+"""Paths whose POST counts towards the requests per minute of a tenant, as interactive requests do."""
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
 """Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
@@ -77,7 +80,8 @@ class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
     it authenticates. Uploads and bodies that are never large have limits of their own; uploads answer as early the 403
-    of a key that is not for them. What else the caller may do is checked by the endpoint.
+    of a key that is not for them, and with new batches the 429 of a tenant that sends too many. What else the caller may
+    do is checked by the endpoint.
 
     Where an answer begins before its request's body is whole, what arrives of it is read and dropped for a moment: a
     client that is still sending when its connection is closed would not see the answer.
@@ -174,13 +178,15 @@ class _Body:
                 self._is_whole = not message.get("more_body", False)
 
     async def _identify(self) -> None:
-        """Ask who sends the body, once."""
+        """Ask who sends the body, once, and charge an upload or a new batch to its tenant."""
         request = Request(self._scope)
         try:
             if self._upload is None:
-                await identify(request, bearer_of(request))
+                caller = await identify(request, bearer_of(request))
             else:
-                await require(request, bearer_of(request), *self._upload)
+                caller = await require(request, bearer_of(request), *self._upload)
+            if request.method == "POST" and request.url.path in _COUNTED:
+                await state_of(request).limits.one_write(request, caller)
         except TidepoolError as error:
             self.refusal = error
             raise
