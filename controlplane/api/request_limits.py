@@ -139,6 +139,7 @@ class _Body:
         self._begun_s = time.monotonic()
         self._seen_bytes = 0
         self._is_whole = False
+        self._waits = dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
 
     async def receive(self) -> Message:
         """The next piece.
@@ -150,6 +151,7 @@ class _Body:
             return await self._receive()  # waits for the disconnect
         if "caller" not in self._scope["state"] and self._scope["path"].startswith(_KEY_PATHS):
             await self._identify()
+        self._waits = False  # the server tells the client to go on
         try:
             async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
                 message = await self._receive()
@@ -168,7 +170,7 @@ class _Body:
         nothing.
         """
         headers = dict(self._scope["headers"])
-        if self._is_whole or b"expect" in headers or not headers.keys() & {b"content-length", b"transfer-encoding"}:
+        if self._is_whole or self._waits or not headers.keys() & {b"content-length", b"transfer-encoding"}:
             return
         ends_s = time.monotonic() + _DROPPED_S
         with suppress(TimeoutError):
