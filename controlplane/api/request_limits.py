@@ -80,8 +80,8 @@ class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
     it authenticates. Uploads and bodies that are never large have limits of their own; uploads answer as early the 403
-    of a key that is not for them, and with new batches the 429 of a tenant that sends too many. What else the caller may
-    do is checked by the endpoint.
+    of a key that is not for them, and with new batches the 429 of a tenant that sends too many. What else the caller
+    may do is checked by the endpoint.
 
     Where an answer begins before its request's body is whole, what arrives of it is read and dropped for a moment: a
     client that is still sending when its connection is closed would not see the answer.

@@ -92,7 +92,8 @@ def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
         fleet_version(session, lock=True)
         ended = _end_leases(session)
         regrouped = _regroup(session)
-        sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)  # last: it changes any node's instances
+        # The last to lock nodes, since it changes instances of any.
+        sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)
         if ended or sent_back or regrouped:
             note_change(session)
     return ended

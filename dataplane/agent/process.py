@@ -33,8 +33,8 @@ class AgentServer(uvicorn.Server):
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Run a node's agent until SIGTERM or SIGINT; then say that it leaves, let streams end, and stop the workers. SIGTERM
-    first waits for successors of its instances on other nodes, as far as these have capacity.
+    """Run a node's agent until SIGTERM or SIGINT; then say that it leaves, let streams end, and stop the workers.
+    SIGTERM first waits for successors of its instances on other nodes, as far as these have capacity.
     """
     uvloop.run(_serve_agent(settings))
 

@@ -47,8 +47,8 @@ class Node(Answer):
     url: str = Field(examples=["http://10.0.0.7:9000"])
     engine: str = Field(examples=["torch"])
     state: NodeState = Field(
-        description="alive, draining or leaving: it was heard of lately; lost: it was not, and is missed; silent: it was"
-        " not, since it was drained, shut down in order or never heard of"
+        description="alive, draining or leaving: it was heard of lately; lost: it was not, and is missed; silent: it"
+        " was not, since it was drained, shut down in order or never heard of"
     )
     draining: bool = Field(description="an operator takes it out of service")
     leaving: bool = Field(description="its agent is shutting down")

@@ -23,7 +23,6 @@ router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS)
 _WINDOW_HOURS_MAX = 168
 
 
-
 def _batch_endpoint(path: str) -> str:
     if path not in BATCH_ENDPOINTS:
         raise ValueError(f"one of {', '.join(BATCH_ENDPOINTS)}")

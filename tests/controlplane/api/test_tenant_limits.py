@@ -80,7 +80,9 @@ def test_uploads_and_new_batches_are_requests_of_their_tenant(world: World) -> N
             error = assert_error(refused)
             assert (error["code"], refused.headers["retry-after"]) == ("rate_limit_exceeded", "20")
             assert "3 requests per minute" in error["message"]
-        assert [file.id for file in gateway.client.files.list().data][-1] == stored.json()["id"], "reads are not limited"
+        assert [file.id for file in gateway.client.files.list().data][-1] == stored.json()["id"], (
+            "reads are not limited"
+        )
         assert gateway.client.batches.cancel(made.json()["id"]).id == made.json()["id"]
         assert gateway.http.delete(f"/v1/files/{stored.json()['id']}").status_code == 200
         assert 'tidepool_limit_refusals_total{limit="requests"} 2.0' in gateway.http.get("/metrics").text

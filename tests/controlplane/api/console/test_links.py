@@ -112,9 +112,7 @@ def test_a_link_ends_with_the_secret_that_made_it(
     assert open_browser().ask("POST", "/ui/session", json={"link": other["secret"]})["name"] == "admin"
 
 
-def test_a_link_made_by_a_replaced_secret_ends_with_it(
-    ask: Ask, secrets: dict[str, str], database: Database
-) -> None:
+def test_a_link_made_by_a_replaced_secret_ends_with_it(ask: Ask, secrets: dict[str, str], database: Database) -> None:
     made = ask("POST", "/admin/keys", role="admin", json={"name": "boss", "role": "admin"}, status=201)
     rotated = ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": 60})
     with database.transaction() as session:
