@@ -29,9 +29,9 @@ class Joined:
 
 
 def join_node(session: Session, join: Join) -> Joined:
-    """Register a node, also after a restart: then it was heard of now, since its first heartbeat follows. Instances that
-    no longer fit on its slots are stopped with their leases: their workers ended with the previous agent, and scaling
-    starts others. A slot that is gone takes the rows of its instances with it.
+    """Register a node, also after a restart: then it was heard of now, since its first heartbeat follows. Instances
+    that no longer fit on its slots are stopped with their leases: their workers ended with the previous agent, and
+    scaling starts others. A slot that is gone takes the rows of its instances with it.
 
     Raises:
         InvalidValueError: no new node may have its name.
