@@ -248,7 +248,9 @@ _NONE = "null: without limit"
 class TenantChange(Body):
     """Limits of a tenant. What is left out is without limit."""
 
-    requests_per_minute: PositiveInt | None = Field(None, description=f"interactive requests; {_NONE}", examples=[600])
+    requests_per_minute: PositiveInt | None = Field(
+        None, description=f"interactive requests, uploads and new batches; {_NONE}", examples=[600]
+    )
     tokens_per_minute: PositiveInt | None = Field(
         None, description=f"prompt and completion tokens of interactive requests; {_NONE}", examples=[200_000]
     )

@@ -37,6 +37,11 @@ def bearer_of(request: Request) -> str | None:
     return secret.strip() or None if kind.lower() == "bearer" else None
 
 
+def secret_of(request: Request) -> str | None:
+    """The secret of the key that a request gives, in either header."""
+    return bearer_of(request) or request.headers.get("x-api-key")
+
+
 async def authenticate(request: Request, credentials: Credentials) -> Caller:
     """The caller of a request.
 

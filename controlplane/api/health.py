@@ -145,6 +145,7 @@ async def group_metrics(state: State) -> bytes:
 
 def own_metrics(state: State) -> bytes:
     """The metrics of this process alone."""
+    state.metrics.expect(model.name for model in state.fleet.models())
     state.metrics.keep_instances({each.instance_id for each in state.fleet.instances()})
     return state.metrics.render()
 

@@ -1,17 +1,18 @@
 """Metrics of a gateway, with the names of Prometheus and OpenTelemetry conventions."""
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import StrEnum
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from controlplane.errors import TidepoolError
+from controlplane.errors import CapacityError, TidepoolError
 from controlplane.policies.limits import Limit
 from controlplane.store.request_log import CANCELLED, OK
 from dataplane.protocol.errors import DataplaneError
 from dataplane.protocol.messages import Finished
+from dataplane.protocol.tiers import Tier
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
@@ -21,6 +22,7 @@ _STAGE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.
 _OTHER_CODES = frozenset({"chat_template_failed", "gateway_busy", "host_memory_full", "invalid_node_key"})
 """Codes that are in no tree of errors that this process knows."""
 _UNKNOWN_OUTCOME = "other"
+_TOO_MANY = 429
 
 
 class Stage(StrEnum):
@@ -45,6 +47,7 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._series: dict[tuple[object, tuple[str, ...]], Counter | Histogram] = {}
+        self._expected: set[str] = set()
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
         self.refusals = self._counter("refusals", "Requests refused for lack of capacity.", *own, "reason")
@@ -72,6 +75,8 @@ class Metrics:
         )
         self._measure_stages()
         self._limit_refusals = self._counter("limit_refusals", "Requests refused by a tenant's limit.", "limit")
+        for limit in Limit:
+            self._limit_refusals.labels(limit.value)
         self._limit_refused_tokens = self._counter(
             "limit_refused_input_tokens",
             "Input tokens, as demand estimates them, of requests refused by a tenant's limit; they are not in demand.",
@@ -118,15 +123,32 @@ class Metrics:
             found = self._series[family, labels] = family.labels(*labels)
         return found  # type: ignore[return-value]
 
+    def expect(self, models: Iterable[str]) -> None:
+        """Begin the counters of models that alerts read, at 0: the event that a series begins with is in no rate and no
+        increase.
+        """
+        for model in {*models} - self._expected:
+            self._expected.add(model)
+            for tier in Tier:
+                for reason in _refusal_reasons():
+                    self.series(self.refusals, model, tier, reason)
+            for tier in (Tier.IW_F, Tier.IW_N):  # deferred requests have no objectives
+                for met in ("true", "false"):
+                    self.series(self.slo_requests, model, tier, met)
+                for objective in ("ttft", "tbt", "failed"):
+                    self.series(self.slo_violations, model, tier, objective)
+
     def note_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)
 
     def note_reroute(self, model: str, tier: str) -> None:
         self.series(self.reroutes, model, tier).inc()
 
-    def note_limit_refusal(self, limit: Limit, *, model: str, input_tokens: int) -> None:
+    def note_limit_refusal(self, limit: Limit, *, model: str | None, input_tokens: int) -> None:
+        """Count a request that a limit refused. `model`: None of uploads and new batches, which have no tokens."""
         self._limit_refusals.labels(limit.value).inc()
-        self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
+        if model is not None:
+            self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
@@ -170,6 +192,19 @@ def _known_outcomes() -> frozenset[str]:
     return frozenset({OK, CANCELLED, *_codes(TidepoolError), *_codes(DataplaneError)}) | _OTHER_CODES
 
 
+@functools.cache
+def _refusal_reasons() -> tuple[str, ...]:
+    """How a request may be refused for lack of capacity or by a limit."""
+    kinds = [*_kinds(TidepoolError), *_kinds(DataplaneError)]
+    return tuple(sorted({kind.code for kind in kinds if kind.status == _TOO_MANY or issubclass(kind, CapacityError)}))
+
+
 def _codes(kind: type[TidepoolError] | type[DataplaneError]) -> set[str]:
     """The codes of a kind of errors and of all kinds of it."""
-    return {kind.code}.union(*map(_codes, kind.__subclasses__()))
+    return {each.code for each in _kinds(kind)}
+
+
+def _kinds(kind: type[TidepoolError] | type[DataplaneError]) -> Iterator[type[TidepoolError] | type[DataplaneError]]:
+    yield kind
+    for narrower in kind.__subclasses__():
+        yield from _kinds(narrower)

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from controlplane.api.auth import bearer_of, identify, require
 from controlplane.api.errors import error_response, translate_database
+from controlplane.api.state import state_of
 from controlplane.errors import (
     HeadersTooLargeError,
     RequestTimeoutError,
@@ -34,6 +35,8 @@ _UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
     "/admin/demand": (Role.OPERATOR, None),
 }
 """Starts of paths that take files, which are spooled to disk, and the rights that their endpoints ask for too."""
+_COUNTED = ("/v1/files", "/v1/batches")
+"""Paths whose POST counts towards the requests per minute of a tenant, as interactive requests do."""
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
 """Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
@@ -77,7 +80,8 @@ class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
     it authenticates. Uploads and bodies that are never large have limits of their own; uploads answer as early the 403
-    of a key that is not for them. What else the caller may do is checked by the endpoint.
+    of a key that is not for them, and with new batches the 429 of a tenant that sends too many. What else the caller
+    may do is checked by the endpoint.
 
     Where an answer begins before its request's body is whole, what arrives of it is read and dropped for a moment: a
     client that is still sending when its connection is closed would not see the answer.
@@ -135,6 +139,7 @@ class _Body:
         self._begun_s = time.monotonic()
         self._seen_bytes = 0
         self._is_whole = False
+        self._waits = dict(scope["headers"]).get(b"expect", b"").lower() == b"100-continue"
 
     async def receive(self) -> Message:
         """The next piece.
@@ -146,6 +151,7 @@ class _Body:
             return await self._receive()  # waits for the disconnect
         if "caller" not in self._scope["state"] and self._scope["path"].startswith(_KEY_PATHS):
             await self._identify()
+        self._waits = False  # the server tells the client to go on
         try:
             async with asyncio.timeout(min(self._idle_s, self._begun_s + self._total_s - time.monotonic())):
                 message = await self._receive()
@@ -164,7 +170,7 @@ class _Body:
         nothing.
         """
         headers = dict(self._scope["headers"])
-        if self._is_whole or b"expect" in headers or not headers.keys() & {b"content-length", b"transfer-encoding"}:
+        if self._is_whole or self._waits or not headers.keys() & {b"content-length", b"transfer-encoding"}:
             return
         ends_s = time.monotonic() + _DROPPED_S
         with suppress(TimeoutError):
@@ -174,13 +180,15 @@ class _Body:
                 self._is_whole = not message.get("more_body", False)
 
     async def _identify(self) -> None:
-        """Ask who sends the body, once."""
+        """Ask who sends the body, once, and charge an upload or a new batch to its tenant."""
         request = Request(self._scope)
         try:
             if self._upload is None:
-                await identify(request, bearer_of(request))
+                caller = await identify(request, bearer_of(request))
             else:
-                await require(request, bearer_of(request), *self._upload)
+                caller = await require(request, bearer_of(request), *self._upload)
+            if request.method == "POST" and request.url.path in _COUNTED:
+                await state_of(request).limits.one_write(request, caller)
         except TidepoolError as error:
             self.refusal = error
             raise

@@ -57,7 +57,7 @@ def render_system(metrics: SystemMetrics) -> bytes:
 
 def _fleet(facts: SystemFacts) -> Iterator[Metric]:
     of_gpu, of_instance = ("region", "gpu_type", "state"), ("model", "region", "state")
-    nodes = "Nodes: alive, draining, silent (drained, shut down or never heard of), or lost."
+    nodes = "Nodes: alive, draining, leaving, silent (drained, shut down or never heard of), or lost."
     yield _gauges("nodes", nodes, facts.nodes.items(), "region", "state")
     gpus = "GPUs: dedicated, pooled, spot, free, or lost with their node."
     yield _gauges("gpus", gpus, facts.gpus.items(), *of_gpu)

@@ -1,4 +1,5 @@
-"""Limits of tenants: every interactive request is charged before it is sent, and settled when it ends.
+"""Limits of tenants: every interactive request is charged before it is sent, and settled when it ends. Uploads and new
+batches are charged as one request each, before their body is read.
 
 While Redis is unavailable, each gateway admits its share of the limits; the log says so once, and a metric shows it.
 """
@@ -85,16 +86,26 @@ class LimitKeeper:
             yield
             return
         charge = await self._charge(caller, 0)
-        limits, admission, _ = await self._admit(charge)
-        request.state.answer_headers = _headers(admission.usage, limits)
-        if admission.refused is not None:
-            self.metrics.note_limit_refusal(admission.refused, model=model, input_tokens=0)
-            raise self._refusal(charge, limits, admission)
+        await self._admit_or_refuse(request, charge, model)
         try:
             yield
         finally:
             with anyio.CancelScope(shield=True):
                 await self._settle(charge, 0)
+
+    async def one_write(self, request: Request, caller: Caller) -> None:
+        """Charge an upload or a new batch to its tenant's requests per minute; `x-ratelimit-*` go into the answer's
+        headers. Its other limits are of requests that models answer.
+
+        Raises:
+            RateLimitError: the limit is reached.
+        """
+        per_minute = caller.limits.requests_per_minute
+        if per_minute is None:
+            return
+        charge = await self._charge(replace(caller, limits=TenantLimits(requests_per_minute=per_minute)), 0)
+        await self._admit_or_refuse(request, charge)
+        del self._charges[charge.lease]  # it has no tokens to return and no lease to renew
 
     async def attempt(self, what: str, per_minute: int) -> None:
         """Count an attempt at something that may be tried `per_minute`. `what` is no tenant's name.
@@ -119,20 +130,31 @@ class LimitKeeper:
         async with contextlib.aclosing(stream):
             _refuse_too_large(caller, in_flight.tokens)
             charge = await self._charge(caller, in_flight.tokens)
-            limits, admission, shared = await self._admit(charge)
-            request.state.stages.end(Stage.LIMITS)
-            request.state.answer_headers = _headers(admission.usage, limits)
-            if admission.refused is not None:
-                self.metrics.note_limit_refusal(
-                    admission.refused, model=in_flight.query.model, input_tokens=in_flight.input_tokens
-                )
-                raise self._refusal(charge, limits, admission)
+            try:
+                shared = await self._admit_or_refuse(request, charge, in_flight.query.model, in_flight.input_tokens)
+            finally:
+                request.state.stages.end(Stage.LIMITS)
             try:
                 async for arrived in stream:
                     yield arrived
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._settle(charge, in_flight.used_tokens if shared else charge.tokens)
+
+    async def _admit_or_refuse(
+        self, request: Request, charge: Charge, model: str | None = None, input_tokens: int = 0
+    ) -> bool:
+        """Whether the charge was counted for all gateways; `x-ratelimit-*` go into the answer's headers.
+
+        Raises:
+            RateLimitError: a limit is reached; nothing is charged.
+        """
+        limits, admission, shared = await self._admit(charge)
+        request.state.answer_headers = _headers(admission.usage, limits)
+        if admission.refused is not None:
+            self.metrics.note_limit_refusal(admission.refused, model=model, input_tokens=input_tokens)
+            raise self._refusal(charge, limits, admission)
+        return shared
 
     async def _charge(self, caller: Caller, tokens: int) -> Charge:
         """The charge of a request. One larger than its region's share takes all of it, and the rest when it ends."""

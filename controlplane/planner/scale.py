@@ -91,8 +91,9 @@ def _begin(database: Database, settings: Settings, *, now_s: float) -> int:
     with database.transaction() as session:
         fleet_version(session, lock=True)
         ended = _end_leases(session)
-        sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)
         regrouped = _regroup(session)
+        # The last to lock nodes, since it changes instances of any.
+        sent_back = send_back_failed(session, settings, actor=ACTOR, now_s=now_s)
         if ended or sent_back or regrouped:
             note_change(session)
     return ended
@@ -121,8 +122,8 @@ def _apply(
         if version != fleet.version:
             raise StaleIndexError(f"the fleet is at version {version}, the decision is of version {fleet.version}")
         _write_instances(session, fleet.snapshot, decision)
-        set_succeeds(session, decision.successors)
         moved = settle_engines(session, fleet.inventory, settings, actor=ACTOR, now_s=now_s)
+        set_succeeds(session, decision.successors)  # after the last node is locked: these instances may be of any
         noticed = _give_notice(session, slots.notices, settings)
         _note_scaled(session, decision.scaled, now_s=now_s)
         note_outcome(session, settled=decision.settled, unplaced=_unplaced_of(slots.unplaced))

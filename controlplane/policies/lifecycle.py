@@ -71,6 +71,19 @@ class RolloutState(StrEnum):
     ROLLED_BACK = "rolled_back"
 
 
+class NodeState(StrEnum):
+    """What a node is, in one word, wherever it is shown. Alive: it sends heartbeats and takes instances; draining: an
+    operator takes it out of service; leaving: its agent shuts down; silent: it sends no heartbeats and is not missed,
+    since it was drained, shut down in order or never heard of; lost: it is silent and missed.
+    """
+
+    ALIVE = "alive"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+    SILENT = "silent"
+    LOST = "lost"
+
+
 LOST = "lost"
 """Shown instead of an instance's state while its node sends no heartbeats: the real state is unknown."""
 

@@ -44,6 +44,11 @@ def _valid_unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_valid_unicode)]
 FunctionName = Annotated[Text, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Metadata = Annotated[
+    dict[Annotated[Text, Field(min_length=1, max_length=64)], Annotated[Text, Field(max_length=512)]],
+    Field(max_length=16),
+]
+"""Labels of a client's own, as many and as long as OpenAI's."""
 TokenId = Annotated[StrictInt, Field(ge=0, le=TOKEN_ID_MAX)]
 
 

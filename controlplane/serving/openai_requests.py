@@ -12,6 +12,7 @@ from controlplane.serving.openai_fields import (
     TOKEN_ID_MAX,
     UNSUPPORTED,
     JsonObject,
+    Metadata,
     NeutralChatFields,
     NeutralCompletionFields,
     NeutralFields,
@@ -257,7 +258,7 @@ class ChatRequest(NeutralChatFields, GenerationRequest):
     )
     chat_template_kwargs: JsonObject | None = Field(None, description="extension: variables of the chat template")
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     def check(self) -> None:
         check_conversation(self.messages)

@@ -15,7 +15,7 @@ from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, and_, delete,
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.settings import Settings
-from controlplane.store.keys import ApiKey, hash_secret, is_good
+from controlplane.store.keys import ApiKey, hash_secret, is_good, replaced_secret_ends_at
 from controlplane.store.tables import Base, Role, one_of
 from controlplane.store.tenants import Tenant
 
@@ -136,13 +136,16 @@ class FoundSession:
     ends_at: datetime
 
 
-def begin_session(session: Session, identity: Identity, settings: Settings) -> NewSession:
-    """Begin a session."""
+def begin_session(
+    session: Session, identity: Identity, settings: Settings, *, key_secret: str | None = None
+) -> NewSession:
+    """Begin a session. `key_secret`: of the key that was given for it; the session ends with it if it was replaced."""
     secret = secrets.token_urlsafe(32)
+    ends_at = func.now() + timedelta(seconds=settings.console_session_s)
     row = ConsoleSession(
         id=f"ses_{uuid_utils.uuid7().hex}",
         secret_hash=hash_secret(secret),
-        ends_at=func.now() + timedelta(seconds=settings.console_session_s),
+        ends_at=func.least(ends_at, replaced_secret_ends_at(key_secret)),
         **asdict(identity),
     )
     session.add(row)
@@ -195,10 +198,13 @@ def end_sessions_of_key(session: Session, key_id: str, *, after_s: int = 0) -> f
     return frozenset()
 
 
-def make_link(session: Session, key_id: str) -> NewLink:
-    """Make a link that signs in once, with the rights of a key."""
+def make_link(session: Session, key_id: str, *, key_secret: str | None) -> NewLink:
+    """Make a link that signs in once, with the rights of a key, and ends with the secret of it that was given if that
+    was replaced.
+    """
     secret = secrets.token_urlsafe(32)
-    row = ConsoleLink(secret_hash=hash_secret(secret), key_id=key_id, ends_at=func.now() + _LINK_LASTS)
+    ends_at = func.least(func.now() + _LINK_LASTS, replaced_secret_ends_at(key_secret))
+    row = ConsoleLink(secret_hash=hash_secret(secret), key_id=key_id, ends_at=ends_at)
     session.add(row)
     session.flush()
     return NewLink(secret=secret, ends_at=row.ends_at)

@@ -3,12 +3,12 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import ColumnElement, delete, false, func, select, update
+from sqlalchemy import ColumnElement, case, delete, false, func, select, update
 from sqlalchemy.orm import Session
 
 from controlplane.declarations import name_fault
 from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
-from controlplane.policies.lifecycle import InstanceState
+from controlplane.policies.lifecycle import InstanceState, NodeState
 from controlplane.store.adapters import check_adapter, check_base, check_own_endpoint, check_with_base, tell_hosts
 from controlplane.store.alias_tables import Alias, AliasTarget
 from controlplane.store.profile_corrections import drop_correction
@@ -223,24 +223,20 @@ def list_nodes(
     *,
     words: str,
     which: Mapping[str, str | None],
-    state: str | None,
+    state: NodeState | None,
     alive_s: float,
     after: str | None,
     limit: int,
 ) -> Page[Node]:
-    """One page of nodes by name that contain `words`. `which`: values by column; None: any. `state`: alive, lost,
-    draining or leaving; None: any.
+    """One page of nodes by name that contain `words`. `which`: values by column; `state`: as in `node_state`; None:
+    any.
     """
     query = select(Node).where(*matching(Node, which))
     if words:
         query = query.where(Node.name.icontains(words, autoescape=True))
-    states = {
-        "alive": heard_of(alive_s),
-        "lost": ~heard_of(alive_s),
-        "draining": Node.draining,
-        "leaving": Node.leaving,
-    }
-    return page(session, query if state is None else query.where(states[state]), after=after, limit=limit)
+    if state is not None:
+        query = query.where(node_state(alive_s) == state)
+    return page(session, query, after=after, limit=limit)
 
 
 def slots_of(session: Session, nodes: Sequence[str]) -> dict[str, list[Slot]]:
@@ -303,6 +299,22 @@ def alive_nodes(session: Session, nodes: Iterable[str], *, alive_s: float) -> fr
     return frozenset(session.scalars(select(Node.name).where(Node.name.in_(list(nodes)), heard_of(alive_s))))
 
 
+def node_state(alive_s: float) -> ColumnElement[str]:
+    """The state of a node (`NodeState`). It is alive if it sent a heartbeat in the last `alive_s` seconds."""
+    return case(
+        (~heard_of(alive_s), case((_missed(), NodeState.LOST), else_=NodeState.SILENT)),
+        (Node.leaving, NodeState.LEAVING),
+        (Node.draining, NodeState.DRAINING),
+        else_=NodeState.ALIVE,
+    )
+
+
+def node_states(session: Session, nodes: Iterable[str], *, alive_s: float) -> dict[str, NodeState]:
+    """The states of nodes by name."""
+    rows = session.execute(select(Node.name, node_state(alive_s)).where(Node.name.in_(list(nodes))))
+    return {name: NodeState(state) for name, state in rows}
+
+
 _MISSED_FOR_S = 24 * 3600.0
 """Machines of a cloud, and agents that were interrupted, may come back under another name or never."""
 
@@ -311,7 +323,8 @@ def lost_nodes(session: Session, *, alive_s: float) -> tuple[str, ...]:
     """Nodes without a heartbeat in the last `alive_s` seconds that are missed, by name: until they are heard of again,
     drained or deleted, also after their instances were placed elsewhere, but no longer than `_MISSED_FOR_S`.
     """
-    return tuple(session.scalars(select(Node.name).where(_missed(), ~heard_of(alive_s)).order_by(Node.name)))
+    lost = node_state(alive_s) == NodeState.LOST
+    return tuple(session.scalars(select(Node.name).where(lost).order_by(Node.name)))
 
 
 def _missed() -> ColumnElement[bool]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.declarations import name_fault
@@ -29,9 +29,9 @@ class Joined:
 
 
 def join_node(session: Session, join: Join) -> Joined:
-    """Register a node, also after a restart. Instances that no longer fit on its slots are stopped with their leases:
-    their workers ended with the previous agent, and scaling starts others. A slot that is gone takes
-    the rows of its instances with it.
+    """Register a node, also after a restart: then it was heard of now, since its first heartbeat follows. Instances
+    that no longer fit on its slots are stopped with their leases: their workers ended with the previous agent, and
+    scaling starts others. A slot that is gone takes the rows of its instances with it.
 
     Raises:
         InvalidValueError: no new node may have its name.
@@ -49,11 +49,14 @@ def join_node(session: Session, join: Join) -> Joined:
     names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
     offered = {name: getattr(join, name) for name in names}
     if present is not None and _is_as_before(session, present, offered, slots):
-        present.leaving = False
+        present.last_seen_at, present.leaving = func.now(), False
         present.version, present.engine_version = join.version, join.engine_version
         return Joined(node=present)
     bump_index(session)
-    lost = () if present is None else _give_up(session, present, join, slots)
+    lost: tuple[str, ...] = ()
+    if present is not None:
+        lost = _give_up(session, present, join, slots)
+        present.last_seen_at, present.leaving = func.now(), False
     node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
     if node.layout is not None and not (join.regroups and sum(node.layout) == sum(slot.gpus for slot in slots)):

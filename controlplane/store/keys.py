@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ColumnElement, Identity, and_, func, inspect, or_, select, update
+from sqlalchemy import CheckConstraint, ColumnElement, Identity, ScalarSelect, and_, func, inspect, or_, select, update
 from sqlalchemy.dialects.postgresql import JSONB, insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -142,6 +142,12 @@ def find_key(session: Session, secret: str) -> ApiKey | None:
 def _has_secret(hashed: str) -> tuple[ColumnElement[bool], ...]:
     is_old = (ApiKey.old_secret_hash == hashed) & (ApiKey.old_until > func.now())
     return (ApiKey.secret_hash == hashed) | is_old, *is_good()
+
+
+def replaced_secret_ends_at(secret: str | None) -> ScalarSelect[datetime | None]:
+    """When a secret that a rotation has replaced ends; null for others, and for none."""
+    is_old = ApiKey.old_secret_hash == hash_secret(secret or "")
+    return select(ApiKey.old_until).where(is_old).scalar_subquery()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from controlplane.store.batch_ends import read_progress, read_risk
 from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.demand import read_scores
 from controlplane.store.endpoint_summary import count_instances, read_unplaced
-from controlplane.store.fleet import heard_of, lost_nodes
+from controlplane.store.fleet import heard_of, node_state
 from controlplane.store.plan_changes import cost_of
 from controlplane.store.plans import SCHEDULE, Plan, plan_in_force
 from controlplane.store.session import server_time_s
@@ -83,14 +83,11 @@ def read_system_facts(session: Session, *, alive_s: float, quantile: float) -> S
     )
 
 
-def _nodes(session: Session, *, alive_s: float) -> Counter[tuple[str, str]]:
-    """Lost: silent and missed, as in `lost_nodes`; silent: drained, shut down in order, or never heard of."""
-    lost = frozenset(lost_nodes(session, alive_s=alive_s))
-    counts: Counter[tuple[str, str]] = Counter()
-    for node, alive in session.execute(select(Node, heard_of(alive_s))):
-        state = "lost" if node.name in lost else "silent" if not alive else "alive" if node.accepting else "draining"
-        counts[node.region, state] += 1
-    return counts
+def _nodes(session: Session, *, alive_s: float) -> dict[tuple[str, str], int]:
+    """How many nodes of each region are in each state."""
+    state = node_state(alive_s).label("state")
+    rows = session.execute(select(Node.region, state, func.count()).group_by(Node.region, "state"))
+    return {(region, name): count for region, name, count in rows}
 
 
 def _gpus(session: Session, *, alive_s: float) -> Counter[tuple[str, str, str]]:

@@ -109,8 +109,8 @@ def _needed_bytes(settings: AgentSettings) -> int:
 def _remove_unless_held(root: PrivateFolder, name: str) -> None:
     try:
         lock = root.inner(name).open(_LOCK, _MADE)
-    except NotPrivateError as error:
-        log.warning("folder is not removed", reason=error.message)
+    except (NotPrivateError, OSError) as error:
+        log.warning("folder is not removed", reason=str(error))
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, get_args
 
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
@@ -17,6 +17,7 @@ _REQUEST_BUCKETS_S = (0.1, 0.3, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 30
 
 EndReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 """How a request ended. abort: its client disconnected."""
+_END_REASONS: tuple[EndReason, ...] = get_args(EndReason)
 
 
 class ModelTokens:
@@ -80,6 +81,13 @@ class RequestMeasures:
             Histogram(f"vllm:{name}_seconds", about, model, buckets=buckets, registry=registry)
             for name, about, buckets in histograms
         )
+
+    def expect(self, model: str) -> None:
+        """Begin the counters of a model at 0, as vLLM does: the request that a series begins with is in no rate."""
+        self.prompt_tokens.labels(model)
+        self.tokens.of(model)
+        for reason in _END_REASONS:
+            self.success.labels(model, reason)
 
 
 class RequestMeasure:

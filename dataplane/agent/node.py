@@ -149,6 +149,8 @@ class Agent:
         self._handing_over = desired.handing_over
         instances = with_leaving_adapters(desired.instances, self._desired.values(), is_hosted=self._is_hosted)
         self._desired = {instance.instance_id: instance for instance in instances}
+        for model in {instance.model.name for instance in instances}:
+            self._measures.expect(model)
         if desired.layout is not None and self.settings.regroup:
             self.groups.regroup(desired.layout)
         for group in self.groups:

@@ -33,8 +33,8 @@ class AgentServer(uvicorn.Server):
 
 
 def run_agent(settings: AgentSettings) -> None:
-    """Run a node's agent until SIGTERM or SIGINT; then let streams end, and stop the workers. SIGTERM first waits for
-    successors of its instances on other nodes, as far as these have capacity.
+    """Run a node's agent until SIGTERM or SIGINT; then say that it leaves, let streams end, and stop the workers.
+    SIGTERM first waits for successors of its instances on other nodes, as far as these have capacity.
     """
     uvloop.run(_serve_agent(settings))
 
@@ -53,11 +53,11 @@ async def _serve_agent(settings: AgentSettings) -> None:
     workers = asyncio.create_task(agent.run())  # first, since the node joins with the host memory that it found
     linked = asyncio.create_task(ControlLink(agent, url).run())
     log.info("agent started", node=settings.node, url=url, workers=len(settings.slots), engine=settings.engine)
-    stop = asyncio.create_task(stopping.wait())
-    handed_over = asyncio.create_task(_hand_over(agent, leaving))
+    stop = asyncio.create_task(_hand_over(agent, stopping, max_s=0.0))
+    handed_over = asyncio.create_task(_hand_over(agent, leaving, max_s=settings.handover_max_s))
     try:
         done, _ = await asyncio.wait({serving, linked, workers, stop, handed_over}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done - {stop}:
+        for task in done:
             task.result()
     finally:
         log.info("agent stopping", node=settings.node)
@@ -70,9 +70,11 @@ async def _serve_agent(settings: AgentSettings) -> None:
         listener.close()
 
 
-async def _hand_over(agent: Agent, leaving: asyncio.Event) -> None:
-    """On SIGTERM: wait for successors on other nodes, then until gateways send nothing more to this one."""
+async def _hand_over(agent: Agent, leaving: asyncio.Event, *, max_s: float) -> None:
+    """On a signal: wait at most `max_s` for successors on other nodes, then until gateways send nothing more to this
+    one.
+    """
     await leaving.wait()
-    log.info("handing over", node=agent.settings.node)
-    await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=agent.settings.handover_max_s)
+    log.info("handing over", node=agent.settings.node, max_s=max_s)
+    await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=max_s)
     await asyncio.sleep(CLOSING_S)

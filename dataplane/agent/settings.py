@@ -232,7 +232,7 @@ class AgentSettings(BaseSettings):
     load_retry_s: float = Field(30.0, gt=0)
     """delay before a failed model load is retried"""
     handover_max_s: float = Field(20.0, ge=0)
-    """how long to keep serving after SIGTERM while replacements start on other nodes; SIGINT skips it"""
+    """how long to keep serving after SIGTERM while replacements start on other nodes; SIGINT waits for none"""
     shutdown_grace_s: float = Field(5.0, ge=0)
     """how long open streams may continue after that"""
 

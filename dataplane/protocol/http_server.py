@@ -239,11 +239,16 @@ class ServerConnection(HttpToolsProtocol):
 
 
 class _Answer(RequestResponseCycle):
-    """The answer to one request. Where the client knows no chunks, the end of the connection ends the body."""
+    """The answer to one request. Where the client knows no chunks, the end of the connection ends the body. A client
+    that waits to be told to go on, and is answered instead, does not send its body: the connection closes, since what
+    follows on it would be taken for that body (RFC 9110, 10.1.1).
+    """
 
     _is_bare = False
 
     async def send(self, message: Any) -> None:
+        if self.waiting_for_100_continue and self.more_body:
+            self.keep_alive = False
         if self.scope["http_version"] == "1.0":
             if message["type"] == "http.response.start":
                 names = {name.lower() for name, _ in message.get("headers", ())}

@@ -6,6 +6,7 @@ files are opened relative to its descriptor without following links. If another 
 random suffix is created, which later processes find again.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ import structlog
 from dataplane.protocol.errors import DataplaneError
 
 log = structlog.get_logger()
+_NOT_OURS = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENXIO})
+"""What the system says of names that are links, other users' or no plain files; the rest is about the file system."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -38,6 +41,7 @@ class PrivateFolder:
 
         Raises:
             NotPrivateError: it is a link, no directory, another user's, or open to others.
+            OSError: the file system fails in another way.
         """
         at: dict[str, Any] = {"path": path} if within is None else {"path": path.name, "dir_fd": within.descriptor}
         if within is None:
@@ -47,7 +51,7 @@ class PrivateFolder:
         try:
             self.descriptor: int = os.open(flags=_DIRECTORY, **at)
         except OSError as error:
-            raise NotPrivateError(f"{path} cannot be used: {_kind(path)} ({error.strerror})") from error
+            raise _refused(path, error) from error
         weakref.finalize(self, os.close, self.descriptor)
         self.path = path
         _check_folder(path, os.fstat(self.descriptor), 0o022 if readable else 0o077)
@@ -57,15 +61,13 @@ class PrivateFolder:
 
         Raises:
             NotPrivateError: it is a link, no regular file, another user's, or has a second hard link.
-            FileNotFoundError, FileExistsError: as `os.open` does.
+            OSError: it is or is not there, as `os.open` says, or the file system fails in another way.
         """
         path = self.path / name
         try:
             descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor)
-        except (FileNotFoundError, FileExistsError):
-            raise
         except OSError as error:
-            raise NotPrivateError(f"{path} cannot be used: {_kind(path)} ({error.strerror})") from error
+            raise _refused(path, error) from error
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_nlink == 1:
             return descriptor
@@ -141,6 +143,13 @@ def _check_folder(path: Path, found: os.stat_result, forbidden: int) -> None:
     else:
         return
     raise NotPrivateError(f"{path} cannot be used: {fault}, or name another folder (TIDEPOOL_AGENT_CACHE_DIR)")
+
+
+def _refused(path: Path, error: OSError) -> OSError | NotPrivateError:
+    """The error of a name that cannot be opened, such as that it is not ours, or that the disk is full."""
+    if error.errno in _NOT_OURS:
+        return NotPrivateError(f"{path} cannot be used: {_kind(path)} ({error.strerror})")
+    return OSError(error.errno, error.strerror, str(path))
 
 
 def _kind(path: Path) -> str:

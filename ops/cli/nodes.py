@@ -29,7 +29,7 @@ nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that h
 
 Layout = Annotated[str | None, typer.Argument(help="GPUs of each slot, in their order, as 4,1,1,2.")]
 ByPlans = Annotated[bool, typer.Option("--by-plans", help="Leave them to plans again.")]
-_NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "alive": "alive", "draining": "draining"}
+_NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "state": "state"}
 
 
 def _version_text(node: Mapping[str, Any]) -> str | None:

@@ -83,7 +83,9 @@ def show_tenant(context: typer.Context, name: str, as_json: AsJson = False) -> N
 def set_tenant(
     context: typer.Context,
     name: str,
-    requests_per_minute: Annotated[str | None, _option("Interactive requests a minute")] = None,
+    requests_per_minute: Annotated[
+        str | None, _option("Interactive requests, uploads and new batches a minute")
+    ] = None,
     tokens_per_minute: Annotated[str | None, _option("Prompt and completion tokens a minute")] = None,
     concurrent_max: Annotated[str | None, _option("Interactive requests at once")] = None,
     queued_batch_tokens_max: Annotated[str | None, _option("Tokens of batch requests that have not ended")] = None,

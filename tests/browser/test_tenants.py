@@ -11,7 +11,7 @@ def test_an_administrator_limits_a_tenant(signed_in: SignIn, admin: Api) -> None
     person.open("#/tenants/team-limited")
     page = person.page
     page.get_by_role("button", name="Change the limits …").click()
-    page.get_by_label("Interactive requests per minute").fill("120")
+    page.get_by_label("Requests, uploads and batches per minute").fill("120")
     page.get_by_role("button", name="Limit", exact=True).click()
     page.get_by_text("It has limits of its own.").wait_for()
     limits = admin.get("/admin/tenants/team-limited")

@@ -1,10 +1,11 @@
 """Batches of all tenants. What a tenant wrote and what models answered it are read with a key of the tenant only."""
 
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import islice
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Path, Query
@@ -28,6 +29,7 @@ from controlplane.store.rows import require
 router = APIRouter(tags=["admin: batches"], route_class=IdempotentRoute)
 BatchPath = Annotated[str, Path(pattern=ID_PATTERN, examples=["batch_0190f3c2a7b57c1e8d2f4b6a8c0e1f23"])]
 _SERVER_ERRORS = 500
+_CURSOR = re.compile("[0-9]{1,10}([|][0-9]{1,15})?", re.ASCII)
 
 
 class BatchView(Answer):
@@ -149,13 +151,13 @@ def list_batch_errors(
     """By line: from the error file of a batch that has ended, else those that failed so far; of a batch that failed
     whole, what its validation found. In the batches of other tenants what they wrote is left out.
     """
-    start = _line_of(after)
+    start = _position_of(after)
     batch = require(session, Batch, batch_id, param="batch_id")
-    lines = list(islice(_errors(session, state, batch, start, limit + 1), limit + 1))
-    more = len(lines) > limit
-    shown = [_without_words(line) if caller.tenant != batch.tenant else line for line in lines[:limit]]
+    found = list(islice(_errors(session, state, batch, start, limit + 1), limit + 1))
+    shown = [_without_words(line) if caller.tenant != batch.tenant else line for line, _ in found[:limit]]
     data = [BatchLineError.model_validate(line) for line in shown]
-    return PageOf(data=data, has_more=more, next=_cursor(batch, lines[limit - 1], start + limit) if more else None)
+    more = len(found) > limit
+    return PageOf(data=data, has_more=more, next=str(found[limit - 1][1]) if more else None)
 
 
 def _shown(session: Session, rows: list[Batch]) -> Iterator[dict[str, Any]]:
@@ -185,26 +187,55 @@ def _detail(session: Session, batch: Batch) -> BatchDetail:
     )
 
 
-def _errors(session: Session, state: State, batch: Batch, start: int, limit: int) -> Iterator[FailedLine]:
-    """The failed lines behind `start`. Errors of the validation may name no line, so there `start` counts them."""
+@dataclass(frozen=True, kw_only=True)
+class _Position:
+    """Where a page ends: behind a line and, in an error file, before a byte."""
+
+    line: int = 0
+    byte: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.line}|{self.byte}" if self.byte else str(self.line)
+
+
+Positioned = Iterator[tuple[FailedLine, _Position]]
+
+
+def _errors(session: Session, state: State, batch: Batch, start: _Position, limit: int) -> Positioned:
+    """The failed lines behind `start`, each with the position behind it. Errors of the validation may name no line, so
+    there the positions count them.
+    """
     if batch.errors is not None:
-        for each in batch.errors["data"][start:]:
-            yield FailedLine(
+        for number, each in enumerate(batch.errors["data"][start.line :], start=start.line + 1):
+            line = FailedLine(
                 line=each.get("line"), custom_id=None, status=None, code=each.get("code"), message=each.get("message")
             )
+            yield line, _Position(line=number)
     elif batch.ended_at is None:
-        yield from batch_views.failed_lines(session, batch, after=start, limit=limit)
+        for line in batch_views.failed_lines(session, batch, after=start.line, limit=limit):
+            yield line, _Position(line=line.line or 0)
     elif batch.error_file_id is not None:
         file = get_file(session, batch.error_file_id, tenant=batch.tenant)
         with state.blobs.open(file.id) as stream:
-            for written in stream:
-                line = msgspec.json.decode(written)
-                number = int(line["id"].rpartition("_")[2])
-                if number > start:
-                    response = line["response"] or {}
-                    yield failed_line(
-                        number, line["custom_id"], response.get("status_code"), response.get("body"), line["error"]
-                    )
+            yield from _errors_in(stream, start)
+
+
+def _errors_in(stream: IO[bytes], start: _Position) -> Positioned:
+    """The lines of an error file behind `start`; what is before its byte is not read."""
+    at = stream.seek(start.byte)
+    for written in stream:
+        at += len(written)
+        try:
+            line = msgspec.json.decode(written)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _no_cursor(str(start)) from error
+        number = int(line["id"].rpartition("_")[2])
+        if number > start.line:
+            response = line["response"] or {}
+            failed = failed_line(
+                number, line["custom_id"], response.get("status_code"), response.get("body"), line["error"]
+            )
+            yield failed, _Position(line=number, byte=at)
 
 
 def _without_words(line: FailedLine) -> FailedLine:
@@ -213,13 +244,14 @@ def _without_words(line: FailedLine) -> FailedLine:
     return replace(line, custom_id=None, message=line.message if ours else None)
 
 
-def _line_of(after: str | None) -> int:
+def _position_of(after: str | None) -> _Position:
     if after is None:
-        return 0
-    if not (after.isascii() and after.isdigit() and len(after) <= len(str(10**9))):
-        raise InvalidValueError(f"after: '{after}' is no cursor of this list", param="after")
-    return int(after)
+        return _Position()
+    if not _CURSOR.fullmatch(after):
+        raise _no_cursor(after)
+    line, _, byte = after.partition("|")
+    return _Position(line=int(line), byte=int(byte or 0))
 
 
-def _cursor(batch: Batch, last: FailedLine, count: int) -> str:
-    return str(count if batch.errors is not None else last.line)
+def _no_cursor(after: str) -> InvalidValueError:
+    return InvalidValueError(f"after: '{after}' is no cursor of this list", param="after")

@@ -13,6 +13,7 @@ from controlplane.api.admin.regions import GpuType, OwnedLatency, Region
 from controlplane.api.auth import Operator, notify_gateways
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import GpuTypeName, ModelName, RegionName
+from controlplane.policies.lifecycle import NodeState
 from controlplane.store import removal
 from controlplane.store.keys import record, snapshot
 
@@ -99,4 +100,4 @@ def delete_node(
         record(session, actor=caller.name, action="key.revoke", subject=key.id, after=snapshot(key))
     record(session, actor=caller.name, action="node.delete", subject=name, before=before)
     after_commit.add_task(notify_gateways, state, {hashed for key in keys for hashed in hashes_of(key)})
-    return Node.model_validate(before | {"alive": False, "slots": []})
+    return Node.model_validate(before | {"state": NodeState.SILENT, "alive": False, "slots": []})

@@ -95,7 +95,7 @@ def _objectives(metrics: str) -> list[ObjectiveStatus]:
             tokens=tokens[tier, "true"] + tokens[tier, "false"],
             tokens_in_time=tokens[tier, "true"],
         )
-        for tier in sorted({tier for tier, _ in (*answers, *tokens)})
+        for tier in sorted({tier for (tier, _), count in (answers + tokens).items() if count})
     ]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query
 from pydantic import Field, computed_field
@@ -18,6 +18,7 @@ from controlplane.api.state import SessionDep, State, StateDep
 from controlplane.declarations import Body
 from controlplane.errors import UnavailableError
 from controlplane.planner.schedule import enqueue
+from controlplane.policies.lifecycle import NodeState
 from controlplane.store import fleet, layouts, tables
 from controlplane.store.instances import count_of_nodes, instances_of
 from controlplane.store.keys import snapshot
@@ -45,6 +46,10 @@ class Node(Answer):
     gpu_type: str = Field(examples=["H800"])
     url: str = Field(examples=["http://10.0.0.7:9000"])
     engine: str = Field(examples=["torch"])
+    state: NodeState = Field(
+        description="alive, draining or leaving: it was heard of lately; lost: it was not, and is missed; silent: it"
+        " was not, since it was drained, shut down in order or never heard of"
+    )
     draining: bool = Field(description="an operator takes it out of service")
     leaving: bool = Field(description="its agent is shutting down")
     alive: bool = Field(description="whether it was heard of lately")
@@ -120,10 +125,7 @@ def list_nodes(
     words: Annotated[str, Query(max_length=200, pattern=r"^[^\x00]*$", description="a part of the name")] = "",
     region: FilterWord = None,
     gpu_type: FilterWord = None,
-    shown: Annotated[
-        Literal["alive", "lost", "draining", "leaving"] | None,
-        Query(alias="state", description="lost: not heard of lately"),
-    ] = None,
+    shown: Annotated[NodeState | None, Query(alias="state", description="only nodes in this state")] = None,
     limit: Limit = 20,
     after: After = None,
 ) -> PageOf[NodeRow]:
@@ -224,11 +226,13 @@ def _set_draining(session: Session, state: State, caller: Caller, name: str, *, 
 def _nodes(session: Session, state: State, rows: Sequence[tables.Node]) -> list[Node]:
     names = [row.name for row in rows]
     slots = fleet.slots_of(session, names)
-    alive = fleet.alive_nodes(session, names, alive_s=state.settings.heartbeat_stale_s)
+    states = fleet.node_states(session, names, alive_s=state.settings.heartbeat_stale_s)
     nodes = []
     for row in rows:
         of_node = [Slot.model_validate(slot) for slot in slots[row.name]]
-        nodes.append(Node.model_validate(snapshot(row) | {"alive": row.name in alive, "slots": of_node}))
+        shown = states[row.name]
+        alive = shown not in {NodeState.SILENT, NodeState.LOST}
+        nodes.append(Node.model_validate(snapshot(row) | {"state": shown, "alive": alive, "slots": of_node}))
     return nodes
 
 

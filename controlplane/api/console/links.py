@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from controlplane.api.admin.idempotency import IdempotentRoute
 from controlplane.api.admin.problems import PROBLEMS
-from controlplane.api.auth import Admin, notify_gateways
+from controlplane.api.auth import Admin, notify_gateways, secret_of
 from controlplane.api.console.sessions import Ended
 from controlplane.api.state import SessionDep, StateDep
 from controlplane.declarations import TEXT
@@ -45,7 +45,7 @@ def create_link(request: Request, session: SessionDep, state: StateDep, caller: 
     """
     if caller.session is not None:
         raise PermissionDeniedError("sign-in links are made with an admin key, not with a session")
-    made = make_link(session, caller.key_id)
+    made = make_link(session, caller.key_id, key_secret=secret_of(request))
     after = {"ends_at": made.ends_at.isoformat()}
     record(session, actor=caller.name, action="link.create", subject=caller.key_id, after=after)
     base = state.settings.console_url or str(request.base_url)

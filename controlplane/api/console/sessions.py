@@ -171,7 +171,7 @@ def sign_in(
     identity = _identity(session, body)
     before = _end_present(request, session)
     after_commit.add_task(notify_gateways, state, before)
-    made = begin(session, identity, request, state.settings)
+    made = begin(session, identity, request, state.settings, key_secret=body.key)
     set_cookie(response, request, SESSION_COOKIE, made.secret, lasts_s=state.settings.console_session_s)
     return _read_again(response, session, state, made.secret)
 
@@ -229,9 +229,11 @@ def log_out_everywhere(
     return Ended(ended=len(hashes), provider_logout_url=logout_url)
 
 
-def begin(session: Session, identity: Identity, request: Request, settings: Settings) -> NewSession:
-    """Begin a session, with a line in the audit."""
-    made = begin_session(session, identity, settings)
+def begin(
+    session: Session, identity: Identity, request: Request, settings: Settings, *, key_secret: str | None = None
+) -> NewSession:
+    """Begin a session, with a line in the audit. `key_secret`: as in `begin_session`."""
+    made = begin_session(session, identity, settings, key_secret=key_secret)
     told = {"source": identity.source, "role": identity.role, "tenant": identity.tenant, "subject": identity.subject}
     record(
         session,

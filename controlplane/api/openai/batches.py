@@ -14,15 +14,13 @@ from controlplane.bodies import ClientBody
 from controlplane.errors import InvalidValueError
 from controlplane.policies.lifecycle import BatchState
 from controlplane.serving.endpoints import BATCH_ENDPOINTS
+from controlplane.serving.openai_fields import Metadata
 from controlplane.store import batches
 from controlplane.store.batch_tables import Batch
 from controlplane.store.batches import BatchCounts
 
 router = APIRouter(prefix="/v1/batches", tags=["batches"], responses=ERRORS)
 _WINDOW_HOURS_MAX = 168
-
-Label = Annotated[str, Field(max_length=512)]
-LabelName = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _batch_endpoint(path: str) -> str:
@@ -51,7 +49,7 @@ class NewBatch(ClientBody):
     input_file_id: str = Field(max_length=64)
     endpoint: Annotated[str, AfterValidator(_batch_endpoint), Field(json_schema_extra={"enum": list(BATCH_ENDPOINTS)})]
     completion_window: Annotated[str, Field(pattern="^[1-9][0-9]{0,4}[hm]$")]
-    metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
     output_expires_after: OutputExpiry | None = None
 
     def window_s(self) -> int:

@@ -9,6 +9,7 @@ from pydantic.json_schema import SkipJsonSchema
 from controlplane.serving.openai_fields import (
     FunctionName,
     JsonObject,
+    Metadata,
     ReasoningEffort,
     RequestBody,
     Text,
@@ -31,8 +32,6 @@ RESPONSES = "/v1/responses"
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED_MAX = 16
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
-Label = Annotated[Text, Field(max_length=512)]
-LabelName = Annotated[Text, Field(min_length=1, max_length=64)]
 
 
 class TextFormat(BaseModel):
@@ -121,7 +120,7 @@ class ResponseRequest(RefusedFields, RequestBody):
     include: list[Annotated[Text, only("there is nothing of this kind to include", *_INCLUDABLE)]] = Field(
         [], max_length=_INCLUDED_MAX, fail_fast=True
     )
-    metadata: Annotated[dict[LabelName, Label], Field(max_length=16)] = {}
+    metadata: Metadata = {}
     store: bool = True
     stream: bool = False
     stream_options: ResponseStreamOptions | None = None

@@ -114,8 +114,27 @@ def test_an_ended_batch_keeps_its_models_and_its_failed_lines(world: World, blob
     found = errors(ask, batch_id)
     assert found[:2] == while_open == [(1, "c1", 400, "code_400", MARKUP), (3, "c3", 503, "code_503", MARKUP)]
     assert [(line, code) for line, _, _, code, _ in found[2:]] == [(4, "batch_expired"), (5, "batch_expired")]
-    ask("GET", f"/admin/batches/{batch_id}/errors", params={"after": "x"}, status=400)
+    for no_cursor in ("x", "1|", "1|2|3", "1|3", "-1"):
+        ask("GET", f"/admin/batches/{batch_id}/errors", params={"after": no_cursor}, status=400)
     ask("GET", f"/admin/batches/{batch_id}/errors", role="viewer", status=403)
+
+
+def test_a_page_of_failed_lines_reads_none_of_those_before(world: World, blobs: BlobStore, ask: Ask) -> None:
+    batch_id = world.add_batch(lines=3)
+    end_lines(world, 400, 503, 400)
+    for _ in range(2):
+        assert world.step(FINALIZE, blobs) == batch_id
+    first = ask("GET", f"/admin/batches/{batch_id}/errors", params={"limit": 1})
+    file_id = world.batch(batch_id).error_file_id
+    assert file_id is not None
+    with blobs.open(file_id) as stream:
+        lines = stream.read().splitlines(keepends=True)
+    with blobs.writing(file_id) as stream:
+        stream.write(b"?" * len(lines[0]) + b"".join(lines[1:]))
+    rest = ask("GET", f"/admin/batches/{batch_id}/errors", params={"after": first["next"]})
+    assert [row["line"] for row in first["data"] + rest["data"]] == [1, 2, 3]
+    beyond = ask("GET", f"/admin/batches/{batch_id}/errors", params={"after": "1|999999999"})
+    assert beyond == {"data": [], "has_more": False, "next": None}
 
 
 def test_what_another_tenant_wrote_is_left_out(world: World, ask: Ask) -> None:

@@ -32,6 +32,22 @@ def report(world: World, gateway: Gateway, **changes: Any) -> None:
     until(known)
 
 
+def test_the_counters_that_alerts_read_begin_at_zero(world: World) -> None:
+    """The first event of a counter that begins with it would be in no rate and no increase."""
+    with running_gateway(world, FakeAgent()) as gateway:
+        lines = gateway.http.get("/metrics").text.split("\n")
+    model = 'model="tide"'
+    for tier in ("IW-F", "IW-N"):
+        for met in ("true", "false"):
+            assert f'tidepool_slo_requests_total{{met="{met}",{model},tier="{tier}"}} 0.0' in lines
+        for objective in ("ttft", "tbt", "failed"):
+            assert f'tidepool_slo_violations_total{{{model},objective="{objective}",tier="{tier}"}} 0.0' in lines
+        for reason in ("busy", "no_capacity", "overloaded", "rate_limit_exceeded", "resource_unavailable"):
+            assert f'tidepool_refusals_total{{{model},reason="{reason}",tier="{tier}"}} 0.0' in lines
+    for limit in ("requests", "tokens", "concurrent"):
+        assert f'tidepool_limit_refusals_total{{limit="{limit}"}} 0.0' in lines
+
+
 def test_what_could_not_begin_in_time_is_refused(world: World) -> None:
     with running_gateway(world, FakeAgent()) as gateway:
         report(world, gateway, prefill_wait_s=40.0, prefill_urgent_wait_s=4.0, prefill_token_s=1e-4)

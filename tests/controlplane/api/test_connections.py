@@ -163,6 +163,35 @@ def test_who_sends_all_before_reading_sees_the_refusal(connect: Connect) -> None
     assert answer_of(client)[0] == 401
 
 
+@pytest.mark.parametrize(
+    ("path", "size", "status"),
+    [("/v1/responses", "content-length: 5", 401), ("/v1/responses", "transfer-encoding: chunked", 401),
+     ("/v1/files", "content-length: 5", 401), ("/v1/batches", "content-length: 1000000000", 413)],
+)  # fmt: skip
+def test_who_waits_to_be_told_to_go_on_is_answered_instead(connect: Connect, path: str, size: str, status: int) -> None:
+    """It sends no body, and the connection closes: a request after it would be taken for that body."""
+    client = connect()
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer tp-client-wrong\r\nexpect: 100-continue\r\n"
+    client.sendall(f"{head}content-type: application/json\r\n{size}\r\n\r\n".encode())
+    answered, answer, _ = answer_of(client)
+    assert answered == status, "and not 100 Continue"
+    assert b"connection: close" in answer
+
+
+def test_who_was_told_to_go_on_and_sends_too_much_sees_the_refusal(connect: Connect, database: Database) -> None:
+    """Its connection closes after the answer; closed with bytes unread, it would be reset."""
+    with database.transaction() as session:
+        secret = make_key(session, name="a", role=Role.CLIENT, tenant="acme").secret
+    client = connect()
+    head = f"POST /v1/batches HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
+    client.sendall(f"{head}expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+    assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+    for _ in range(150):
+        client.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
+        time.sleep(0.001)
+    assert answer_of(client)[0] == 413
+
+
 def test_no_file_is_read_of_who_has_another_key(connect: Connect, database: Database) -> None:
     """The file never comes: who waits for it answers 408."""
     with database.transaction() as session:

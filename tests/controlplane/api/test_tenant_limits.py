@@ -62,6 +62,32 @@ def test_requests_of_both_gateways_count(world: World) -> None:
         assert stranger.chat.completions.create(model="tide", messages=[{"role": "user", "content": "hi"}]).choices
 
 
+def test_uploads_and_new_batches_are_requests_of_their_tenant(world: World) -> None:
+    limit(world, requests_per_minute=3, tokens_per_minute=1, concurrent_max=1)
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tide", "prompt": "x"}}\n'
+    upload = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", line)}}
+    with running_gateway(world) as gateway:
+        stored = gateway.http.post("/v1/files", **upload)
+        assert stored.status_code == 200, stored.text
+        assert stored.headers["x-ratelimit-remaining-requests"] == "2"
+        assert "x-ratelimit-limit-tokens" not in stored.headers, "it takes none of a model's tokens"
+        batch = {"input_file_id": stored.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        made = gateway.http.post("/v1/batches", json=batch)
+        assert (made.status_code, made.headers["x-ratelimit-remaining-requests"]) == (200, "1")
+        assert gateway.http.post("/v1/files", **upload).status_code == 200
+        for refused in (gateway.http.post("/v1/files", **upload), gateway.http.post("/v1/batches", json=batch)):
+            assert refused.status_code == 429, refused.text
+            error = assert_error(refused)
+            assert (error["code"], refused.headers["retry-after"]) == ("rate_limit_exceeded", "20")
+            assert "3 requests per minute" in error["message"]
+        assert [file.id for file in gateway.client.files.list().data][-1] == stored.json()["id"], (
+            "reads are not limited"
+        )
+        assert gateway.client.batches.cancel(made.json()["id"]).id == made.json()["id"]
+        assert gateway.http.delete(f"/v1/files/{stored.json()['id']}").status_code == 200
+        assert 'tidepool_limit_refusals_total{limit="requests"} 2.0' in gateway.http.get("/metrics").text
+
+
 def test_tokens_are_charged_by_guess_and_corrected(world: World) -> None:
     limit(world, tokens_per_minute=2000)
     with running_gateway(world, FakeAgent()) as gateway:

@@ -1,6 +1,7 @@
 """Engines through the scale loop: new instances get theirs, and live ones move one after the other."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import select
@@ -13,12 +14,12 @@ from controlplane.policies.lifecycle import InstanceState
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.blobs.base import BlobStore
-from controlplane.store.instances import add_instance, desired_of
+from controlplane.store.instances import add_instance, desired_of, observe
 from controlplane.store.joining import join_node
 from controlplane.store.tables import Desired, Instance, Model, Profile
 from dataplane.protocol.joining import Join, SlotSpec
-from dataplane.protocol.messages import EngineChoice, EngineKind
-from tests.controlplane.world import World
+from dataplane.protocol.messages import EngineChoice, EngineKind, Heartbeat, InstanceReport
+from tests.controlplane.world import PATIENCE_S, World, until
 
 URL = "http://127.0.0.1:9"
 
@@ -157,3 +158,22 @@ def test_a_slot_of_one_family_runs_on_vllm_where_that_is_chosen_for_all_of_it(wo
     with world.database.transaction() as session:
         session.get_one(Instance, stranger).desired = Desired.STOPPED
     assert engines(305) == dict.fromkeys(("base", "one", "two"), "vllm")
+
+
+def test_an_engine_changes_while_the_node_reports(world: World, settings: Settings) -> None:
+    """Scaling locks a node before its instances, as heartbeats do: neither waits for the other in a ring."""
+    join(world, "torch")
+    settle(world, settings)
+    with world.database.transaction() as session:
+        first, second = session.scalars(select(Instance).order_by(Instance.id))
+        first.succeeds = second.id  # it is an ordinary one from the next scaling on
+        held = first.id
+    choose(world, "vllm")
+    report = InstanceReport(instance_id=held, model="tide", slot=0, state="loading")
+    with ThreadPoolExecutor() as pool:
+        with world.database.transaction() as session:
+            fleet.touch_node(session, "n1")
+            scaled = pool.submit(scale, world.database, world.live, settings, now_s=time.time() + 61)
+            until(world.is_waiting_for_a_lock)
+            observe(session, Heartbeat(node="n1", boot_id="b", generation=0, instances=(report,)))
+        assert scaled.result(PATIENCE_S).moved == 1

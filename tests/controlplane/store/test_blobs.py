@@ -100,6 +100,16 @@ def test_lines_and_chunks_and_deleting(blobs: BlobStore) -> None:
     assert blobs.free_bytes() > 0
 
 
+def test_reading_begins_where_one_likes(blobs: BlobStore) -> None:
+    name = write(blobs, b"one\ntwo\nthree\n")
+    with blobs.open(name) as stored:
+        for at, line in ((4, b"two\n"), (0, b"one\n"), (8, b"three\n"), (99, b"")):
+            stored.seek(at)
+            assert stored.readline() == line
+    with blobs.open(name) as stored:
+        assert (stored.seek(-6, os.SEEK_END), list(stored)) == (8, [b"three\n"])
+
+
 @pytest.mark.parametrize("name", ["../keys.json", "a/b", "", ".part", "file-1.part.part", "file-1\0", "f\u00e9"])
 def test_a_name_that_leads_elsewhere_is_refused(blobs: BlobStore, name: str) -> None:
     for call in (blobs.open, blobs.delete, lambda name: blobs.writing(name).__enter__()):

@@ -4,11 +4,21 @@ import pytest
 from sqlalchemy import text
 
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.lifecycle import NodeState
 from controlplane.store.demand import DemandRow, put_demand
-from controlplane.store.fleet import lost_nodes, node_pulses, set_node_draining, touch_node
+from controlplane.store.fleet import (
+    list_nodes,
+    lost_nodes,
+    node_pulses,
+    node_states,
+    set_node_draining,
+    touch_node,
+)
 from controlplane.store.instances import desired_of, lose_silent_nodes, observe, set_desired, touch_generations
+from controlplane.store.joining import join_node
 from controlplane.store.system_facts import read_system_facts
 from controlplane.store.tables import Desired, Instance, Node
+from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from tests.controlplane.world import World
 
@@ -173,7 +183,11 @@ def test_a_node_stays_lost_when_its_instances_are_elsewhere(world: World) -> Non
             found = lost_nodes(session, alive_s=5.0)
             missed = {each.name for each in node_pulses(session) if each.missed and (each.silent_s or 0.0) > 5.0}
             counted = read_system_facts(session, alive_s=5.0, quantile=0.9).nodes.get(("us-east", "lost"), 0)
+            states = node_states(session, ["n1", "n2"], alive_s=5.0)
+            page = list_nodes(session, words="", which={}, state=NodeState.LOST, alive_s=5.0, after=None, limit=9)
         assert (missed, counted) == (set(found), len(found)), "all who look agree"
+        assert {name for name, state in states.items() if state == NodeState.LOST} == set(found)
+        assert [node.name for node in page.rows] == list(found)
         return found
 
     world.join("n2")
@@ -192,6 +206,47 @@ def test_a_node_stays_lost_when_its_instances_are_elsewhere(world: World) -> Non
         touch_node(session, "n1", leaving=True)
     assert silence(world, "n1", 61) == ["n1"]
     assert lost() == ()
+
+
+def test_the_state_of_a_node_is_one_word(world: World) -> None:
+    def state() -> str:
+        with world.database.transaction() as session:
+            return node_states(session, ["n1"], alive_s=5.0)["n1"]
+
+    def heard(*, leaving: bool) -> None:
+        with world.database.transaction() as session:
+            touch_node(session, "n1", leaving=leaving)
+
+    assert state() == "alive"
+    with world.database.transaction() as session:
+        set_node_draining(session, "n1", draining=True)
+    assert state() == "draining"
+    heard(leaving=True)
+    assert state() == "leaving"
+    silence(world, "n1", 61)
+    assert state() == "silent"
+    with world.database.transaction() as session:
+        set_node_draining(session, "n1", draining=False)
+    assert state() == "silent"
+    heard(leaving=False)
+    silence(world, "n1", 61)
+    assert state() == "lost"
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_node_that_joins_again_is_alive_before_its_first_heartbeat(world: World, slots: int) -> None:
+    """Also where it comes back with other slots."""
+    world.place("n1")
+    with world.database.transaction() as session:
+        touch_node(session, "n1", leaving=True)
+    silence(world, "n1", 61)
+    spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30) for _ in range(slots))
+    back = Join(node="n1", region="us-east", gpu_type="H800", url="http://127.0.0.1:9", slots=spec, engine="replay")
+    with world.database.transaction() as session:
+        join_node(session, back)
+    with world.database.transaction() as session:
+        assert node_states(session, ["n1"], alive_s=5.0) == {"n1": "alive"}
+        assert lost_nodes(session, alive_s=5.0) == ()
 
 
 def test_when_every_node_is_silent_it_is_our_fault(world: World) -> None:

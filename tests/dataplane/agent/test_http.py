@@ -56,6 +56,7 @@ async def check_views(node: Node) -> None:
     assert 'vllm:num_requests_running{model_name="tide"} 0.0' in metrics
     assert 'vllm:prompt_tokens_total{model_name="tide"} 2010.0' in metrics
     assert 'vllm:generation_tokens_total{model_name="tide"} 77.0' in metrics
+    assert 'vllm:request_success_total{finished_reason="error",model_name="tide"} 0.0' in metrics, "before the first"
     assert "tidepool_load_seconds_total 0.0" in metrics
     assert "tidepool_switches_total 1.0" in metrics
     state = (await node.client.get("/state")).json()

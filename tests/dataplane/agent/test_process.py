@@ -128,7 +128,7 @@ def test_it_serves_and_leaves_no_worker_behind(number: signal.Signals) -> None:
         wait_until(lambda: not is_running(slot["pid"]))
 
 
-def test_sigterm_hands_over_and_sigint_does_not() -> None:
+def test_sigterm_waits_for_successors_and_sigint_says_that_it_leaves() -> None:
     """While successors start elsewhere the node serves; when they have taken over, it ends without waiting."""
     with control_plane() as control, agent_process(control) as process:
         wait_until(control.ready)
@@ -144,10 +144,12 @@ def test_sigterm_hands_over_and_sigint_does_not() -> None:
         assert process.wait(60) == 0
     with control_plane() as control, agent_process(control) as process:
         wait_until(control.ready)
+        control.wanted = msgspec.structs.replace(control.wanted, handing_over=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(60) == 0, "it waits for nobody"
         assert control.heartbeat is not None
-        assert not control.heartbeat.leaving
+        assert control.heartbeat.leaving
+        assert [one.state for one in control.heartbeat.instances] == ["draining"]
 
 
 def test_an_agent_with_nobody_to_hand_over_to_says_that_it_drains() -> None:

@@ -1,10 +1,12 @@
 """Folders under names that others can guess: links that other users create first are not followed."""
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -162,6 +164,23 @@ def test_files_are_plain_and_have_one_name(tmp_path: Path, victim: Path, kind: s
         with pytest.raises(NotPrivateError, match=str(path)):
             HostFiles(settings(cache_dir=path.parent), "boot").open()
     assert victim.read_text() == "precious"
+
+
+def test_a_full_disk_is_not_said_to_be_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrivateFolder(tmp_path / "cache")
+    given = os.open
+
+    def full(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return given(path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/cache/lock'") as caught:
+        folder.open("lock", os.O_RDWR | os.O_CREAT)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(FileNotFoundError):
+        folder.open("none", os.O_RDWR)
 
 
 def test_a_link_with_the_name_of_an_agents_folder_is_left_alone(tmp_path: Path, victim: Path) -> None:

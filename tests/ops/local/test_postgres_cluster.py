@@ -163,6 +163,44 @@ def test_a_failover_that_is_interrupted_or_fails_leaves_no_standby_detached(
         assert str(secret) not in told
 
 
+class Promoting:
+    """A connection to a standby that says no to a promotion, or is cut off meanwhile. `promotes`: whether it is the
+    primary after all when it is asked what it is.
+    """
+
+    def __init__(self, *, cut: bool, promotes: bool) -> None:
+        self.cut, self.promotes = cut, promotes
+        self.row: tuple[object, ...] = ()
+
+    def __enter__(self) -> "Promoting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def execute(self, query: str, _: object = None) -> "Promoting":
+        if "pg_promote" in query and self.cut:
+            raise psycopg.OperationalError("the connection was cut")
+        answers = {"pg_promote": (False,), "pg_ls_waldir": (2,)}
+        facts = ("us-west", "", self.promotes, 2, 0, None)
+        self.row = next((row for word, row in answers.items() if word in query), facts)
+        return self
+
+    def fetchone(self) -> tuple[object, ...]:
+        return self.row
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_promotion_that_succeeds_after_all_is_none_that_failed(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(address="a:5432", parameters={})
+    monkeypatch.setattr(Member, "_connect", lambda _: Promoting(cut=cut, promotes=True))
+    assert member.promote() >= 0.0
+    monkeypatch.setattr(Member, "_connect", lambda _: Promoting(cut=cut, promotes=False))
+    said = "was cut" if cut else "a:5432 was told to become the primary and is none after 60 s; it may become one yet"
+    with pytest.raises(psycopg.OperationalError if cut else TimeoutError, match=said):
+        member.promote()
+
+
 def test_an_address_is_shown_without_its_secrets() -> None:
     shown = without_secrets("host=a user=b password='it is' sslpassword=too application_name='us west'")
     assert conninfo_to_dict(shown) == {"host": "a", "user": "b", "application_name": "us west"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -109,6 +110,17 @@ def test_a_link_ends_with_the_secret_that_made_it(
     else:
         open_browser().ask("POST", "/ui/session", json={"link": link["secret"]}, status=401)
     assert open_browser().ask("POST", "/ui/session", json={"link": other["secret"]})["name"] == "admin"
+
+
+def test_a_link_made_by_a_replaced_secret_ends_with_it(ask: Ask, secrets: dict[str, str], database: Database) -> None:
+    made = ask("POST", "/admin/keys", role="admin", json={"name": "boss", "role": "admin"}, status=201)
+    rotated = ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": 60})
+    with database.transaction() as session:
+        until: datetime = session.scalars(text("SELECT old_until FROM api_keys WHERE name = 'boss'")).one()
+    for secret, ends_with_it in ((made["secret"], True), (rotated["secret"], False)):
+        secrets["boss"] = secret
+        link = ask("POST", "/admin/console/links", role="boss", status=201)
+        assert (datetime.fromisoformat(link["ends_at"]) <= until) == ends_with_it
 
 
 def test_one_of_key_and_link_is_given(browser: Browser, secrets: dict[str, str]) -> None:

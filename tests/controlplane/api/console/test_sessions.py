@@ -290,6 +290,16 @@ def test_a_rotation_with_overlap_lets_sessions_last_as_long(browser: Browser, as
     assert after["idle_ends_s"] <= after["ends_s"]
 
 
+def test_a_session_begun_with_a_replaced_secret_ends_with_it(open_browser: Open, ask: Ask, database: Database) -> None:
+    made = ask("POST", "/admin/keys", role="admin", json={"name": "k", "role": "operator"}, status=201)
+    rotated = ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": 600})
+    open_browser().sign_in(made["secret"])
+    open_browser().sign_in(rotated["secret"])
+    ends = "SELECT s.ends_at = k.old_until FROM console_sessions s JOIN api_keys k ON k.id = s.key_id ORDER BY s.id"
+    with database.transaction() as session:
+        assert session.scalars(text(ends)).all() == [True, False]
+
+
 def test_only_what_the_person_does_moves_the_idle_limit(
     browser: Browser, secrets: dict[str, str], database: Database, settings: Settings
 ) -> None:

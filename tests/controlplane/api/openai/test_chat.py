@@ -221,6 +221,24 @@ def test_what_cannot_be_done_is_refused_by_name(gateway: Gateway, agent: FakeAge
     assert agent.asked == []
 
 
+@pytest.mark.parametrize(
+    ("metadata", "param"),
+    [
+        ({str(number): "x" for number in range(17)}, "metadata"),
+        ({"k" * 65: "x"}, "metadata."),
+        ({"": "x"}, "metadata."),
+        ({"k": "x" * 513}, "metadata.k"),
+    ],
+)
+def test_metadata_is_as_large_as_openais(gateway: Gateway, metadata: dict[str, str], param: str) -> None:
+    gateway.chat(200, metadata={f"{number:064}": "x" * 512 for number in range(16)})
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (("chat/completions", chat), ("responses", {"input": "hi"})):
+        answer = gateway.http.post(f"/v1/{path}", json={"model": "tide", "metadata": metadata} | body)
+        assert answer.status_code == 400, path
+        assert assert_error(answer)["param"].startswith(param)
+
+
 def test_the_context_is_a_limit(gateway: Gateway) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         gateway.client.completions.create(model="tide", prompt="x", max_tokens=4096)
