@@ -382,7 +382,7 @@ class Settings(BaseSettings):
     plan_reserve_quantile: float = Field(0.9, ge=0.5, lt=1)
     """quantile of the demand beyond own instances, of all models together, that a shared reserve provides for"""
     plan_reserve_correlation: float = Field(0.2, ge=0, le=1)
-    """correlation of the errors of the forecasts of different endpoints, by which a shared reserve is sized"""
+    """correlation of the errors of different endpoints' forecasts, where past ones say nothing; counts as 48 hours"""
     plan_layouts: bool = False
     """let plans group the GPUs of nodes into the slots that they need, where an agent regroups and no operator chose"""
     plan_layout_hold_s: float = Field(5400.0, ge=0)

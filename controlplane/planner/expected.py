@@ -6,6 +6,7 @@ less accurate, but such a series is not taken for idle, and the plan gives the r
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,18 @@ from sqlalchemy.orm import Session
 from controlplane.planner.forecast import forecast_one, make_forecast, series_to_forecast
 from controlplane.policies.demand import demand_to_plan
 from controlplane.policies.facts import Endpoint
+from controlplane.policies.placement.error_correlation import ERRORS_S, PeakErrors, peak_error
 from controlplane.settings import Settings
-from controlplane.store.demand import IW, NIW, Forecast, last_forecasts, mean_demand, peak_demand, read_forecasts
+from controlplane.store.demand import (
+    IW,
+    NIW,
+    Forecast,
+    last_forecasts,
+    mean_demand,
+    peak_demand,
+    read_forecasts,
+    read_outcomes,
+)
 from controlplane.store.session import Database
 from controlplane.store.tables import Json
 
@@ -111,6 +122,16 @@ def expected_demand(
         demand=demand_to_plan(paths, deferred, niw_share=settings.niw_demand_share),
         medians=demand_to_plan(medians, deferred, niw_share=settings.niw_demand_share),
     )
+
+
+def past_errors(session: Session, *, until_s: int) -> PeakErrors:
+    """The errors of the forecasts of the week until a Unix time, where the hour's peak is known."""
+    errors: defaultdict[Endpoint, dict[int, float]] = defaultdict(dict)
+    for row in read_outcomes(session, since_s=until_s - ERRORS_S, until_s=until_s):
+        error = peak_error(row.peak_q50, row.peak_upper, row.actual_peak, row.quantile)
+        if error is not None:
+            errors[Endpoint(model=row.model, region=row.region)][row.origin_s] = error
+    return errors
 
 
 def _made_here(

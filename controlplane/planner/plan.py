@@ -7,10 +7,11 @@ import structlog
 from controlplane.errors import StaleIndexError
 from controlplane.planner.correct import profiles_in_force
 from controlplane.planner.draft import Draft, DraftOf, Problem, draft_of, failed_draft
-from controlplane.planner.expected import expected_demand
+from controlplane.planner.expected import expected_demand, past_errors
 from controlplane.planner.snapshot import PLAN_SILENT_S, read_to_plan
 from controlplane.policies.hour import HourSettings, choose_hour
 from controlplane.policies.lifecycle import PlanState
+from controlplane.policies.placement.error_correlation import NO_ERRORS
 from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
@@ -109,11 +110,18 @@ def draft_plan(
         index = fleet_index(session)
         fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
         profiles = profiles_in_force(session, settings)
+        errors = past_errors(session, until_s=expected.origin_s) if settings.plan_reserve else NO_ERRORS
     chosen = hour_settings(settings)
     began_s = time.monotonic()
     stop_s = began_s + settings.placement_time_limit_s
     hour = choose_hour(
-        fleet, expected.demand, expected.medians, now_s, chosen, should_stop=lambda: time.monotonic() > stop_s
+        fleet,
+        expected.demand,
+        expected.medians,
+        now_s,
+        chosen,
+        errors=errors,
+        should_stop=lambda: time.monotonic() > stop_s,
     )
     solve_time_s = time.monotonic() - began_s
     problem = Problem(index=index, hour=hour, settings=chosen.placement, expected=expected, profiles=profiles)

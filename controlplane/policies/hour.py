@@ -17,6 +17,7 @@ from msgspec import structs
 from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement, PlacementEntry, PlacementStatus, PoolSize
+from controlplane.policies.placement.error_correlation import NO_ERRORS, PeakErrors
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.poolable import PlannedPools, PoolableSettings, choose_poolable
 from controlplane.policies.placement.reserve import choose_reserve
@@ -71,6 +72,7 @@ def choose_hour(
     now_s: float,
     settings: HourSettings,
     *,
+    errors: PeakErrors = NO_ERRORS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> HourPlan:
     """Plan the coming hour.
@@ -81,9 +83,10 @@ def choose_hour(
         medians: the same at the median; only reserves use them.
         now_s: Unix time, only noted.
         settings: see HourSettings.
+        errors: of past forecasts; only reserves use them.
         should_stop: see `choose_placement`.
     """
-    hour = _placed(snapshot, demand, medians, now_s, settings, should_stop)
+    hour = _placed(snapshot, demand, medians, now_s, settings, errors, should_stop)
     if hour.placement.status == PlacementStatus.FAILED:
         return hour
     placed = PlacedHour(
@@ -100,6 +103,7 @@ def _placed(
     medians: Demand,
     now_s: float,
     settings: HourSettings,
+    errors: PeakErrors,
     should_stop: Callable[[], bool],
 ) -> HourPlan:
     """The hour without its layouts."""
@@ -110,7 +114,7 @@ def _placed(
     placement = choose_placement(facts, now_s, settings.placement, should_stop=should_stop)
     if not settings.reserve.enabled or placement.status == PlacementStatus.FAILED:
         return HourPlan(facts=facts, pools=pools, reserve=Reserve(), placement=placement, pools_before=poolable.present)
-    given = CandidateFacts(placement=facts, poolable=poolable, medians=medians, placed=placement)
+    given = CandidateFacts(placement=facts, poolable=poolable, medians=medians, placed=placement, errors=errors)
     reserve = choose_reserve(reserve_facts(given, settings.pools), now_s, settings.reserve)
     return HourPlan(
         facts=facts,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     CheckConstraint,
@@ -359,6 +359,26 @@ def last_forecasts(session: Session, *, since_s: int, before_s: int) -> dict[End
         .order_by(Forecast.model, Forecast.region, Forecast.origin_s.desc())
     )
     return {Endpoint(model=row.model, region=row.region): row for row in session.scalars(query)}
+
+
+class ForecastOutcome(NamedTuple):
+    """A forecast whose hour is over, in input tokens per second."""
+
+    model: str
+    region: str
+    origin_s: int
+    quantile: float
+    peak_q50: float
+    peak_upper: float
+    actual_peak: float
+
+
+def read_outcomes(session: Session, *, since_s: int, until_s: int) -> list[ForecastOutcome]:
+    """The forecasts with an origin in [since_s, until_s) whose hour's peak has been stored."""
+    query = select(*(getattr(Forecast, name) for name in ForecastOutcome._fields)).where(
+        Forecast.origin_s >= since_s, Forecast.origin_s < until_s, Forecast.actual_peak.is_not(None)
+    )
+    return [ForecastOutcome(*row) for row in session.execute(query)]
 
 
 def read_record(

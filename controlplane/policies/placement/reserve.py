@@ -18,7 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from controlplane.policies.facts import EndpointGpu, RegionGpu
+from controlplane.policies.facts import Endpoint, EndpointGpu, RegionGpu
+from controlplane.policies.placement.error_correlation import ErrorCorrelation, PeakErrors, estimate_correlation
 from controlplane.policies.placement.reserve_facts import (
     Reserve,
     ReservedEndpoint,
@@ -48,10 +49,12 @@ def choose_reserve(facts: ReserveFacts, now_s: float, settings: ReserveSettings)
     for one in sorted(facts.endpoints, key=lambda one: one.key):
         grouped[one.key.place].append(one)
     for place, endpoints in sorted(grouped.items()):
-        regions[place] = _Region(place, facts.places[place], endpoints, levels, settings)
+        correlation = estimate_correlation([_endpoints(endpoints)], facts.errors, settings.correlation)
+        regions[place] = _Region(place, facts.places[place], endpoints, levels, settings, correlation)
         regions[place].descend()
     for gpu_type in sorted({place.gpu_type for place in regions}):
-        fleet = _Fleet([region for place, region in regions.items() if place.gpu_type == gpu_type], levels, settings)
+        of_type = [region for place, region in regions.items() if place.gpu_type == gpu_type]
+        fleet = _Fleet(of_type, levels, settings, facts.errors)
         fleet.complete()
         fleet.compare()
     return Reserve(
@@ -86,8 +89,14 @@ def _load(one: ReserveEndpoint, instances: int, scale: float, levels: _Levels) -
     )
 
 
+def _endpoints(some: Iterable[ReserveEndpoint]) -> list[Endpoint]:
+    return [one.key.endpoint for one in some]
+
+
 class _Region:
-    """A region on one GPU type. `counts`: own instances. `slots`: of its reserve; `missing`: those without capacity."""
+    """A region on one GPU type. `counts`: own instances. `slots`: of its reserve; `missing`: those without capacity.
+    `correlation`: of the errors of its endpoints.
+    """
 
     def __init__(
         self,
@@ -96,6 +105,7 @@ class _Region:
         endpoints: list[ReserveEndpoint],
         levels: _Levels,
         settings: ReserveSettings,
+        correlation: ErrorCorrelation,
     ) -> None:
         self.place = place
         self.room = room
@@ -105,6 +115,7 @@ class _Region:
         self.alone_gpus = sum(one.gpus * one.alone for one in endpoints)
         self._settings = settings
         self._levels = levels
+        self._correlation = correlation
 
     @property
     def own_gpus(self) -> int:
@@ -117,7 +128,7 @@ class _Region:
 
     def descend(self) -> None:
         """Give up own instances, one by one, and keep the best state on the way."""
-        counts, total = dict(self.counts), ReserveSum(self._levels.sized, self._settings.correlation)
+        counts, total = dict(self.counts), ReserveSum(self._levels.sized, self._correlation.value)
         for key, one in self.endpoints.items():
             total.add(self._home(one, counts[key]))
         own, least = self.own_gpus, self._least_slots(counts)
@@ -190,7 +201,7 @@ class _Region:
         return _load(one, instances, self._settings.epsilon, self._levels)
 
     def _sum(self, scale: float) -> ReserveSum:
-        total = ReserveSum(self._levels.sized, self._settings.correlation)
+        total = ReserveSum(self._levels.sized, self._correlation.value)
         for key, one in self.endpoints.items():
             total.add(_load(one, self.counts[key], scale, self._levels))
         return total
@@ -222,8 +233,8 @@ class _Region:
         needed, percent = self._sum(1.0), f"{100 * self._settings.quantile:g} %"
         words = (
             f"{len(self.endpoints)} models need {needed.gpus:.2f} GPUs beyond their own instances in {percent} of hours"
-            f" ({needed.alone:.2f} if each kept a reserve of its own); they have {self.own_gpus} GPUs of their own,"
-            f" {self.alone_gpus} without a reserve"
+            f" ({needed.alone:.2f} if each kept a reserve of its own; errors of forecasts: {self._correlation});"
+            f" they have {self.own_gpus} GPUs of their own, {self.alone_gpus} without a reserve"
         )
         if self.missing:
             words += f"; {self.missing * self.room.slot_gpus} GPUs are missing: {self.place.region} has no more"
@@ -242,9 +253,9 @@ class _Region:
 
 
 class _Fleet:
-    """All regions of a GPU type."""
+    """All regions of a GPU type. A model's regions have a correlation of their own, and models that of the regions."""
 
-    def __init__(self, regions: list[_Region], levels: _Levels, settings: ReserveSettings) -> None:
+    def __init__(self, regions: list[_Region], levels: _Levels, settings: ReserveSettings, errors: PeakErrors) -> None:
         self._regions = regions
         self._settings = settings
         self._levels = levels
@@ -252,11 +263,19 @@ class _Fleet:
         for region in regions:
             for key in region.endpoints:
                 self._models[key.model].append(region)
+        groups = [_endpoints(region.endpoints.values()) for region in regions]
+        self._correlation = estimate_correlation(groups, errors, settings.correlation)
+        self._of_models = {
+            model: estimate_correlation(
+                [[Endpoint(model=model, region=region.place.region) for region in its]], errors, settings.correlation
+            )
+            for model, its in self._models.items()
+        }
 
     def complete(self) -> None:
         """Add slots, or instances, until the global row holds or nothing fits any more."""
         loads = {model: self._of_model(model) for model in sorted(self._models)}
-        total = ReserveSum(self._levels.sized, self._settings.correlation)
+        total = ReserveSum(self._levels.sized, self._correlation.value)
         for load in loads.values():
             total.add(load)
         while (lacking := total.gpus - self._filled()) > 1e-9:
@@ -331,7 +350,7 @@ class _Fleet:
         ]
         first = ones[0]
         deviations = [self._levels.deviation(one) for one in ones]
-        correlation = self._settings.correlation
+        correlation = self._of_models[model].value
         variance = (1 - correlation) * sum(each**2 for each in deviations) + correlation * sum(deviations) ** 2
         median = sum(one.median for one in ones)
         capacity = sum(region.counts[one.key] * one.tokens_per_s for region, one in zip(regions, ones, strict=True))

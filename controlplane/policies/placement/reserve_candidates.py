@@ -7,10 +7,11 @@ GPU type have slots of one size: that of the models that take most GPUs there.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.decision import Placement
+from controlplane.policies.placement.error_correlation import PeakErrors
 from controlplane.policies.placement.facts import PlacementFacts
 from controlplane.policies.placement.poolable import (
     PoolableFacts,
@@ -25,13 +26,14 @@ from controlplane.policies.placement.reserve_facts import ReserveEndpoint, Reser
 @dataclass(frozen=True, kw_only=True)
 class CandidateFacts:
     """The fleet and the coming hour. `placement`: with the upper forecasts, and `placed`, its answer. `poolable`: the
-    same fleet as pools see it. `medians`: of the demand, by window.
+    same fleet as pools see it. `medians`: of the demand, by window. `errors`: of past forecasts.
     """
 
     placement: PlacementFacts
     placed: Placement
     poolable: PoolableFacts
     medians: Mapping[Endpoint, tuple[float, ...]]
+    errors: PeakErrors = field(default_factory=dict)
 
 
 def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveFacts:
@@ -74,7 +76,7 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
         )
         for one in held
     }
-    return ReserveFacts(endpoints=tuple(held), places=places, left_out=left_out)
+    return ReserveFacts(endpoints=tuple(held), places=places, left_out=left_out, errors=facts.errors)
 
 
 def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey, RegionGpu
+from controlplane.policies.placement.error_correlation import PeakErrors
 from controlplane.policies.placement.pools import PoolLoad, occupancy_at
 
 
@@ -16,7 +17,7 @@ class ReserveSettings:
         enabled: whether they are.
         quantile: of the sum of what endpoints lack, for which reserves are sized.
         upper_quantile: of the forecasts' upper peaks.
-        correlation: of the errors of the peaks' forecasts, between any two endpoints.
+        correlation: of the errors of the peaks' forecasts, between any two endpoints, as far as past ones say nothing.
         fill: share of a slot's GPUs that may be taken.
         epsilon: share of an endpoint's peak that its own region must be able to serve.
 
@@ -112,11 +113,14 @@ class ReservePlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ReserveFacts:
-    """Endpoints that reserves can hold, and where. `left_out`: why others cannot be held."""
+    """Endpoints that reserves can hold, and where. `left_out`: why others cannot be held. `errors`: of past
+    forecasts.
+    """
 
     endpoints: tuple[ReserveEndpoint, ...]
     places: Mapping[RegionGpu, ReservePlace]
     left_out: Mapping[Endpoint, str] = field(default_factory=dict)
+    errors: PeakErrors = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ live schedule. At the beginning both happen at once.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.demand import demand_to_plan, forecast_at
@@ -13,12 +14,16 @@ from controlplane.policies.facts import Endpoint, InstanceFacts, ModelGpu, PoolK
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Placement
+from controlplane.policies.placement.error_correlation import NO_ERRORS, PeakErrors, peak_error
 from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
 from controlplane.policies.planned_layouts import PlannedLayoutSettings
 from controlplane.policies.profile_correction import CorrectionSettings
 from controlplane.policies.snapshot import FleetSnapshot, PlanPools
+from forecasts.models.baselines import LAST_HOUR_MAX
+from forecasts.selection.combination import COMBINATION
+from forecasts.selection.past import SeriesState
 from forecasts.selection.select import PeakForecast, forecast_peak
 from forecasts.series import DemandSeries
 from forecasts.settings import ForecastSettings
@@ -139,7 +144,7 @@ class Planner:
         medians = demand_to_plan(self._paths(window_start_s, upper=False), deferred, niw_share=niw_share)
         self._profiles.correct(now_s)
         snapshot = self._settings.snapshot(fleet, {}).corrected(self.factors)
-        hour = choose_hour(snapshot, demand, medians, now_s, self._hour_settings())
+        hour = choose_hour(snapshot, demand, medians, now_s, self._hour_settings(), errors=self._errors())
         if hour.placement.objective_per_hour is not None:
             self.plan = Plan(
                 window_start_s=window_start_s,
@@ -189,6 +194,12 @@ class Planner:
             stale_s=0.0,
         )
 
+    def _errors(self) -> PeakErrors:
+        """Of past forecasts, as far as each forecast remembers them; none unless reserves are planned."""
+        if not self._settings.reserve.enabled:
+            return NO_ERRORS
+        return {endpoint: _errors_of(each, self._settings.forecast) for endpoint, each in self._forecasts.items()}
+
     def _paths(self, window_start_s: float, *, upper: bool = True) -> dict[Endpoint, tuple[float, ...]]:
         """Upper or median forecasts, or the true demand of the hour, by window."""
         if self._truth is None:
@@ -203,6 +214,19 @@ class Planner:
     def _true_hour(self, endpoint: Endpoint, window_start_s: float) -> DemandSeries:
         assert self._truth is not None
         return self._truth.series(endpoint, since_s=window_start_s, until_s=window_start_s + HOUR_S)
+
+
+def _errors_of(forecast: PeakForecast, settings: ForecastSettings) -> dict[int, float]:
+    """Errors by the time of the forecast: of the combination, or of the baseline where there was none, as chosen."""
+    past = SeriesState.from_json(forecast.state).past
+    errors = {}
+    for name in (each for each in (LAST_HOUR_MAX, COMBINATION) if each in past.median):
+        columns = (past.origins_s, past.median[name], past.upper[name], past.actual)
+        for origin_s, median, upper, actual in zip(*(column.tolist() for column in columns), strict=True):
+            error = peak_error(median, upper, actual, settings.quantile)
+            if error is not None and isfinite(error):
+                errors[int(origin_s)] = error
+    return errors
 
 
 def _counts(placement: Placement) -> dict[Endpoint, dict[str, int]]:

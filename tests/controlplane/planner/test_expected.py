@@ -7,7 +7,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from sqlalchemy import text
 
 from controlplane.planner import expected as expecting
-from controlplane.planner.expected import Expected, expected_demand
+from controlplane.planner.expected import Expected, expected_demand, past_errors
 from controlplane.planner.forecast import forecast_one
 from controlplane.policies.facts import Endpoint
 from controlplane.settings import Settings
@@ -82,6 +82,23 @@ def a_forecast(endpoint: Endpoint, origin_s: int, peak: float) -> Forecast:
         candidates={},
         reason="",
     )
+
+
+def test_past_errors_are_those_of_hours_that_are_known(world: World) -> None:
+    hour_s = 3600
+    rows = [a_forecast(EAST[0], NOW_S - back * hour_s, 1000.0) for back in (0, 1, 2, 200)]
+    rows += [a_forecast(EAST[1], NOW_S - hour_s, 0.0)]
+    for row in rows:
+        row.actual_peak = 700.0
+    rows += [a_forecast(EAST[2], NOW_S - hour_s, 1000.0)]
+    with world.database.transaction() as session:
+        session.add_all(rows)
+        session.flush()
+        errors = past_errors(session, until_s=NOW_S)
+    deviation = 500.0 / 1.2815516
+    assert errors == {
+        EAST[0]: {NOW_S - back * hour_s: pytest.approx(200.0 / deviation) for back in (1, 2)},
+    }, "not of an hour to come, of long ago, without a deviation, or whose peak is not known"
 
 
 def test_late_forecasts_are_made_for_the_busiest_and_stood_in_for_the_rest(fleet: World, settings: Settings) -> None:

@@ -10,6 +10,7 @@ from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFac
 from controlplane.policies.fit import ModelSize
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Constraint
+from controlplane.policies.placement.error_correlation import NO_ERRORS, PeakErrors
 from controlplane.policies.placement.facts import Profile
 from controlplane.policies.placement.poolable import PoolableSettings
 from controlplane.policies.placement.reserve_facts import ReserveSettings
@@ -51,10 +52,16 @@ def fleet(gpus: int = 20, host_bytes: int = 100, **changes: Any) -> FleetSnapsho
     return FleetSnapshot(**values | changes)
 
 
-def plan(snapshot: FleetSnapshot, medians: dict[str, float], more: float = 0.0, **changes: Any) -> HourPlan:
+def plan(
+    snapshot: FleetSnapshot,
+    medians: dict[str, float],
+    more: float = 0.0,
+    errors: PeakErrors = NO_ERRORS,
+    **changes: Any,
+) -> HourPlan:
     demand = {AT[name]: (value + more,) for name, value in medians.items()}
     at_median = {AT[name]: (value,) for name, value in medians.items()}
-    return choose_hour(snapshot, demand, at_median, 7.0, replace(SETTINGS, **changes))
+    return choose_hour(snapshot, demand, at_median, 7.0, replace(SETTINGS, **changes), errors=errors)
 
 
 def after(hour: HourPlan) -> dict[str, int]:
@@ -69,6 +76,12 @@ def test_a_night_is_served_from_two_slots() -> None:
     assert hour.placement.gpu_cost_per_hour == pytest.approx(6.0)
     assert hour.placement.unserved == ()
     assert hour.placement.below_minimum == ()
+
+
+def test_a_reserve_knows_of_past_errors() -> None:
+    errors = {at: {hour: 1.0 if hour % 2 else -1.0 for hour in range(100)} for at in AT.values()}
+    hour = plan(fleet(), dict.fromkeys(MODELS, 2000.0), 384.0, errors)
+    assert "correlation 0.68 from 100 hours" in hour.reserve.sizes[0].reason
 
 
 def test_own_instances_come_with_their_reason_and_cost() -> None:

@@ -1,12 +1,13 @@
 """The shared reserve: own instances and slots, sized together."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.policies.facts import RegionGpu
+from controlplane.policies.facts import Endpoint, RegionGpu
 from controlplane.policies.placement.reserve import choose_reserve
 from controlplane.policies.placement.reserve_facts import Reserve, ReserveEndpoint, ReserveSettings
 from tests.controlplane.policies.placement.reserves import THETA, endpoint, key, reserve_facts
@@ -52,6 +53,32 @@ def test_errors_that_come_together_are_not_shared() -> None:
     )
     assert total_gpus(apart) == 9
     assert total_gpus(together) == 10
+
+
+def test_errors_that_came_together_are_not_shared() -> None:
+    """The correlation is that of past errors of the region's models, and plans say so."""
+    some = [endpoint(name, 2000.0, 2000.0 + 1.2816 * 300.0) for name in "abcd"]
+    hours = {hour: 1.0 if hour % 2 else -1.0 for hour in range(1000)}
+    past = {Endpoint(model=name, region="east"): hours for name in "abcd"}
+    reserve = choose_reserve(replace(reserve_facts(*some), errors=past), 0.0, SETTINGS)
+    assert total_gpus(reserve) == 10
+    elsewhere = {Endpoint(model=name, region="west"): hours for name in "abcd"}
+    apart = choose_reserve(replace(reserve_facts(*some), errors=elsewhere), 0.0, SETTINGS)
+    assert total_gpus(apart) == 9
+    assert "errors of forecasts: correlation 0.00 as set" in apart.sizes[0].reason
+
+
+def test_errors_of_a_models_regions_are_not_those_of_a_regions_models() -> None:
+    """A model in three regions, at home in each with 0.75 of its demand: what its regions lack together needs more
+    where their errors go together, though no region has a second model.
+    """
+    some = [endpoint("a", 1300.0, 2300.0, region) for region in ("east", "north", "west")]
+    settings = ReserveSettings(enabled=True, correlation=0.0, fill=1.0, epsilon=0.3)
+    hours = {hour: 1.0 if hour % 2 else -1.0 for hour in range(1000)}
+    past = {Endpoint(model="a", region=region): hours for region in ("east", "north", "west")}
+    apart = choose_reserve(reserve_facts(*some), 0.0, settings)
+    together = choose_reserve(replace(reserve_facts(*some), errors=past), 0.0, settings)
+    assert total_gpus(apart) < total_gpus(together)
 
 
 def test_a_valley_moves_into_the_reserve() -> None:

@@ -4,9 +4,12 @@ from typing import Any
 
 import pytest
 
+from controlplane.policies.hour import HourPlan, choose_hour
+from controlplane.policies.placement.error_correlation import PeakErrors
 from ops.bench.planner.strategies_cases import figures_of
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import Scenario
+from ops.simulator.world import planning
 from tests.ops.simulator.pooling import MODELS, pooled
 from tests.ops.simulator.scaled import run_checked
 
@@ -40,6 +43,26 @@ def test_a_quiet_hour_is_served_from_fewer_gpus_than_the_minimums_of_all() -> No
     gpu_hours = shared.totals.gpu_hours
     assert gpu_hours["pooled"] > 0
     assert hours["shared"] == pytest.approx(sum(gpu_hours.values()) - gpu_hours.get("spot", 0.0)), "its slots count"
+
+
+def test_plans_learn_how_far_errors_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten hours are learnt from, and each series remembers what its forecasts missed; hours are the same for all."""
+    given: list[PeakErrors] = []
+
+    def spy(*args: Any, errors: PeakErrors) -> HourPlan:
+        given.append(errors)
+        return choose_hour(*args, errors=errors)
+
+    monkeypatch.setattr(planning, "choose_hour", spy)
+    long = scenario(learn_s=10 * 3600)
+    traffic = long.traffic.model_copy(update={"duration_s": 11 * 3600.0})
+    simulate(long.model_copy(update={"traffic": traffic}))
+    first, *_ = given
+    assert [at.model for at in first] == list(MODELS)
+    hours = {frozenset(errors) for errors in first.values()}
+    assert len(hours) == 1
+    assert len(hours.pop()) >= 3
+    assert all(-20 < error < 20 for errors in first.values() for error in errors.values())
 
 
 def test_no_endpoint_is_ever_without_an_instance() -> None:
