@@ -162,7 +162,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
                 self._device,
                 events,
                 ranks=settings.ranks,
-                note_file=None if self._leader is None else self._leader.note_file,
+                mirror=self._leader,
             ),
             exports=self._make_exports(events),
         )
