@@ -202,6 +202,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         if model.base is not None:
             self.adapters.prepare(model, base)
 
+    def is_prepared(self, model: ModelSpec) -> bool:
+        spec = model.checkpoint
+        has_adapter = model.base is None or self.adapters.has(model.name)
+        return has_adapter and self.host_models.has(spec.name, Path(spec.path), spec.task)
+
     def forget(self, model: ModelSpec) -> None:
         if model.base is not None:
             self.adapters.forget(model.name)
