@@ -40,7 +40,7 @@ from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watc
 from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.memory.slabs import SlabArena
-from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.schedule import Turn
 
@@ -285,6 +285,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             return True
         try:
             return self.host_models.ready(model.weights)
+        except DeviceLostError:
+            raise
         except Exception as error:  # whatever a file system does, the slot's other models continue
             reason = f"its weights cannot be read: {error}"
             if not isinstance(error.__cause__, HostMemoryError):
