@@ -42,8 +42,9 @@ class HostedInstance:
     """An instance of a worker.
 
     `folder`: its checkpoint on this node, of an adapter its base's. `rules`: of a model that does not generate.
-    `load_serial`: of the Load that the present process has not answered yet. `losses`: processes in a row that died
-    while they loaded it. `reloading`: it was ready or draining until its process was lost.
+    `load_serial`: of the Load that the present process has not answered yet; `has_begun`: whether that has begun, and
+    does not wait for host memory. `losses`: processes in a row that died while they loaded it. `reloading`: it was
+    ready or draining until its process was lost.
     `retry`: when a failed load is repeated. `orphaned`: it failed as processes died. `wanted_s`: since when its load
     is desired, by `time.monotonic`. `drained`: unloaded after draining; it is no longer reported, and stays here until
     it is no longer desired. `task`: its latest load; `fetch`: the progress of its checkpoint's download.
@@ -56,6 +57,7 @@ class HostedInstance:
     rules: PoolingRules | None = None
     error: str | None = None
     load_serial: int | None = None
+    has_begun: bool = False
     losses: int = 0
     reloading: bool = False
     orphaned: bool = False
@@ -170,9 +172,11 @@ class HostedInstances:
                 self._load(hosted)
 
     def worker_lost(self, end: str) -> None:
-        """The process is gone, `end` tells how. Its unfinished load may be the cause, and fails the second time."""
+        """The process is gone, `end` tells how. The load that it was at may be the cause, and fails the second time: of
+        those that had begun the first, since the process executes them in order.
+        """
         self._send = None
-        loading = [hosted for hosted in self._hosted.values() if hosted.load_serial is not None]
+        loading = [one for one in self._hosted.values() if one.load_serial is not None and one.has_begun]
         suspect = min(loading, key=lambda hosted: hosted.load_serial or 0, default=None)
         for hosted in self._hosted.values():
             hosted.load_serial = None
@@ -190,6 +194,12 @@ class HostedInstances:
         for hosted in list(self._hosted.values()):
             if hosted.state == "loading":
                 self._fail(hosted, error, orphaned=True)
+
+    def load_stage(self, instance_id: str, serial: int, *, begun: bool) -> None:
+        """The worker has begun a load, or put it off."""
+        hosted = self._hosted.get(instance_id)
+        if hosted is not None and hosted.load_serial == serial:
+            hosted.has_begun = begun
 
     def loaded(self, instance_id: str, serial: int) -> None:
         """The worker has loaded an instance, which takes requests now."""
@@ -332,7 +342,7 @@ class HostedInstances:
         if not self._has_host(hosted) or self._has_former(hosted):
             return
         self._serial += 1
-        hosted.load_serial = self._serial
+        hosted.load_serial, hosted.has_begun = self._serial, False
         model = _located(hosted.desired.model, hosted.folder)
         model = msgspec.structs.replace(model, adapters=self._adapter_folders(hosted.desired))
         gpus = hosted.desired.gpus or self._worker_gpus

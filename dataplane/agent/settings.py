@@ -226,6 +226,9 @@ class AgentSettings(BaseSettings):
     """worker processes that may die under a request before it fails"""
     worker_wait_max_s: float = Field(45.0, gt=0)
     """how long a request waits for a worker after losing one"""
+    worker_start_max_s: float = Field(1800.0, ge=0)
+    """how long a worker may take from its start until it can load models, before it is replaced: it imports its engine
+    and allocates and pins its memory; 0: for ever"""
     worker_silent_max_s: float = Field(600.0, ge=0)
     """how long a worker with requests may report nothing before it is replaced; longer than its longest step, 5 at
     least, since it reports every 2; 0: for ever"""

@@ -35,6 +35,7 @@ from dataplane.worker.frames import (
     FrameError,
     Loaded,
     LoadFailed,
+    LoadStage,
     Outputs,
     Refused,
     Release,
@@ -52,9 +53,11 @@ START_FAILURES_MAX = 2
 on to start others, and the first one that reports loads the instances again.
 """
 SILENT_LOOKS = 20
-"""How often a process is looked at in `worker_silent_max_s`. Looks without a report are counted, not seconds: the agent
-or the whole machine may have been stopped for a while.
+"""How often a process is looked at within a limit of its silence. Looks without a report are counted, not seconds: the
+agent or the whole machine may have been stopped for a while.
 """
+UNLIMITED_LOOK_S = 10.0
+"""How often it is looked whether another limit holds, where there is none."""
 
 
 StartWorker = Callable[[Configure, Mapping[str, str]], Awaitable[WorkerLink]]
@@ -286,24 +289,26 @@ class WorkerSupervisor:
         return status
 
     async def _watch(self, link: WorkerLink, engine: EngineKind) -> None:
-        """Kill the process if it has work and reports nothing for `worker_silent_max_s`: it hangs."""
-        limit_s = self._settings.worker_silent_max_s
-        looks = 0
-        while limit_s and looks < SILENT_LOOKS:
-            before = self._reports
-            await asyncio.sleep(limit_s / SILENT_LOOKS)
-            looks = looks + 1 if self._reports == before and self._owes_report(engine) else 0
-        if limit_s:
-            log.error("worker is silent; ended", worker=self.index, pid=link.pid, worker_silent_max_s=limit_s)
-            link.kill()
+        """Kill the process if it reports nothing for `worker_start_max_s` from its start, or later for
+        `worker_silent_max_s` while it has work: it hangs.
+        """
+        looks, limit_s, name = 0, 0.0, ""
+        while looks < SILENT_LOOKS:
+            name = "worker_silent_max_s" if self._reported else "worker_start_max_s"
+            limit_s, before = getattr(self._settings, name), self._reports
+            await asyncio.sleep(limit_s / SILENT_LOOKS if limit_s else UNLIMITED_LOOK_S)
+            looks = looks + 1 if limit_s and self._reports == before and self._owes_report(engine) else 0
+        log.error("worker is silent; ended", worker=self.index, pid=link.pid, **{name: limit_s})
+        link.kill()
 
     def _owes_report(self, engine: EngineKind) -> bool:
-        """Whether the process must report something soon. Its engine runs on the thread that reports: vLLM builds a
-        model there, which may take any time. Other engines read models on another one.
+        """Whether the process must report something soon: its start, which loads no model, or what it does. Its engine
+        runs on the thread that reports: vLLM builds a model there, which may take any time. Other engines read models
+        on another one.
         """
-        if not self._reported or self.replaced or (engine == "vllm" and self.hosted.loads):
+        if self.replaced or (engine == "vllm" and self.hosted.loads):
             return False
-        return self.hosted.loads or self._owner.has_requests(self)
+        return not self._reported or self.hosted.loads or self._owner.has_requests(self)
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
@@ -325,6 +330,8 @@ class WorkerSupervisor:
                 self._note_ready()
             case Outputs():
                 self._owner.outputs_received(self, report.outputs)
+            case LoadStage():
+                self.hosted.load_stage(report.instance_id, report.serial, begun=report.begun)
             case Loaded():
                 self.hosted.loaded(report.instance_id, report.serial)
             case LoadFailed():

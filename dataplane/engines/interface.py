@@ -233,6 +233,9 @@ class Engine(Protocol):
                 a later try may succeed.
         """
 
+    def is_prepared(self, model: ModelSpec) -> bool:
+        """Whether `load` of a model that was prepared is quick: since then its last instance may have been unloaded."""
+
     def forget(self, model: ModelSpec) -> None:
         """Keep nothing of an adapter that was prepared and is not loaded: its memory is no cache, and its files may be
         replaced. All else is ignored.

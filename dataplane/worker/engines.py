@@ -52,7 +52,7 @@ def make_torch_engine(configure: Configure) -> Engine:
     """Our own engine. Its other ranks import torch while this process does."""
     from dataplane.engines.torch.ranks.processes import start_processes  # noqa: PLC0415
 
-    other_ranks = start_processes(configure.ranks - 1)
+    other_ranks = start_processes(configure.ranks - 1) if configure.ranks > 1 else None
     from dataplane.engines.torch.engine import TorchEngine  # noqa: PLC0415
     from dataplane.engines.torch.settings import TorchEngineSettings  # noqa: PLC0415
 

@@ -64,7 +64,9 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
-    """Load an instance; answered by Loaded or LoadFailed with the same `serial`, or by Loaded and later LoadFailed."""
+    """Load an instance; answered by Loaded or LoadFailed with the same `serial`, or by Loaded and later LoadFailed.
+    Before that LoadStage tells how far it is.
+    """
 
     instance_id: str
     serial: int
@@ -94,6 +96,14 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """Free the KV of a prefilled request that another worker decodes. No answer."""
 
     request_id: str
+
+
+class LoadStage(msgspec.Struct, frozen=True, kw_only=True, tag="load_stage"):
+    """A load has `begun`; or it waits for host memory, and will begin anew."""
+
+    instance_id: str
+    serial: int
+    begun: bool
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
@@ -134,7 +144,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
 
 
 Command = Configure | Load | Unload | Add | Cancel | Release
-Report = Loaded | LoadFailed | Refused | Outputs | Stats
+Report = LoadStage | Loaded | LoadFailed | Refused | Outputs | Stats
 
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _report_decoder: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report)

@@ -39,6 +39,7 @@ from dataplane.worker.frames import (
     Load,
     Loaded,
     LoadFailed,
+    LoadStage,
     Outputs,
     Refused,
     Release,
@@ -90,7 +91,7 @@ class Loading:
 
 
 class Worker:
-    """One engine and its loop. `send` must not fail while the agent lives."""
+    """One engine and its loop. `send` must not fail while the agent lives; loads call it on their thread, too."""
 
     def __init__(
         self,
@@ -176,12 +177,17 @@ class Worker:
 
     def _prepare(self, loading: Loading) -> None:
         """Queue the slow part of a load; its end is queued as a command."""
+        load = loading.load
+
+        def prepare() -> None:
+            self._send(LoadStage(instance_id=load.instance_id, serial=load.serial, begun=True))
+            self._engine.prepare(load.model)
 
         def note_end(future: Future[None]) -> None:
             if not future.cancelled():
-                self._commands.put(Prepared(load=loading.load, error=future.exception()))
+                self._commands.put(Prepared(load=load, error=future.exception()))
 
-        loading.future = self._loader.submit(self._engine.prepare, loading.load.model)
+        loading.future = self._loader.submit(prepare)
         loading.future.add_done_callback(note_end)
 
     def _retry_loads(self) -> None:
@@ -201,6 +207,9 @@ class Worker:
                 return
             if prepared.error is not None:
                 raise prepared.error
+            if not self._engine.is_prepared(load.model):  # it was unloaded meanwhile with another instance
+                self._prepare(loading)
+                return
             self._engine.load(load.instance_id, load.model, gpus=load.gpus)
         except DeviceLostError:
             raise
@@ -228,6 +237,8 @@ class Worker:
             limit = f"host_wait_max_s={self._host_wait_max_s:g}"
             raise ModelLoadError(f"too little free host memory for longer than {limit}: {error.message}") from error
         loading.future, loading.retry_s = None, now_s + self._prepare_retry_s
+        load = loading.load
+        self._send(LoadStage(instance_id=load.instance_id, serial=load.serial, begun=False))
 
     def _unload(self, instance_id: str) -> None:
         loading = self._loading.pop(instance_id, None)
@@ -315,13 +326,24 @@ def main() -> None:
         worker = Worker(
             make_engine(configure),
             commands,
-            lambda report: connection.sendall(encode_frame(report)),
+            sender(connection),
             host_wait_max_s=configure.host_wait_max_s,
         )
         try:
             worker.run()
         except (BrokenPipeError, ConnectionResetError):
             return
+
+
+def sender(connection: socket.socket) -> Callable[[Report], None]:
+    """Sends whole frames, on any thread."""
+    lock = threading.Lock()
+
+    def send(report: Report) -> None:
+        with lock:
+            connection.sendall(encode_frame(report))
+
+    return send
 
 
 def listen(

@@ -86,6 +86,8 @@ def _show(report: "CheckReport") -> None:
         "switches": "switches",
     }
     settings = report.settings
+    is_rounded = settings.ranks > 1 and settings.dtype != "float32"
+    rounded = f", or as {settings.dtype} differs from float32" if is_rounded else ""
     print_table(
         f"Pooled slot against transformers, {settings.dtype} on {settings.ranks} {settings.device}",
         columns,
@@ -102,7 +104,7 @@ def _show(report: "CheckReport") -> None:
             ("a tie of routers", f"experts at most {settings.router_tolerance:g} of the probability apart"),
             ("share", "of a token's largest logit; own: transformers against itself, the same tokens in one pass"),
             ("settled", "the same at tokens up to which no routers tie; median: of all tokens"),
-            ("bounds", f"settled and median: {settings.tolerance:g} or {SPREADS_MAX:g} times their own"),
+            ("bounds", f"settled and median: {settings.tolerance:g} or {SPREADS_MAX:g} times their own{rounded}"),
         ]
     )
     for finding in report.models:

@@ -60,7 +60,14 @@ def check_models(folders: Sequence[Path], settings: CheckSettings, report: Progr
             raise ValueError(f"{name} has a context of {skeleton.geometry.context_tokens} tokens, too few for --tokens")
         report(f"transformers runs {name}", number, len(names))
         prompts = make_prompts(skeleton, count=settings.prompts, tokens=settings.tokens, seed=settings.seed + number)
-        references[name] = run_reference(names[name], skeleton, prompts, tokens=settings.tokens, device=settings.device)
+        references[name] = run_reference(
+            names[name],
+            skeleton,
+            prompts,
+            tokens=settings.tokens,
+            device=settings.device,
+            rounding=settings.ranks > 1 and settings.dtype != "float32",
+        )
     specs = [_spec(name, names[name], skeleton) for name, skeleton in skeletons.items()]
     rank = Rank(index=0, count=settings.ranks, collectives=Unconnected())
     parts = [build_skeleton(folder, dtype, torch.device("cpu"), rank=rank) for folder in names.values()]

@@ -4,7 +4,8 @@ Tokens are the criterion: each must be the reference's, except for ties, which a
 must keep two bounds that a correct engine keeps despite rounding:
 
 - at tokens without a near tie of a router, there or before, no logit differs by more than the tolerance, or by
-  more than a few times the difference of transformers from itself;
+  more than a few times the difference of transformers from itself; several ranks round the sums of each layer
+  once more, so that theirs may also differ by as much as the data type makes transformers differ from float32;
 - over all tokens, the median difference is no more than that. Rounding that chooses another expert changes single
   tokens by any amount, and those after them by less; a wrong computation changes most of them.
 """
@@ -86,7 +87,8 @@ def logit_shares(shares: Sequence[float], settled: Sequence[bool]) -> LogitShare
 class ModelFinding:
     """The result of one model. `tokens`: how many were compared; `ties`: how many of them differed within the
     tolerance; `router_ties`: how many others differed at a near tie of experts; `logit_difference`: the largest one;
-    `logits`: differences from the reference; `spread`: differences of transformers from itself.
+    `logits`: differences from the reference; `spread`: differences of transformers from itself; `rounding`: from itself
+    in float32, where that is a bound.
     """
 
     model: str
@@ -95,6 +97,7 @@ class ModelFinding:
     prompt_tokens_max: int
     window_tokens: int | None
     spread: LogitShares
+    rounding: LogitShares
     tokens: int = 0
     ties: int = 0
     router_ties: int = 0
@@ -268,7 +271,9 @@ class Interleaving:
         shares = self._shares[finding.model]
         finding.logits = logit_shares([share for share, _ in shares], [settled for _, settled in shares])
         bounds = {
-            name: max(self._settings.tolerance, SPREADS_MAX * getattr(finding.spread, name))
+            name: max(
+                self._settings.tolerance, SPREADS_MAX * getattr(finding.spread, name), getattr(finding.rounding, name)
+            )
             for name in ("settled", "median")
         }
         if not finding.logits.settled <= bounds["settled"]:
@@ -302,4 +307,5 @@ class Interleaving:
             prompt_tokens_max=max(len(expected.prompt) for expected in reference.continuations),
             window_tokens=reference.window_tokens,
             spread=logit_shares(reference.spreads, settled),
+            rounding=logit_shares(reference.roundings or [0.0] * len(settled), settled),
         )

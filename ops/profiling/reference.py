@@ -6,7 +6,7 @@ rounding decides, and the logits are those of another network. The margins of th
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Continuation:
 class Reference:
     """A model run by transformers. `spreads`: for each token of each continuation, the largest difference of logits
     between transformers' pass over all tokens and its steps of one, as a share of the token's largest logit.
+    `roundings`: the same between its data type and float32; empty unless it was measured.
     """
 
     architecture: str
@@ -60,16 +61,17 @@ class Reference:
     eos_ids: frozenset[int]
     continuations: tuple[Continuation, ...]
     spreads: tuple[float, ...]
+    roundings: tuple[float, ...] = ()
 
 
 @torch.inference_mode()
 def run_reference(
-    folder: Path, skeleton: Skeleton, prompts: Sequence[tuple[int, ...]], *, tokens: int, device: str
+    folder: Path, skeleton: Skeleton, prompts: Sequence[tuple[int, ...]], *, tokens: int, device: str, rounding: bool
 ) -> Reference:
-    """Continue each prompt greedily with transformers' `generate`, unbatched, by at most `tokens` tokens."""
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model = load(folder, dtype=skeleton.dtype, local_files_only=True, trust_remote_code=False)
-    model.to(device).eval()
+    """Continue each prompt greedily with transformers' `generate`, unbatched, by at most `tokens` tokens. `rounding`:
+    whether to measure `Reference.roundings`.
+    """
+    model = _loaded(folder, skeleton.dtype, device)
     model.generation_config = GenerationConfig(eos_token_id=sorted(skeleton.eos_ids) or None, pad_token_id=0)  # type: ignore[no-untyped-call]
     continuations = []
     spreads: list[float] = []
@@ -96,13 +98,28 @@ def run_reference(
         rows = enumerate(at_once.logits[0, len(prompt) - 1 :])
         spreads += [continuation.distance(index, row)[1] for index, row in rows]
         continuations.append(continuation)
+    architecture = str(model.config.model_type)
+    del model
     return Reference(
-        architecture=str(model.config.model_type),
+        architecture=architecture,
         window_tokens=window_tokens(skeleton),
         eos_ids=skeleton.eos_ids,
         continuations=tuple(continuations),
         spreads=tuple(spreads),
+        roundings=tuple(_roundings(_loaded(folder, torch.float32, device), continuations)) if rounding else (),
     )
+
+
+def _loaded(folder: Path, dtype: torch.dtype, device: str) -> Any:
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(folder, dtype=dtype, local_files_only=True, trust_remote_code=False).to(device).eval()
+
+
+def _roundings(exact: Any, continuations: Sequence[Continuation]) -> Iterator[float]:
+    for one in continuations:
+        ids = torch.tensor([[*one.prompt, *one.tokens[:-1]]], device=exact.device)
+        for index, row in enumerate(exact(ids).logits[0, len(one.prompt) - 1 :]):
+            yield one.distance(index, row)[1]
 
 
 def _router_options(model: Any) -> dict[str, bool]:

@@ -114,6 +114,10 @@ class SlotEngine(ABC, Generic[ModelT, KvT]):
     def prepare(self, model: ModelSpec) -> None:
         """See `Engine.prepare`."""
 
+    def is_prepared(self, model: ModelSpec) -> bool:
+        """See `Engine.is_prepared`. Engines whose `unload` drops what `prepare` has read have their own."""
+        return True
+
     def forget(self, model: ModelSpec) -> None:
         """See `Engine.forget`. Engines whose `prepare` keeps adapters have their own."""
 

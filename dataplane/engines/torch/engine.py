@@ -40,7 +40,7 @@ from dataplane.engines.torch.steps import ModelFailedError, Sampled, Steps, Watc
 from dataplane.memory.events import TransferError
 from dataplane.memory.model_cache import HostMemoryError, ModelCache
 from dataplane.memory.slabs import SlabArena
-from dataplane.protocol.errors import ModelLoadError
+from dataplane.protocol.errors import DeviceLostError, ModelLoadError
 from dataplane.protocol.messages import ModelSpec
 from dataplane.scheduling.schedule import Turn
 
@@ -162,7 +162,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
                 self._device,
                 events,
                 ranks=settings.ranks,
-                note_file=None if self._leader is None else self._leader.note_file,
+                mirror=self._leader,
             ),
             exports=self._make_exports(events),
         )
@@ -201,6 +201,11 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
         base = self._prepared(model.checkpoint)
         if model.base is not None:
             self.adapters.prepare(model, base)
+
+    def is_prepared(self, model: ModelSpec) -> bool:
+        spec = model.checkpoint
+        has_adapter = model.base is None or self.adapters.has(model.name)
+        return has_adapter and self.host_models.has(spec.name, Path(spec.path), spec.task)
 
     def forget(self, model: ModelSpec) -> None:
         if model.base is not None:
@@ -280,6 +285,8 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
             return True
         try:
             return self.host_models.ready(model.weights)
+        except DeviceLostError:
+            raise
         except Exception as error:  # whatever a file system does, the slot's other models continue
             reason = f"its weights cannot be read: {error}"
             if not isinstance(error.__cause__, HostMemoryError):

@@ -103,6 +103,27 @@ async def test_a_process_is_sent_nothing_before_the_latest_try_has_read_it_all(m
 
 
 @asynchronous
+async def test_the_load_that_a_lost_process_was_at_is_to_blame_and_none_that_waited() -> None:
+    """The first load waits for host memory, the second has begun, and the third waits for that one."""
+    sent = list[Command]()
+    hosted = hosting()
+    hosted.follow(instance(f"i{number}", name=f"m{number}") for number in (1, 2, 3))
+    for _ in range(2):
+        hosted.worker_ready(sent.append)
+        await until(lambda: len(sent) == 3)
+        serials = {load.instance_id: load.serial for load in sent if isinstance(load, Load)}
+        hosted.load_stage("i1", serials["i1"], begun=True)
+        hosted.load_stage("i1", serials["i1"], begun=False)
+        hosted.load_stage("i2", serials["i2"], begun=True)
+        hosted.load_stage("i3", serials["i3"] - 1, begun=True)  # of another process
+        hosted.worker_lost("with status -9")
+        sent.clear()
+    states = {name: one.state for name in serials if (one := hosted.get(name)) is not None}
+    assert states == {"i1": "loading", "i2": "failed", "i3": "loading"}
+    hosted.close()
+
+
+@asynchronous
 async def test_an_instance_that_failed_after_its_load_is_loaded_anew_later() -> None:
     sent = list[Command]()
     hosted = hosting(load_retry_s=0.0)

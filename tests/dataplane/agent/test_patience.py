@@ -127,7 +127,7 @@ async def test_a_load_that_kills_workers_ends_no_request_before_it_was_tried_aga
         starts.link = EndlessLoads
         kill(node)
         while hosted.state != "failed":  # each process is killed while it loads
-            if hosted.load_serial is not None and node.agent.workers[0].pid is not None:
+            if hosted.load_serial is not None and hosted.has_begun and node.agent.workers[0].pid is not None:
                 kill(node)
             await asyncio.sleep(0)
         monkeypatch.setattr(EndlessLoads, "endless", False)

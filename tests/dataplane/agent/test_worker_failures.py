@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from dataplane.agent import worker_link
 from dataplane.agent.settings import WorkerSettings
-from dataplane.agent.workers import BACKOFF_MIN_S
+from dataplane.agent.workers import BACKOFF_MIN_S, WorkerSupervisor
 from dataplane.protocol.messages import Finished, Sampling
 from dataplane.worker.frames import LENGTH, Cancel, Configure
 from tests.dataplane.replay_node import Node, OpenLink, generate, instance, running_node, settings
@@ -135,6 +135,28 @@ def test_a_worker_that_hangs_while_it_has_requests_is_replaced_and_they_go_on() 
             events = await stream
             assert isinstance(events[-1], Finished), events[-1]
             assert len(token_ids(events)) == TOKENS
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_hangs_at_its_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = list[int]()
+
+    async def start(configure: Configure, environment: Mapping[str, str]) -> OpenLink:
+        link = await OpenLink.start(configure, environment)
+        started.append(link.pid)
+        if len(started) == 1:
+            suspend(link.pid)
+        else:
+            monkeypatch.setattr(WorkerSupervisor, "_owes_report", lambda *_: False)  # a busy machine takes any time
+        return link
+
+    async def scenario() -> None:
+        with capture_logs() as logs:
+            async with running_node(settings(worker_start_max_s=0.2), start_worker=start) as node:
+                await node.hold(1, instance())
+        (line,) = [line for line in logs if line["event"] == "worker is silent; ended"]
+        assert (line["pid"], line["worker_start_max_s"]) == (started[0], 0.2)
 
     asyncio.run(scenario())
 

@@ -21,6 +21,7 @@ from dataplane.worker.frames import (
     Load,
     Loaded,
     LoadFailed,
+    LoadStage,
     Outputs,
     Refused,
     Release,
@@ -34,10 +35,13 @@ from tests.event_loop import PATIENCE_S
 
 
 class GatedEngine:
-    """An engine whose `prepare` of a model waits for its gate, and that has work while `working`."""
+    """An engine whose `prepare` of a model waits for its gate, and that has work while `working`. What is unloaded is
+    prepared no more.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.prepared: set[str] = set()
         self.gates: dict[str, threading.Event] = {}
         self.full = threading.Event()
         self.short: queue.Queue[str] = queue.Queue()
@@ -50,12 +54,16 @@ class GatedEngine:
 
     def prepare(self, spec: ModelSpec) -> None:
         self.calls.append(f"prepare {spec.name}")
+        self.prepared.add(spec.name)
         assert self.gate(spec.name).wait(30)
         if spec.name == "broken":
             raise ModelLoadError("no such checkpoint")
         if spec.name == "large" and self.full.is_set():
             self.short.put(spec.name)
             raise HostMemoryError("large: 7 bytes do not fit: 3 bytes lack; models in use: ebb", lack_bytes=3)
+
+    def is_prepared(self, spec: ModelSpec) -> bool:
+        return spec.name in self.prepared
 
     def forget(self, spec: ModelSpec) -> None:
         self.calls.append(f"forget {spec.name}")
@@ -67,6 +75,7 @@ class GatedEngine:
 
     def unload(self, instance_id: str) -> None:
         self.calls.append(f"unload {instance_id}")
+        self.prepared.clear()
         self.failed.pop(instance_id, None)
 
     def compile(self, request: EngineRequest) -> None:
@@ -214,6 +223,23 @@ def test_unloading_cancels_a_load_whether_it_has_begun_or_not() -> None:
         assert sorted(bench.engine.calls) == sorted(expected), "what was prepared for no instance is forgotten"
 
 
+def test_a_model_whose_other_instance_was_unloaded_meanwhile_is_prepared_again() -> None:
+    """It would else be read on the main loop."""
+    with running() as bench:
+        gate = bench.engine.gate("tide")
+        gate.set()
+        bench.send(load("i1", 1, "tide"))
+        assert bench.answer() == Loaded(instance_id="i1", serial=1)
+        gate.clear()
+        bench.send(load("i2", 2, "tide"))
+        bench.report(lambda report: report == LoadStage(instance_id="i2", serial=2, begun=True))
+        bench.send(Unload(instance_id="i1"))
+        bench.report(lambda report: isinstance(report, Stats) and "unload i1" in bench.engine.calls)
+        gate.set()
+        assert bench.answer() == Loaded(instance_id="i2", serial=2)
+        assert bench.engine.calls[-3:] == ["unload i1", "prepare tide", "load i2 tide"]
+
+
 def test_a_load_that_does_not_fit_is_retried_after_the_others() -> None:
     with running(prepare_retry_s=0.01) as bench:
         bench.engine.working = True
@@ -224,6 +250,9 @@ def test_a_load_that_does_not_fit_is_retried_after_the_others() -> None:
         assert bench.answer() == Loaded(instance_id="i2", serial=2)
         for _ in range(3):
             bench.engine.short.get(timeout=30)
+            for begun in (True, False):
+                stage = LoadStage(instance_id="i1", serial=1, begun=begun)
+                bench.report(lambda report, stage=stage: report == stage)
         bench.engine.full.clear()
         assert bench.answer() == Loaded(instance_id="i1", serial=1)
 

@@ -83,6 +83,11 @@ class AdapterStore:
         with self._lock:
             self._prepared[spec.name] = source, parts
 
+    def has(self, name: str) -> bool:
+        """Whether an adapter of this name was read, or is on the device."""
+        with self._lock:
+            return name in self._prepared or name in self._loaded
+
     def forget(self, name: str) -> None:
         """Free the factors of an adapter that was prepared and is not on the device."""
         with self._lock:

@@ -140,7 +140,7 @@ class HostModels:
             if usable is not None:
                 return usable
             known = self._models.get(name)
-            if known is None or (known.folder, known.skeleton.task) != (folder, task):
+            if known is None or not self.has(name, folder, task):
                 model = self._build(name, folder, slabs_max, task)
                 with self._lock:
                     if known is not None:
@@ -159,6 +159,12 @@ class HostModels:
                 raise
         return model
 
+    def has(self, name: str, folder: Path, task: Task) -> bool:
+        """Whether the model is known: if its weights are not in host memory, a thread reads them before its turn."""
+        with self._lock:
+            known = self._models.get(name)
+        return known is not None and (known.folder, known.skeleton.task) == (folder, task)
+
     def _usable(self, name: str, folder: Path, task: Task, *, postpones: bool) -> HostModel | None:
         """The model if it is prepared.
 
@@ -169,8 +175,7 @@ class HostModels:
             known = self._models.get(name)
         if known is None:
             return None
-        is_same = known.folder == folder and known.skeleton.task == task
-        if is_same and (postpones or known.host is not None or self._in_use(name)):
+        if self.has(name, folder, task) and (postpones or known.host is not None or self._in_use(name)):
             return known
         if self._in_use(name):
             here, wanted = f"{known.folder} to {known.skeleton.task}", f"{folder} to {task}"

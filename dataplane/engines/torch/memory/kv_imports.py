@@ -2,10 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -26,13 +26,24 @@ LOOK_EVERY_S = 1.0
 """How often `check` looks for files that are gone. Their memory is not free while they are mapped."""
 
 
+class FileMirror(Protocol):
+    """Tells the other ranks of a slot which files this one reads."""
+
+    def note_file(self, file: str, memory: torch.Tensor) -> None:
+        """A file was mapped; `memory`: this rank's part."""
+
+    def drop_file(self, file: str) -> None:
+        """A file is not read any more."""
+
+
 @dataclass(eq=False, kw_only=True)
 class ImportedFile(KvFile):
-    """A file of another slot. `pinning`: done when all of it is pinned, or none; `table`: its events, None until one is
-    waited for; `awaited`: handles of those that the device was told to wait for; `readers`: how many sequences have KV
-    in it; `copies`: that read it.
+    """A file of another slot, at `path`. `pinning`: done when all of it is pinned, or none; `table`: its events, None
+    until one is waited for; `awaited`: handles of those that the device was told to wait for; `readers`: how many
+    sequences have KV in it; `copies`: that read it.
     """
 
+    path: str
     pinning: Event
     table: WatchedTable | None = None
     awaited: set[bytes] = field(default_factory=set)
@@ -48,8 +59,8 @@ class ImportedFile(KvFile):
 class KvImports:
     """The files of other slots, as one slot reads them. Called by one thread.
 
-    On a slot of several `ranks` a file has a part for each, of which this is the first one's; `note_file` is called
-    with each file that is mapped, and that part.
+    On a slot of several `ranks` a file has a part for each, of which this reads the first one's; `mirror` tells the
+    others.
     """
 
     def __init__(
@@ -58,12 +69,12 @@ class KvImports:
         events: DeviceEvents | None,
         *,
         ranks: int = 1,
-        note_file: Callable[[str, torch.Tensor], None] | None = None,
+        mirror: FileMirror | None = None,
         wait_max_s: float = WAIT_MAX_S,
     ) -> None:
         self._device = device
         self._events = events
-        self._ranks, self._note_file = ranks, note_file
+        self._ranks, self._mirror = ranks, mirror
         self._wait_max_s = wait_max_s
         self._looked_s = time.monotonic()
         self._files: dict[str, ImportedFile] = {}
@@ -122,6 +133,8 @@ class KvImports:
         awaited = {handle for handle, _ in self._waits}
         for gone in [file for file in self._leaving if not file.is_read and awaited.isdisjoint(file.awaited)]:
             self._leaving.remove(gone)
+            if self._mirror is not None:
+                self._mirror.drop_file(gone.path)
             self._pins.submit(partial(unpinned, gone.bytes, self._device))
             if self._events is not None:
                 self._events.forget(gone.awaited)
@@ -167,10 +180,12 @@ class KvImports:
                 return None
             self._give_up_gone_files()
             memory = whole[: whole.numel() // self._ranks]
-            if self._note_file is not None:
-                self._note_file(handle.file, memory)
+            if self._mirror is not None:
+                self._mirror.note_file(handle.file, memory)
             pinning = self._pins.submit(lambda: _ignore(pinned(memory, self._device)))
-            self._files[handle.file] = ImportedFile(bytes=memory, slab_bytes=handle.slab_bytes, pinning=pinning)
+            self._files[handle.file] = ImportedFile(
+                path=handle.file, bytes=memory, slab_bytes=handle.slab_bytes, pinning=pinning
+            )
         return self._files[handle.file]
 
     def _give_up_gone_files(self) -> None:

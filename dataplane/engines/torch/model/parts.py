@@ -1,5 +1,6 @@
 """The modules of a model on `meta`, where tensors have shapes and no bytes: all of it, or the part that a rank has."""
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from dataplane.engines.torch.model.quantized.config import read_quantization
 from dataplane.engines.torch.model.quantized.replace import quantize
 from dataplane.engines.torch.model.split import Split, make_splits, rank_config
 from dataplane.protocol.messages import Task
+
+_default_dtype = threading.Lock()
+"""Held while transformers changes torch's default data type, which is of the whole process."""
 
 
 def build_part(
@@ -53,7 +57,7 @@ def check_quantized_parts(source: str, described: Mapping[str, Any], types: Mapp
 
 def _on_meta(config: Any, described: Mapping[str, Any], task: Task, dtype: torch.dtype) -> Any:
     build: Any = _builder(described, task).from_config
-    with torch.device("meta"):
+    with _default_dtype, torch.device("meta"):
         return build(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
 
 

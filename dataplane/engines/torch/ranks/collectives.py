@@ -30,9 +30,14 @@ class ProcessGroup:
         self._group.allgather([parts], [tensor]).wait()
         return torch.cat(parts, dim=-1)
 
+    def close(self) -> None:
+        """Leave the other ranks, and the file by which they met: it may be closed then."""
+        self._group = None
+
 
 def join_group(store: Path, rank: int, ranks: int, device: torch.device, *, timeout_s: float) -> ProcessGroup:
-    """Meet the other ranks by way of a file that is new. Returns when all are there.
+    """Meet the other ranks by way of a file that is empty at first. Returns when all are there. Until `close` the file
+    may be opened again at any time.
 
     Raises:
         RuntimeError: they do not come within the timeout.

@@ -22,7 +22,7 @@ import msgspec
 from dataplane.engines.torch.model.inputs import ChunkInput, Wanted
 from dataplane.protocol.messages import Task
 
-VERSION = 4
+VERSION = 5
 """Increment it when the meaning of a command changes: both ends must be of one version."""
 STREAMS = ("weights", "layers", "kv_in", "kv_out")
 """The copy streams of an engine. Commands number them, and the submissions of each, from 0."""
@@ -34,8 +34,6 @@ it has mapped: (`HELD`, number). And of an adapter: (`ADAPTED`, 1 if it is serve
 """
 ADAPTED = len(STREAMS)
 HELD = ADAPTED + 1
-FILES_KEPT = 128
-"""Files with KV of other slots that each end knows at a time, the last ones; a node has fewer workers."""
 ARENA, HOST_KV = "arena", "host_kv"
 """Regions. Others are host copies of models, and files with KV of other slots."""
 
@@ -43,8 +41,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, tag="setup"):
-    """The first command: the memory of a rank, and where all ranks meet (`store`, a file). A rank's part of the host KV
-    memory of `host_kv_bytes` is private, or in `host_kv_file`, which rank 0 has made.
+    """The first command: the memory of a rank, and where all ranks meet (`store`, a file that they inherited). A rank's
+    part of the host KV memory of `host_kv_bytes` is private, or in `host_kv_file`, which rank 0 has made.
     """
 
     version: int
@@ -108,6 +106,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     passed: tuple[int, ...]
 
 
+class DropFile(msgspec.Struct, frozen=True, kw_only=True, tag="drop_file"):
+    """Unmap a file with KV of another slot, which has ended. No transfer reads it."""
+
+    file: str
+
+
 class Bind(msgspec.Struct, frozen=True, kw_only=True, tag="bind"):
     """Use a shard of a model at an offset in the arena, as soon as the last transfer to there has ended."""
 
@@ -154,7 +158,9 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     """Rank 0 does not get the next shard: end the forward pass here."""
 
 
-Command = Setup | Build | Forget | Hold | Release | Transfer | Bind | Adapt | DropAdapter | Forward | Gate | Abort
+Command = (
+    Setup | Build | Forget | Hold | Release | Transfer | DropFile | Bind | Adapt | DropAdapter | Forward | Gate | Abort
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -33,7 +33,6 @@ from dataplane.engines.torch.ranks.collectives import join_group
 from dataplane.engines.torch.ranks.commands import (
     ADAPTED,
     ARENA,
-    FILES_KEPT,
     HELD,
     HOST_KV,
     READY,
@@ -46,6 +45,7 @@ from dataplane.engines.torch.ranks.commands import (
     Build,
     Command,
     DropAdapter,
+    DropFile,
     Forget,
     Forward,
     Gate,
@@ -135,8 +135,8 @@ class Follower:
         self._models: dict[int, FollowedModel] = {}
         self._arrivals: dict[int, Event] = {}
         """By offset in the arena: the last transfer of weights to there."""
-        group = join_group(Path(setup.store), setup.rank, setup.ranks, self._device, timeout_s=setup.timeout_s)
-        self._rank = Rank(index=setup.rank, count=setup.ranks, collectives=group)
+        self._group = join_group(Path(setup.store), setup.rank, setup.ranks, self._device, timeout_s=setup.timeout_s)
+        self._rank = Rank(index=setup.rank, count=setup.ranks, collectives=self._group)
 
     def run(self) -> None:
         """Obey until rank 0 is gone."""
@@ -144,11 +144,12 @@ class Follower:
             self._obey(command)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and leave the other ranks."""
         for one in self._streams:
             one.stream.close()
         self._pins.close()
         self._reports.close()
+        self._group.close()
 
     def _make_stream(self, name: str) -> CopyStream:
         return make_stream(self._device, name, threads=self._setup.copy_threads)
@@ -157,6 +158,8 @@ class Follower:
         match command:
             case Transfer():
                 self._transfer(command)
+            case DropFile():
+                self._files.pop(command.file, None)
             case Bind():
                 model = self._models[command.model]
                 model.offsets[command.shard] = command.offset_bytes
@@ -263,8 +266,7 @@ class Follower:
         self._arrivals[model.offsets[shard]].wait()
 
     def _hold(self, model: FollowedModel, command: Hold) -> None:
-        with open(command.file, "r+b", opener=_no_link) as opened:
-            host = self._part(torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8))
+        host = self._part(mapped(command.file))
         self._report(HELD, command.number)
         model.host, model.copies = host, []
         self._regions[model_region(command.model)] = host
@@ -293,8 +295,6 @@ class Follower:
             return self._regions[name]
         if file not in self._files:
             self._files[file] = self._part(host_memory(0, Path(file)))
-            for old in list(self._files)[:-FILES_KEPT]:
-                del self._files[old]
         return self._files[file]
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -311,6 +311,16 @@ def _until_done(event: Event) -> None:
     """Block until it is done, which `Event.wait` does not do on a GPU."""
     while not event.done():
         time.sleep(POLL_S)
+
+
+def mapped(file: str) -> torch.Tensor:
+    """The bytes of a model's host copy.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    with open(file, "r+b", opener=_no_link) as opened:
+        return torch.frombuffer(mmap.mmap(opened.fileno(), 0), dtype=torch.uint8)
 
 
 def _no_link(path: str, flags: int) -> int:

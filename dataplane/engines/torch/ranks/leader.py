@@ -22,7 +22,6 @@ from dataplane.engines.torch.model.parallel import Rank
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.ranks.commands import (
     ADAPTED,
-    FILES_KEPT,
     HELD,
     HOST_KV,
     REPORT,
@@ -33,6 +32,7 @@ from dataplane.engines.torch.ranks.commands import (
     Build,
     Command,
     DropAdapter,
+    DropFile,
     Forget,
     Forward,
     Gate,
@@ -59,9 +59,6 @@ class Regions:
         with self._lock:
             self._memory.pop(name, None)
             self._memory[name] = memory
-            files = [known for known in self._memory if region_file(known) is not None]
-            for old in files[:-FILES_KEPT]:
-                del self._memory[old]
 
     def remove(self, name: str) -> None:
         with self._lock:
@@ -114,6 +111,11 @@ class Leader:
     def note_file(self, file: str, memory: torch.Tensor) -> None:
         """KV of another slot is read from a file."""
         self.regions.add(file_region(file), memory)
+
+    def drop_file(self, file: str) -> None:
+        """The other slot has ended, and no transfer reads the file any more."""
+        self.regions.remove(file_region(file))
+        self.send(DropFile(file=file))
 
     def build(self, skeleton: Skeleton, folder: Path) -> "ModelMirror":
         """Let the other ranks build a model, too."""

@@ -20,11 +20,12 @@ END_MAX_S = 5.0
 @dataclass(frozen=True, kw_only=True)
 class OtherRanks:
     """The ranks 1 and above of a slot, by the sockets on which they get their commands. `end` shuts the sockets down,
-    by which the ranks end, and waits for that.
+    by which the ranks end, and waits for that. `meeting`: the descriptor of an empty file, which they have too.
     """
 
     connections: tuple[socket.socket, ...]
     end: Callable[[], None]
+    meeting: int
 
 
 def start_processes(count: int) -> OtherRanks:
@@ -32,7 +33,8 @@ def start_processes(count: int) -> OtherRanks:
     operation, and only the agent can start all of them again.
     """
     closing = threading.Event()
-    started = [_start() for _ in range(count)]
+    meeting = new_meeting()
+    started = [_start(meeting) for _ in range(count)]
 
     def watch(rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
@@ -58,7 +60,12 @@ def start_processes(count: int) -> OtherRanks:
                 process.kill()
                 one.join()
 
-    return OtherRanks(connections=connections, end=end)
+    return OtherRanks(connections=connections, end=end, meeting=meeting)
+
+
+def new_meeting() -> int:
+    """The descriptor of an empty file in memory, by which ranks meet. Nothing is left of it, however they end."""
+    return os.memfd_create("tidepool-ranks")
 
 
 def shut_down(connections: Iterable[socket.socket]) -> None:
@@ -68,12 +75,12 @@ def shut_down(connections: Iterable[socket.socket]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _start(meeting: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "dataplane.engines.torch.ranks.follower", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
+            pass_fds=(theirs.fileno(), meeting),
             stdin=subprocess.DEVNULL,
             env={"OMP_NUM_THREADS": "1"} | os.environ,
         )

@@ -1,8 +1,8 @@
 """The start of a slot of several ranks by the process of rank 0."""
 
-from contextlib import ExitStack, suppress
+import os
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -27,8 +27,7 @@ def lead(settings: TorchEngineSettings, arena: torch.Tensor, others: OtherRanks)
     with ExitStack() as undo:
         for connection in others.connections:
             undo.enter_context(connection)
-        folder = TemporaryDirectory(prefix="tidepool-ranks-")
-        store = Path(undo.enter_context(folder), "store")
+        store = Path(f"/proc/self/fd/{others.meeting}")
         try:
             for number, connection in enumerate(others.connections, start=1):
                 connection.settimeout(START_MAX_S)
@@ -44,10 +43,10 @@ def lead(settings: TorchEngineSettings, arena: torch.Tensor, others: OtherRanks)
 
     def end() -> None:
         try:
-            others.end()  # one that is still about to meet the others reads the folder's file
+            others.end()
         finally:
-            with suppress(OSError):  # that may be gone: the last one that uses it removes it
-                folder.cleanup()
+            group.close()
+            os.close(others.meeting)
 
     rank = Rank(index=0, count=settings.ranks, collectives=group)
     leader = Leader(rank, others.connections, end, exports=settings.host_kv_file is not None)

@@ -69,7 +69,8 @@ def loaded(
     make_stream: Callable[[str], CopyStream] | None = None,
     clock: Callable[[], float] | None = None,
 ) -> TorchEngine:
-    engine = TorchEngine(settings, clock or Ticks(), make_stream, other_ranks=start_threads(settings.ranks - 1))
+    other_ranks = start_threads(settings.ranks - 1) if settings.ranks > 1 else None
+    engine = TorchEngine(settings, clock or Ticks(), make_stream, other_ranks=other_ranks)
     for name in names:
         engine.load(name, spec_of(name, deep(name)))
     return engine

@@ -4,7 +4,7 @@ import socket
 import threading
 
 from dataplane.engines.torch.ranks.follower import follow
-from dataplane.engines.torch.ranks.processes import OtherRanks, shut_down
+from dataplane.engines.torch.ranks.processes import OtherRanks, new_meeting, shut_down
 
 
 def start_threads(count: int) -> OtherRanks:
@@ -37,4 +37,4 @@ def start_threads(count: int) -> OtherRanks:
         for failure in failures:
             raise failure
 
-    return OtherRanks(connections=connections, end=end)
+    return OtherRanks(connections=connections, end=end, meeting=new_meeting())

@@ -193,6 +193,20 @@ def test_prefilled_on_one_slot_and_decoded_on_another(
     decoder.close()
 
 
+def test_one_that_was_prepared_for_a_second_instance_leaves_with_the_first(
+    checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]
+) -> None:
+    """Its base stays."""
+    base, (adapter, _) = checkpoint("llama"), made("llama", "all")
+    engine, spec = engine_of(), adapter_spec("one", adapter, base)
+    engine.load("base", spec_of("model", base))
+    engine.load("a", spec)
+    engine.prepare(spec)
+    assert engine.is_prepared(spec)
+    engine.unload("a")
+    assert not engine.is_prepared(spec)
+
+
 def test_bfloat16(checkpoint: Checkpoint, made: Callable[..., tuple[Path, Path]]) -> None:
     """The base's tokens are the same whether the request beside it has an adapter or not."""
     base, (adapter, _) = checkpoint("llama"), made("llama", "all")

@@ -150,6 +150,17 @@ def test_two_models_take_turns_in_an_arena_that_holds_one(checkpoint: Checkpoint
             assert tuple(made) == greedy_tokens(folder, prompt, MAX_TOKENS)
 
 
+def test_what_was_prepared_for_a_second_instance_leaves_with_the_first(checkpoint: Checkpoint) -> None:
+    engine, spec = engine_of(checkpoint("llama")), spec_of("model", checkpoint("llama"))
+    engine.prepare(spec)
+    assert engine.is_prepared(spec)
+    engine.unload("a")
+    assert not engine.is_prepared(spec)
+    engine.prepare(spec)
+    assert engine.is_prepared(spec)
+    assert not engine.is_prepared(spec_of("model", checkpoint("qwen3")))
+
+
 def test_two_instances_of_a_model_share_weights_and_not_caches(checkpoint: Checkpoint) -> None:
     folder = checkpoint("llama")
     engine = engine_of(folder)

@@ -1,5 +1,7 @@
 """Models that several ranks run together make the tokens that transformers makes, in every architecture."""
 
+import gc
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from dataplane.engines.torch.engine import TorchEngine
+from dataplane.engines.torch.memory import kv_imports
 from dataplane.protocol.errors import ModelLoadError
 from tests.dataplane.engines.torch.drive import drain, request, stepped
 from tests.dataplane.engines.torch.pooled import (
@@ -20,6 +23,7 @@ from tests.dataplane.engines.torch.pooled import (
 )
 from tests.dataplane.engines.torch.rank_engines import engine_of
 from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
+from tests.event_loop import PATIENCE_S
 
 PROMPTS = {
     "long": [(11 * n) % (VOCABULARY - 3) + 3 for n in range(37)],
@@ -123,9 +127,14 @@ def test_kv_heads_that_neither_divide_nor_repeat_are_refused(four: TorchEngine, 
 
 
 @pytest.mark.parametrize(("prefilling", "decoding"), [(1, 2), (2, 1), (2, 2)])
-def test_kv_of_another_number_of_ranks_is_not_taken_over(prefilling: int, decoding: int, tmp_path: Path) -> None:
-    """The model has one KV head, of which each rank has a copy: the shapes of its KV are the same."""
+def test_kv_of_another_number_of_ranks_is_not_taken_over(
+    prefilling: int, decoding: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has one KV head, of which each rank has a copy: the shapes of its KV are the same. Of a slot that has
+    ended no memory is kept.
+    """
     folder = save_tiny("llama", tmp_path / "one-head", num_key_value_heads=1)
+    monkeypatch.setattr(kv_imports, "LOOK_EVERY_S", 0.0)
     file = {"host_kv_bytes": 2**18, "host_kv_file": tmp_path / "kv"}
     first = engine_of(prefilling, tmp_path / "first", prefill_only=True, kv_events="off", **file)
     second = engine_of(decoding, tmp_path / "second")
@@ -140,9 +149,21 @@ def test_kv_of_another_number_of_ranks_is_not_taken_over(prefilling: int, decodi
     second.add(replace(asked, generated=made, kv=kv))
     assert second.kv.imports.waited_for["nothing"] == (prefilling == decoding)
     made += drain(second).tokens["r"]
-    for engine in (first, second):
-        engine.close()
+    first.close()
+    file["host_kv_file"].unlink()
+    del first, file, kv, outputs
+    until_unmapped(second, tmp_path / "kv")
+    second.close()
     assert made == greedy_tokens(folder, asked.prompt, MAX_TOKENS)
+
+
+def until_unmapped(engine: TorchEngine, file: Path) -> None:
+    """Step until no rank, all of which are threads of this process, maps the file of a slot that has ended."""
+    until_s = time.monotonic() + PATIENCE_S
+    while str(file) in Path("/proc/self/maps").read_text():
+        assert time.monotonic() < until_s, "it is still mapped"
+        engine.step()
+        gc.collect()  # the slot that has ended is of this process, too
 
 
 def test_kv_is_reported_for_all_ranks(two: TorchEngine, checkpoint: Checkpoint) -> None:

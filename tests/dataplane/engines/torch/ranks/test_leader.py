@@ -18,7 +18,7 @@ from dataplane.engines.torch.ranks.commands import (
     Transfer,
     read_command,
 )
-from dataplane.engines.torch.ranks.leader import FILES_KEPT, Leader, Regions
+from dataplane.engines.torch.ranks.leader import Leader, Regions
 from dataplane.engines.torch.ranks.processes import shut_down
 from dataplane.memory.events import AllOf, Event, FlagEvent, Settled
 from dataplane.protocol.errors import DeviceLostError
@@ -135,7 +135,7 @@ def test_a_rank_that_ends_without_an_answer_is_noticed(told: Callable[..., Told]
         one.leader.adapt([command])
 
 
-def test_regions_are_found_by_address_and_old_files_are_forgotten() -> None:
+def test_regions_are_found_by_address() -> None:
     regions = Regions()
     memory = torch.zeros(32, dtype=torch.uint8)
     regions.add("a", memory[:16])
@@ -146,9 +146,3 @@ def test_regions_are_found_by_address_and_old_files_are_forgotten() -> None:
         regions.find(memory[20:24])
     with pytest.raises(AssertionError, match="in no region"):
         regions.find(memory[12:20])
-    files = [torch.zeros(4, dtype=torch.uint8) for _ in range(FILES_KEPT + 1)]
-    for number, file in enumerate(files):
-        regions.add(f"file:/{number}", file)
-    assert regions.find(files[1])[0] == "file:/1"
-    with pytest.raises(AssertionError, match="in no region"):
-        regions.find(files[0])

@@ -22,7 +22,7 @@ RANK = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
 def exited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set where this process would end. Ranks are `RANK`."""
 
-    def start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    def start(_: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()

@@ -43,7 +43,7 @@ class Slot:
             [sys.executable, "-c", PROGRAM, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(cache)},
             text=True,
         )
 
@@ -115,6 +115,7 @@ def test_the_end_of_the_worker_ends_its_ranks(folder: Path, tmp_path: Path) -> N
         rank = slot.rank()
         slot.process.kill()
         until_ended(rank)
+    assert not list(tmp_path.glob("tidepool*")), "it leaves nothing behind"
 
 
 @pytest.mark.slow
