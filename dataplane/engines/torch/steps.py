@@ -17,7 +17,7 @@ from dataplane.engines.torch.memory.weights import WeightStore
 from dataplane.engines.torch.model.graphs import DecodeGraphs
 from dataplane.engines.torch.model.inputs import next_inputs
 from dataplane.engines.torch.model.pooling import Pooler
-from dataplane.engines.torch.model.prepared import PreparedStep, rows_of
+from dataplane.engines.torch.model.prepared import PreparedStep, next_rows
 from dataplane.engines.torch.model.runner import prepare_logits, run_chunks
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
@@ -163,8 +163,7 @@ class Steps:
             launch = self._graphs.prepare(skeleton, cache, inputs, tokens)
         else:
             launch = prepare_logits(skeleton, cache, inputs, tokens)
-        following = [Chunk(sequence=sequence, count=1) for sequence in sequences]
-        return None if launch is None else PreparedStep(rows=rows_of(following), launch=launch)
+        return None if launch is None else PreparedStep(rows=next_rows(sequences), launch=launch)
 
     @property
     def _captures(self) -> int:

@@ -32,4 +32,9 @@ def rows_of(chunks: Sequence[Chunk]) -> list[Row]:
     """All that the inputs of chunks are made of but the tokens: sequence, count, position and blocks. Where one of its
     blocks changes, a sequence has another list of them; those that are added to a list lie behind the position.
     """
-    return [(chunk.sequence, chunk.count, chunk.sequence.cached, chunk.sequence.kv.blocks) for chunk in chunks]
+    return [(one := chunk.sequence, chunk.count, one.cached, one.kv.blocks) for chunk in chunks]
+
+
+def next_rows(sequences: Sequence[TokenSequence]) -> list[Row]:
+    """`rows_of` the chunks of one token behind those that sequences have cached."""
+    return [(one, 1, one.cached, one.kv.blocks) for one in sequences]
