@@ -5,8 +5,8 @@ since no adjustment allows a token again): logit bias, repetition penalty, frequ
 tokens and those that a mask does not allow. Temperature 0 takes the largest. Otherwise come temperature, min_p and
 top_k, and top_p of what they leave.
 
-All rows of a step are sampled together, on the device. Nothing here waits for the device except `choose_tokens`, for
-the tokens themselves: no shape depends on a value, and what the host knows arrives by `upload`.
+All rows of a step are sampled together, on the device. Nothing here waits for the device except `on_host`, for the
+tokens themselves: no shape depends on a value, and what the host knows arrives by `upload`.
 """
 
 from collections.abc import Sequence
@@ -131,8 +131,13 @@ def _noise(keys: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def choose_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int | None]:
-    """`sample_tokens` on the host, with None instead of -1. Waits for the device, once."""
-    return [None if token < 0 else token for token in sample_tokens(logits, draws).tolist()]
+    """`sample_tokens` on the host; see `on_host`."""
+    return on_host(sample_tokens(logits, draws))
+
+
+def on_host(tokens: torch.Tensor) -> list[int | None]:
+    """What `sample_tokens` returned, with None instead of -1. Waits for the device, once."""
+    return [None if token < 0 else token for token in tokens.tolist()]
 
 
 @torch.inference_mode()

@@ -240,8 +240,7 @@ class TorchEngine(SlotEngine[TorchModel, SequenceKv]):
 
     def _forget_model(self, model: TorchModel) -> None:
         self.weights.evict(model.name)
-        if self._graphs is not None:
-            self._graphs.forget(model.weights.skeleton)
+        self._steps.forget(model.weights.skeleton)
         self.kv.forget(model.name)
         self.host_models.forget(model.name)
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dataplane.engines.core.masks import prepare_masks
-from dataplane.engines.core.sampler import SequenceDraws, choose_tokens
+from dataplane.engines.core.sampler import SequenceDraws, on_host, sample_tokens
 from dataplane.engines.core.scores import token_scores
 from dataplane.engines.core.step_batches import StepBatches, work_of
 from dataplane.engines.core.uploads import upload
@@ -15,8 +15,10 @@ from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
 from dataplane.engines.torch.model.graphs import DecodeGraphs
+from dataplane.engines.torch.model.inputs import next_inputs
 from dataplane.engines.torch.model.pooling import Pooler
-from dataplane.engines.torch.model.runner import run_chunks
+from dataplane.engines.torch.model.prepared import PreparedStep, next_rows
+from dataplane.engines.torch.model.runner import prepare_logits, run_chunks
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.engines.torch.settings import TorchEngineSettings
@@ -69,6 +71,8 @@ class Steps:
         self._evict_kv_for = evict_kv
         self._draws: SequenceDraws[SequenceKv] = SequenceDraws()
         self._graphs = graphs
+        self._prepared: PreparedStep | None = None
+        """The step that is likely to be the next one."""
 
     def run(self, turn: Turn, model: TorchModel, group: Sequence[TokenSequence]) -> Sampled | None:
         """Run a step of the turn; None if it could not run. `group`: the prompts of the turn, in order.
@@ -104,13 +108,23 @@ class Steps:
             model.observe_step(took_s, work)
         return made
 
+    def forget(self, skeleton: Skeleton) -> None:
+        """Free what was captured or prepared of a model that is forgotten."""
+        self._prepared = None
+        if self._graphs is not None:
+            self._graphs.forget(skeleton)
+
     def _forward(self, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton, pooler = model.weights.skeleton, model.weights.pooler
+        prepared, self._prepared = self._prepared, None
         if pooler is not None:
             return self._pool(pooler, model, chunks)
         makers = [index for index, chunk in enumerate(chunks) if chunk.makes_token]
         prepare_masks(chunks[index].sequence for index in makers)  # while the model runs
-        logits = self._logits(skeleton, self._kv.view(model.shape, skeleton.dtype), chunks)
+        cache = self._kv.view(model.shape, skeleton.dtype)
+        logits = None if prepared is None else prepared.run(chunks)
+        if logits is None:
+            logits = self._logits(skeleton, cache, chunks)
         if self._watch is not None:
             for index in makers:
                 self._watch(chunks[index].sequence, logits[index])
@@ -120,14 +134,36 @@ class Steps:
         logits = _rows(logits, makers)
         scored = [at for at, sequence in enumerate(sequences) if sequence.request.logprobs is not None]
         unchanged = _rows(logits, scored).clone() if scored else logits
-        tokens = choose_tokens(logits, draws) if makers else []
+        chosen = sample_tokens(logits, draws) if makers else None
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
+        if chosen is not None:
+            self._prepared = self._prepare(skeleton, cache, chunks, chosen)
+        tokens = [] if chosen is None else on_host(chosen)
         for sequence, token in zip(sequences, tokens, strict=True):
             if token is not None:  # keys and values that are not numbers must not reach others
                 self._kv.computed(sequence.kv, sequence.cached)
         scores = _scores(unchanged, scored, sequences, tokens)
         return [(sequence, tokens[at], scores.get(at)) for at, sequence in enumerate(sequences)]
+
+    def _prepare(
+        self, skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk], tokens: torch.Tensor
+    ) -> PreparedStep | None:
+        """Prepare the step after this one while it runs, if its batch may go on: all of it decodes, and none makes its
+        last token. `tokens`: what it makes. A block that is allocated here stays with its sequence in any case.
+        """
+        sequences = [chunk.sequence for chunk in chunks]
+        if skeleton.mirror is not None or not all(map(_goes_on, sequences)):
+            return None
+        if not all(self._kv.reserve(sequence.kv, sequence.cached + 1) for sequence in sequences):
+            return None
+        inputs = next_inputs(sequences, cache.shape[4])
+        launch: Callable[[], torch.Tensor | None] | None
+        if self._graphs is not None and self._graphs.may_run(skeleton, chunks):
+            launch = self._graphs.prepare(skeleton, cache, inputs, tokens)
+        else:
+            launch = prepare_logits(skeleton, cache, inputs, tokens)
+        return None if launch is None else PreparedStep(rows=next_rows(sequences), launch=launch)
 
     @property
     def _captures(self) -> int:
@@ -145,6 +181,11 @@ class Steps:
         for chunk in chunks:
             chunk.sequence.cached += chunk.count
         return [(chunks[index].sequence, POOLED if values else None, None) for index, values in pooled.items()]
+
+
+def _goes_on(sequence: TokenSequence) -> bool:
+    """Whether it decodes, and the token that is being made is not its last for certain."""
+    return sequence.prefilled and sequence.generated + 1 < sequence.request.max_tokens
 
 
 def _rows(logits: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -36,7 +36,17 @@ class FakeTensor(torch.Tensor):
 
 
 class Waits(list[str]):
-    """What a host waited for, in order."""
+    """What a host waited for, in order. `order`: "wait" for each of them, "upload" for each copy to the device that it
+    did not wait for, and "pass" for each forward pass that began, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def note(self, what: str) -> None:
+        self.append(what)
+        self.order.append("wait")
 
 
 class _Computed(TorchDispatchMode):
@@ -57,7 +67,9 @@ class _Computed(TorchDispatchMode):
         name = function.name().partition(".")[0]
         to_host = name == "aten::_local_scalar_dense" or torch.device("cpu") in leaves
         if given and (to_host or name in _SHAPED_BY_VALUES or _is_masked(name, args) or _crosses(name, args)):
-            self._waits.append(name)
+            self._waits.note(name)
+        if given and name == "aten::embedding":
+            self._waits.order.append("pass")
         out = function(*tree_map(_inner, args), **tree_map(_inner, kwargs))
         return tree_map(lambda one: _fake(one, given), out) if given and not to_host else out
 
@@ -77,15 +89,17 @@ class _Made(TorchFunctionMode):
             self._pinned[made.untyped_storage()._cdata] = made
             return made
         if function is torch.Tensor.tolist and isinstance(args[0], FakeTensor):
-            self._waits.append("tolist")
+            self._waits.note("tolist")
             return args[0].inner.tolist()
         to_device = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.device) and one == DEVICE]
         if not to_device or any(isinstance(one, FakeTensor) for one in args):
             return function(*args, **kwargs)
         if function in {torch.tensor, torch.as_tensor, torch.Tensor.to}:
             pinned = isinstance(args[0], torch.Tensor) and args[0].untyped_storage()._cdata in self._pinned
-            if not (pinned and kwargs.get("non_blocking")):
-                self._waits.append("a copy to the device")
+            if pinned and kwargs.get("non_blocking"):
+                self._waits.order.append("upload")
+            else:
+                self._waits.note("a copy to the device")
         args = tuple(one for one in args if one not in to_device)
         kwargs = {name: one for name, one in kwargs.items() if one not in to_device}
         made = args[0] if function is torch.Tensor.to and len(args) == 1 else function(*args, **kwargs)

@@ -96,8 +96,8 @@ def test_nearly_tied_tokens_are_counted_and_what_follows_is_compared(
 
 
 def second_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    second = "dataplane.engines.torch.steps.choose_tokens"
-    monkeypatch.setattr(second, lambda logits, draws: logits.topk(2, dim=-1).indices[:, 1].tolist())
+    second = "dataplane.engines.torch.steps.sample_tokens"
+    monkeypatch.setattr(second, lambda logits, draws: logits.topk(2, dim=-1).indices[:, 1])
 
 
 def test_where_experts_tie_another_token_is_no_mismatch(

@@ -26,7 +26,7 @@ from dataplane.engines.torch.memory.kv_imports import ImportedFile, KvImports
 from dataplane.engines.torch.memory.prefixes import Memory, PrefixStore
 from dataplane.engines.torch.memory.transfer_rates import TransferRates
 from dataplane.memory.events import PASSED, AllOf, Event
-from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, blocks_for
+from dataplane.memory.kv_cache import HostSlabs, KvCache, KvShape, OutOfBlocksError, blocks_for
 from dataplane.memory.prefix_cache import PrefixCache
 from dataplane.memory.prefix_keys import PrefixChain, prefix_scope
 from dataplane.memory.shared_events import SharedTransfer
@@ -251,6 +251,16 @@ class KvStore:
             if blocks is None:
                 return False
             kv.blocks += blocks
+        return True
+
+    def reserve(self, kv: SequenceKv, tokens: int) -> bool:
+        """As `grow` for KV on the DEVICE, out of free memory alone: what is needed a step later evicts nothing now."""
+        missing = blocks_for(tokens, kv.shape.block_tokens) - len(kv.blocks)
+        if missing > 0:
+            try:
+                kv.blocks += self.device_cache.allocate(kv.shape, missing)
+            except OutOfBlocksError:
+                return False
         return True
 
     def _begin(self, kv: SequenceKv, wanted: int) -> bool:

@@ -6,8 +6,9 @@ Contexts may be of any length: inputs are copied to where the graph reads them, 
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 import torch
@@ -65,13 +66,12 @@ class DecodeGraphs:
         A graph is captured when its place and size are met for the second time. The logits are overwritten by the next
         step.
         """
-        if len(chunks) > self._batch_max or not skeleton.can_be_captured or not all(map(_is_plain, chunks)):
+        if not self.may_run(skeleton, chunks):
             return None
-        size = min(graph_size(len(chunks)), self._batch_max)
         made = self._models.get(skeleton)
         if made is None:
             made = self._models[skeleton] = self._inputs(skeleton, cache)
-        key = skeleton.addresses, size
+        key = self._key(skeleton, len(chunks))
         if key not in made.known:
             made.known[key] = None
             if len(made.known) > GRAPHS_KEPT:
@@ -79,16 +79,48 @@ class DecodeGraphs:
             return None
         made.known.move_to_end(key)
         inputs = chunk_inputs(chunks, cache.shape[4])
-        if max(len(each.blocks) for each in inputs) > made.tables.shape[1]:
+        if _longest(inputs) > made.tables.shape[1]:
             return None
         skeleton.adapters.select(())  # a graph is captured without those of the step before
-        self._fill(made, inputs, cache, size)
+        self._fill(made, inputs, cache, key[1])
         graph = made.known[key]
         if graph is None:
             self._capture(skeleton, cache, made, key)
         else:
             graph.replay()
         return made.logits[: len(chunks)]
+
+    def may_run(self, skeleton: Skeleton, chunks: Sequence[Chunk]) -> bool:
+        """Whether a step of these chunks is one for a graph, captured or not."""
+        return len(chunks) <= self._batch_max and skeleton.can_be_captured and all(map(_is_plain, chunks))
+
+    @torch.inference_mode()
+    def prepare(
+        self, skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput], tokens: torch.Tensor
+    ) -> Callable[[], torch.Tensor | None] | None:
+        """Fill the inputs of a step, with `tokens` `[len(inputs)]`, int64, which are on the device already, and return
+        what runs it: `run`'s logits, or None where it has no graph any more. None: it has none yet.
+        """
+        made, key = self._models.get(skeleton), self._key(skeleton, len(inputs))
+        if made is None or made.known.get(key) is None or _longest(inputs) > made.tables.shape[1]:
+            return None
+        self._fill(made, inputs, cache, key[1])
+        made.tokens[0, : len(inputs)] = tokens
+        made.tokens[0, len(inputs) : key[1]] = tokens[0]
+        return partial(self._run_filled, skeleton, made, key, len(inputs))
+
+    @torch.inference_mode()
+    def _run_filled(self, skeleton: Skeleton, made: _ModelGraphs, key: _Key, rows: int) -> torch.Tensor | None:
+        graph = made.known.get(key)
+        if graph is None or skeleton.addresses != key[0] or not skeleton.can_be_captured:
+            return None
+        made.known.move_to_end(key)
+        skeleton.adapters.select(())
+        graph.replay()
+        return made.logits[:rows]
+
+    def _key(self, skeleton: Skeleton, rows: int) -> _Key:
+        return skeleton.addresses, min(graph_size(rows), self._batch_max)
 
     def forget(self, skeleton: Skeleton) -> None:
         """Free the graphs of a model that is forgotten."""
@@ -145,6 +177,11 @@ class DecodeGraphs:
 def _is_plain(chunk: Chunk) -> bool:
     """Whether it is one token of a sequence without an adapter: products with those are in no graph."""
     return chunk.count == 1 and not chunk.sequence.adapter
+
+
+def _longest(inputs: Sequence[ChunkInput]) -> int:
+    """The length of the longest block table."""
+    return max(len(each.blocks) for each in inputs)
 
 
 def _forward(skeleton: Skeleton, cache: torch.Tensor, made: _ModelGraphs, size: int) -> None:

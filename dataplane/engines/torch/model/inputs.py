@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 from msgspec import Struct
 
-from dataplane.engines.torch.sequences import Chunk
+from dataplane.engines.torch.sequences import Chunk, TokenSequence
 from dataplane.memory.kv_cache import blocks_for
 
 Wanted = Literal["logits", "states"]
@@ -38,6 +38,21 @@ def chunk_inputs(chunks: Sequence[Chunk], block_tokens: int) -> list[ChunkInput]
             adapter=chunk.sequence.adapter,
         )
         for chunk in chunks
+    ]
+
+
+def next_inputs(sequences: Sequence[TokenSequence], block_tokens: int) -> list[ChunkInput]:
+    """The inputs of a step for the token after those that each sequence has cached, which the host does not know yet: 0
+    stands for it. Its block is allocated.
+    """
+    return [
+        ChunkInput(
+            tokens=(0,),
+            start=sequence.cached,
+            blocks=tuple(sequence.kv.blocks[: blocks_for(sequence.cached + 1, block_tokens)]),
+            adapter=sequence.adapter,
+        )
+        for sequence in sequences
     ]
 
 

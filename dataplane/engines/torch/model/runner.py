@@ -4,9 +4,10 @@ On a slot of several GPUs, `run_chunks` and `run_states` let the other ranks run
 on the same inputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -39,7 +40,22 @@ def run_states(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk])
 @torch.inference_mode()
 def forward_logits(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput]) -> torch.Tensor:
     """See `run_chunks`."""
-    batch = _make_batch(cache, inputs)
+    return _run_batch(skeleton, inputs, _make_batch(cache, inputs))
+
+
+@torch.inference_mode()
+def prepare_logits(
+    skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput], tokens: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """Make and upload the inputs of `forward_logits`, and return what runs the pass. The chunks have one token each,
+    those of `tokens` `[len(inputs)]`, int64, which are on the device already.
+    """
+    batch = replace(_make_batch(cache, inputs), tokens=tokens.unsqueeze(0))
+    return partial(_run_batch, skeleton, inputs, batch)
+
+
+@torch.inference_mode()
+def _run_batch(skeleton: Skeleton, inputs: Sequence[ChunkInput], batch: "_Batch") -> torch.Tensor:
     skeleton.adapters.select(inputs[index] for index in batch.order)
     logits: torch.Tensor = skeleton.model(
         input_ids=batch.tokens,

@@ -122,6 +122,49 @@ def test_a_step_with_adapters_waits_for_its_tokens_alone(
     assert step(engine, monkeypatch) == (["tolist"], 5)
 
 
+def between(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, *, steps: int, then: Callable[[], None] = lambda: None
+) -> list[list[str]]:
+    """What the host does between its wait for the tokens of a step and the next forward pass, for all but the last
+    step. `then` is called after each.
+    """
+    with counted() as waits:
+        (model,) = engine.models.values()
+        move(engine, model, monkeypatch)
+        for _ in range(steps):
+            outputs = engine.step()
+            assert [output.error for output in outputs if output.error] == []
+            then()
+    engine.close()
+    assert waits == ["tolist"] * steps
+    waited = [at for at, what in enumerate(waits.order) if what == "wait"]
+    return [waits.order[at + 1 : waits.order.index("pass", at)] for at in waited[:-1]]
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_nothing_is_uploaded_between_the_tokens_of_a_step_and_the_next_forward_pass(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
+    """Blocks begin in some of these steps."""
+    engine = engine_of(sequences)
+    engine.load("a", spec_of("any", checkpoint("llama")))
+    for number in range(sequences):
+        engine.add(request(str(number), range(1, 9 + number), max_tokens=60, **{"ignore_eos": True, **KINDS[number]}))
+    prefill(engine)
+    assert between(engine, monkeypatch, steps=7) == [[]] * 6
+
+
+def test_inputs_of_another_batch_than_expected_are_made_anew(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(2)
+    engine.load("a", spec_of("any", checkpoint("llama")))
+    for number in range(2):
+        engine.add(request(str(number), range(1, 9 + number), max_tokens=60, ignore_eos=True))
+    prefill(engine)
+    assert between(engine, monkeypatch, steps=3, then=lambda: engine.cancel("0")) == [["upload"], []]
+
+
 def test_a_step_of_prompts_and_sequences_waits_for_its_tokens_alone(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from dataplane.engines.torch import steps
 from dataplane.engines.torch.engine import TorchEngine
 from dataplane.engines.torch.model import graphs
 from dataplane.engines.torch.model.graphs import DecodeGraphs, graph_size
@@ -207,6 +208,55 @@ def test_no_graph_where_a_step_waits_for_shards_or_notes_that_they_have_passed(
     skeleton.passed_shard = None
     assert ask(engine, "0", 2) == tokens
     assert device.replays > before[1]
+
+
+def test_inputs_are_filled_between_the_launch_of_the_step_before_and_the_wait_for_its_tokens(
+    checkpoint: Checkpoint, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three requests in a graph for four: the row that pads it follows the first."""
+    order: list[str] = []
+
+    def noted(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: (order.append(what), real(*given))[1]
+
+    engine = loaded([checkpoint("llama")])
+    for number in range(3):
+        engine.add(request(f"r{number}", range(3, 9 + number), instance_id="0", max_tokens=12, ignore_eos=True))
+    while not device.replays:
+        engine.step()
+    monkeypatch.setattr(DecodeGraphs, "_fill", staticmethod(noted("fill", DecodeGraphs._fill)))
+    monkeypatch.setattr(Graph, "replay", noted("launch", Graph.replay))
+    monkeypatch.setattr(steps, "on_host", noted("tokens", steps.on_host))
+    for _ in range(4):
+        engine.step()
+    assert order == ["launch", "fill", "tokens"] * 4
+
+
+@pytest.mark.parametrize("change", ["shards are noted", "moved", "dropped"])
+def test_a_prepared_step_that_has_no_graph_any_more_runs_without(
+    checkpoint: Checkpoint, device: Device, change: str
+) -> None:
+    engine = loaded([checkpoint("llama")])
+    engine.add(request("r0", range(3, 9), instance_id="0", max_tokens=20, ignore_eos=True))
+    gathered = Gathered()
+    while not device.replays:
+        gathered.take(engine.step())
+    assert engine._steps._prepared is not None
+    assert engine._graphs is not None
+    skeleton, replays = engine.models["model-0"].weights.skeleton, device.replays
+    if change == "shards are noted":
+        skeleton.passed_shard = lambda shard: None
+    elif change == "moved":
+        skeleton.addresses = tuple(address + 1 for address in skeleton.addresses)
+    else:
+        engine._graphs._models[skeleton].known.clear()
+    gathered.take(engine.step())
+    assert device.replays == replays
+    tokens = gathered.tokens["r0"] + drain(engine).tokens["r0"]
+    plain = loaded([checkpoint("llama")])
+    plain._steps._graphs = None
+    plain.add(request("r0", range(3, 9), instance_id="0", max_tokens=20, ignore_eos=True))
+    assert tokens == drain(plain).tokens["r0"]
 
 
 def test_a_model_that_is_forgotten_leaves_no_graph(checkpoint: Checkpoint, device: Device) -> None:
