@@ -6,6 +6,7 @@ answers of each, asked for one at a time while the other takes its memory in bet
 """
 
 import asyncio
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def measure_node(
     *,
     device: str,
     dtype: DtypeName,
-    loads: list[int],
+    loads: Sequence[int],
     draws: int,
     prompt_tokens: int,
     max_tokens: int,

@@ -16,6 +16,7 @@ _SYSTEMS = {
     "pooled-both": "pool, aggregated, in rounds",
     _DEADLINES: "pool, aggregated, time slices by deadlines",
     "pooled": "pool, disaggregated, 6 + 10 GPUs, in rounds",
+    "pooled-deadlines": "pool, disaggregated, 6 + 10 GPUs, time slices by deadlines",
     _RIVAL: "whole requests from one queue, the next model prefetched",
 }
 
@@ -74,7 +75,7 @@ _LIMITS = {
         " artifact's assumptions, simulated",
         "paper 70, artifact 72, by service on one draw",
         (),
-        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
+        {"pooled-both": "token", "pooled": _BOTH, "pooled-deadlines": "token", _RIVAL: ""},
     ),
     **_limits_rows(
         "deadlines",
