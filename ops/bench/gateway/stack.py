@@ -38,19 +38,23 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def served_by(
-    command: Sequence[str], port: int, *, core: int | None, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    port: int,
+    *,
+    core: int | None,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    start_max_s: float = _START_TIMEOUT_S,
 ) -> Iterator[int]:
-    """Start a process on one core, or on any with None, and wait until it listens; its id."""
+    """Start a process on one core, or on any with None, and wait until it listens; its id. `log`: what it prints."""
     cores = sorted(os.sched_getaffinity(0))
     pinned = () if core is None else ("taskset", "-c", str(cores[min(core, len(cores) - 1)]))
-    process = subprocess.Popen(
-        [*pinned, *command],
-        env=os.environ | dict(environment or {}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    with open(os.devnull if log is None else log, "ab") as printed:
+        process = subprocess.Popen(
+            [*pinned, *command], env=os.environ | dict(environment or {}), stdout=printed, stderr=printed
+        )
     try:
-        _wait_for(port, process)
+        _wait_for(port, process, start_max_s)
         yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)
@@ -61,15 +65,15 @@ def served_by(
             process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
+def _wait_for(port: int, process: subprocess.Popen[bytes], start_max_s: float) -> None:
+    deadline_s = time.monotonic() + start_max_s
     while time.monotonic() < deadline_s:
         if process.poll() is not None:
             raise RuntimeError(f"{process.args!r} ended with status {process.returncode}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
-    raise RuntimeError(f"{process.args!r} did not listen on {port} within {_START_TIMEOUT_S:g} s")
+    raise RuntimeError(f"{process.args!r} did not listen on {port} within {start_max_s:g} s")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from ops.reference.markdown import table
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, KEPT = DOCS / "results.md", DOCS / "remapping.json"
-GAPS, COSTS = MarkedTable("remapping gaps"), MarkedTable("remapping costs")
+GAPS, MEANS, COSTS = (MarkedTable(f"remapping {name}") for name in ("gaps", "means", "costs"))
 OF_TABLE = ("temporal", "uneven", "inputs", "spatial")
 
 
@@ -156,14 +156,24 @@ def gaps_of(rows: Sequence[Row]) -> str:
     return table(("load, requests/s", *head), lines)
 
 
+def means_of(rows: Sequence[Row]) -> str:
+    """Tidepool's P99 of requests' mean time between tokens and of normalized latency against vLLM's, for each kind of
+    step.
+    """
+    figures = {"mean between tokens": "tpot_p99_s", "normalized latency": "normalized_p99_s"}
+    head = [f"{what}, {steps.name}" for what in figures for steps in STEPS]
+    at = {(row["load"], row["steps"]): row for row in rows}
+    lines = [
+        [load]
+        + [_bold_if_worse(at[load, steps.name], TIDEPOOL, figure) for figure in figures.values() for steps in STEPS]
+        for load in dict.fromkeys(row["load"] for row in rows)
+    ]
+    return table(("load, requests/s", *head), lines)
+
+
 def costs_of(rows: Sequence[Row]) -> str:
     """The other figures of Tidepool against vLLM, with mixed steps of 512."""
-    head = (
-        "P99 between tokens against vLLM step by step",
-        "P99 of requests' mean between tokens",
-        "P99 of normalized latency",
-        "tokens/s",
-    )
+    head = ("P99 between tokens against vLLM step by step", "tokens/s")
     both = ("P99 TTFT, s: vLLM; Tidepool; Tidepool if steps do either", "mean batch: vLLM; Tidepool")
     at = {(row["load"], row["steps"]): row for row in rows}
     lines = []
@@ -174,10 +184,7 @@ def costs_of(rows: Sequence[Row]) -> str:
         lines.append(
             [
                 load,
-                *(
-                    _bold_if_worse(row, TIDEPOOL, figure)
-                    for figure in (BY_STEP, "tpot_p99_s", "normalized_p99_s", "tokens_per_s")
-                ),
+                *(_bold_if_worse(row, TIDEPOOL, figure) for figure in (BY_STEP, "tokens_per_s")),
                 "; ".join(f"{each['ttft_p99_s']:.1f}" for each in first_tokens),
                 "; ".join(f"{row[name]['batch_mean']:.1f}" for name in (VLLM, TIDEPOOL)),
             ]
@@ -196,7 +203,9 @@ COLUMNS: Columns = {
 
 
 def main(
-    data: Annotated[Path, typer.Option(help=f"The folder with {ARRIVALS} and {WORKLOADS}.", file_okay=False)],
+    data: Annotated[
+        Path | None, typer.Option(help=f"The folder with {ARRIVALS} and {WORKLOADS}; else the kept runs are taken.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
     requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
     write: Annotated[bool, typer.Option("--write", help="Keep the runs, and write the page of results.")] = False,
@@ -207,17 +216,22 @@ def main(
     \b
     Example:
       python -m ops.bench.papers.remapping_loads --data ../data --seeds 3 --write
+      python -m ops.bench.papers.remapping_loads --write
     """
     try:
-        for place in (GAPS, COSTS) if write else ():
+        for place in (GAPS, MEANS, COSTS) if write else ():
             place.split(PAGE)
     except PageError as error:
         raise typer.BadParameter(str(error), param_hint="--write") from error
-    found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), requests, range(seeds))
+    if data is None:
+        found = json.loads(KEPT.read_text(encoding="utf-8"))
+    else:
+        found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), requests, range(seeds))
     rows = compared(found)
     if write:
         KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         GAPS.write(PAGE, gaps_of(rows))
+        MEANS.write(PAGE, means_of(rows))
         COSTS.write(PAGE, costs_of(rows))
     if as_json:
         print_json({"runs": found, "loads": rows})

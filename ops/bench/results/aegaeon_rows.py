@@ -16,6 +16,7 @@ _SYSTEMS = {
     "pooled-both": "pool, aggregated, in rounds",
     _DEADLINES: "pool, aggregated, time slices by deadlines",
     "pooled": "pool, disaggregated, 6 + 10 GPUs, in rounds",
+    "pooled-deadlines": "pool, disaggregated, 6 + 10 GPUs, time slices by deadlines",
     _RIVAL: "whole requests from one queue, the next model prefetched",
 }
 
@@ -74,7 +75,7 @@ _LIMITS = {
         " artifact's assumptions, simulated",
         "paper 70, artifact 72, by service on one draw",
         (),
-        {"pooled-both": "token", "pooled": _BOTH, _RIVAL: ""},
+        {"pooled-both": "token", "pooled": _BOTH, "pooled-deadlines": "token", _RIVAL: ""},
     ),
     **_limits_rows(
         "deadlines",
@@ -128,14 +129,14 @@ _LIMITS = {
 _NODES = _limits_rows(
     "two-nodes",
     "models at 0.1 requests/s each on two nodes of 8 GPUs and 2 TB of host memory, each model on one of them",
-    "the first three rows of this table: one node, and the rival with one queue for both nodes",
+    "the first, second and fourth row of this table: one node, and the rival with one queue for both nodes",
     ("--nodes", "2"),
     {"pooled-both": "token", "pooled": _BOTH},
     draws=3,
 ) | _limits_rows(
     "two-nodes-deadlines",
     "the same",
-    "the fourth row of this table: one node without a limit of host memory",
+    "the fifth row of this table: one node without a limit of host memory",
     ("--nodes", "2", "--least", "80", "--most", "220"),
     {_DEADLINES: ""},
     draws=3,

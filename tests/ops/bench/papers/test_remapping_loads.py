@@ -13,6 +13,7 @@ from ops.bench.papers.remapping_loads import (
     FIGURES,
     GAPS,
     KEPT,
+    MEANS,
     PAGE,
     STEPS,
     Steps,
@@ -20,12 +21,13 @@ from ops.bench.papers.remapping_loads import (
     compared,
     costs_of,
     gaps_of,
+    means_of,
     runs,
 )
 from ops.bench.papers.remapping_sim import ARRIVALS, ONEIROS, TIDEPOOL, VLLM, VLLM_BY_STEP, WORKLOADS
 
 
-def run(rival: str, seed: int, value: float, **other: float) -> dict[str, Any]:
+def run(rival: str, seed: int, value: float, **other: Any) -> dict[str, Any]:
     named = {"group": "spatial", "load": "C1 2/s", "wire": "Grace Hopper", "rival": rival, "seed": seed}
     return named | {"steps": "mixed, 512"} | dict.fromkeys(FIGURES, value) | other
 
@@ -55,8 +57,21 @@ def test_a_change_that_rounds_to_none_is_not_bold_and_a_range_of_one_is_not_told
 def test_the_page_shows_the_kept_runs() -> None:
     rows = compared(json.loads(KEPT.read_text(encoding="utf-8")))
     assert GAPS.split(PAGE)[1] == gaps_of(rows)
+    assert MEANS.split(PAGE)[1] == means_of(rows)
     assert COSTS.split(PAGE)[1] == costs_of(rows)
     assert len(rows) == 12 * len(STEPS)
+
+
+def test_means_of_requests_are_told_for_each_kind_of_step() -> None:
+    rivals = {VLLM: 1.0, VLLM_BY_STEP: 1.0, ONEIROS: 1.0}
+    found = [
+        run(rival, 0, 1.0, steps=steps.name, tpot_p99_s=value, normalized_p99_s=value)
+        for number, steps in enumerate(STEPS, start=1)
+        for rival, value in (rivals | {TIDEPOOL: 1 + number / 10}).items()
+    ]
+    better = [each | {"normalized_p99_s": 0.5} if each["rival"] == TIDEPOOL else each for each in found]
+    text = means_of(compared(better))
+    assert "| **+10 %** | **+20 %** | **+30 %** | -50 % | -50 % | -50 % |" in text
 
 
 def test_each_load_runs_with_each_rival_and_seed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
