@@ -10,7 +10,6 @@ _MODULES = {
         "httptools",
         "numpy",
         "psycopg",
-        "pulp",
         "python_multipart",
         "redis",
         "sqlalchemy",

@@ -26,9 +26,9 @@ WORK_PER_S = 300_000
 """Questions times rows and columns for each second of that share; one core does three to five times as much."""
 
 _ENDS = {
-    highspy.HighsModelStatus.kOptimal: (PlacementStatus.OPTIMAL, "proven"),
-    highspy.HighsModelStatus.kInterrupt: (PlacementStatus.BOUNDED, "not proven within its bound of work"),
-    highspy.HighsModelStatus.kTimeLimit: (PlacementStatus.TIME_LIMIT, "not proven within its share of the time limit"),
+    highspy.HighsModelStatus.kOptimal: (PlacementStatus.OPTIMAL, "reached the gap asked for"),
+    highspy.HighsModelStatus.kInterrupt: (PlacementStatus.BOUNDED, "did all the work allowed"),
+    highspy.HighsModelStatus.kTimeLimit: (PlacementStatus.TIME_LIMIT, "used up its share of the time limit"),
 }
 
 
@@ -56,5 +56,5 @@ def solve_exactly(grid: Grid, settings: PlacementSettings) -> tuple[Answer | Non
     status, how = _ENDS.get(ended, failed)
     bound = float(info.mip_dual_bound) if status != PlacementStatus.FAILED else -math.inf
     found = info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
-    solved = Solved(status=status, solver="highs", bound=bound, message=f"HiGHS: {how}")
+    solved = Solved(status=status, solver="highs", bound=bound, message=f"HiGHS {how}")
     return program.answer() if found else None, solved

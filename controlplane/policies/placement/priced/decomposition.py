@@ -184,7 +184,7 @@ class _Search:
         share = regions / np.maximum(regions + MODELS_SHARE * fleet, LEAST_GAIN)
         if not self._small_models():
             return float(regions.sum())
-        models = whole_models(tables, near, token, (regions, share)).gains
+        models = whole_models(tables, near, token, (regions, share))[0]
         return float(max(regions.sum(), share @ regions + models.sum()))
 
     def _cells(self) -> Ints:
