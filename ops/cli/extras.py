@@ -10,6 +10,7 @@ _MODULES = {
         "httptools",
         "numpy",
         "psycopg",
+        "pulp",
         "python_multipart",
         "redis",
         "sqlalchemy",

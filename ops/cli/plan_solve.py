@@ -4,7 +4,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,13 +96,10 @@ def _write_lp(facts: "PlacementFacts", settings: "PlacementSettings", path: Path
     from controlplane.policies.placement.exact.program import build_program
     from controlplane.policies.placement.grid import grid_of
 
-    with TemporaryDirectory() as folder:  # HiGHS goes by the name's ending, and crashes where it cannot write
-        written = Path(folder) / "placement.lp"
-        build_program(grid_of(facts, settings)).problem.writeModel(str(written))
-        try:
-            path.write_bytes(written.read_bytes())
-        except OSError as error:
-            raise CommandError(f"{path}: {error.strerror}") from error
+    try:
+        build_program(grid_of(facts, settings)).problem.writeLP(str(path))
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}") from error
 
 
 def answer_of(placement: "Placement", *, seconds: float) -> dict[str, Any]:

@@ -5,17 +5,25 @@ from typing import Any
 
 import highspy
 import numpy as np
+import pulp
 from numpy.typing import NDArray
 from scipy import sparse
 
 Floats = NDArray[np.float64]
 
 
-def empty_program() -> highspy.Highs:
-    """A program without variables."""
-    program = highspy.Highs()  # type: ignore[no-untyped-call]
-    for name, value in {"output_flag": False, "threads": 1, "random_seed": 1, "mip_rel_gap": 0.0}.items():
-        program.setOptionValue(name, value)
+_OPTIONS = {"output_flag": False, "threads": 1, "random_seed": 1, "mip_rel_gap": 0.0}
+
+
+def highs_of(problem: pulp.LpProblem) -> highspy.Highs:
+    """HiGHS with a problem of PuLP, whose variables know their columns then (`index`). PuLP's own way of running it
+    knows neither bounds nor all of the ways in which HiGHS ends.
+    """
+    solver = pulp.HiGHS(**_OPTIONS)
+    solver.createAndConfigureSolver(problem)
+    solver.buildSolverModel(problem)
+    program: highspy.Highs = problem.solverModel
+    program.changeObjectiveOffset(problem.objective.constant)
     return program
 
 
@@ -31,7 +39,9 @@ def make_program(
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = columns.indptr, columns.indices, columns.data
     lp.integrality_ = [kind.kInteger if each else kind.kContinuous for each in whole.tolist()]
-    program = empty_program()
+    program = highspy.Highs()  # type: ignore[no-untyped-call]
+    for name, value in _OPTIONS.items():
+        program.setOptionValue(name, value)
     program.passModel(lp)
     return program
 

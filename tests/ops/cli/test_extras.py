@@ -12,7 +12,7 @@ import pytest
 from ops.cli.extras import EXTRAS
 
 NODE_LACKS = (
-    *("alembic", "celery", "fastapi", "kombu", "matplotlib", "numpy", "pandas", "psycopg", "redis", "scipy"),
+    *("alembic", "celery", "fastapi", "kombu", "matplotlib", "numpy", "pandas", "psycopg", "pulp", "redis", "scipy"),
     *("sqlalchemy", "statsmodels"),
 )
 

@@ -36,9 +36,8 @@ def test_the_example_for_scripts(run: Run) -> None:
     assert (grown["before"], grown["after"], grown["constraint"]) == (2, 3, "home")
     assert grown["cost_if_not"] > 0
     assert "peak 19,000 tokens/s x 0.8 at home needs 3" in grown["reason"]
-    [gone] = [each for each in answer["changes"] if each["reason"] == "pooled on L40S"]
-    assert (gone["region"], gone["before"], gone["after"]) == ("us-east", 1, 0)
-    assert {(each["model"], each["region"]) for each in answer["pooled"]} >= {(gone["model"], "us-east")}
+    assert changes["legal-7b", "us-east", "L40S"]["reason"] == "pooled on L40S"
+    assert {(each["model"], each["region"]) for each in answer["pooled"]} >= {("legal-7b", "us-east")}
     assert {"region": "us-east", "gpu": "L40S", "worker_gpus": 1, "before": 0, "after": 1} in answer["pools"]
     assert {"model": "code-7b", "region": "us-west", "gpu": "L40S", "count": 2} in answer["placement"], "the pin"
 
@@ -96,9 +95,7 @@ def test_standard_input_and_an_lp(tmp_path: Path, run: Run, monkeypatch: pytest.
     lp = tmp_path / "placement.lp"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EXAMPLE.read_bytes())))
     assert run("plan", "solve", "-", "--json", "--lp", lp).json["status"] == "optimal"
-    assert lp.read_text().lower().count("obj:") == 1
-    outcome = run("plan", "solve", EXAMPLE, "--lp", tmp_path / "no-such-folder" / "placement.lp")
-    assert (outcome.status, "No such file" in outcome.err) == (1, True)
+    assert lp.read_text().lower().count("minimize") == 1
 
 
 def test_schema_and_example(run: Run) -> None:

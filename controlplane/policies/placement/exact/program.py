@@ -22,11 +22,13 @@ a sliver of an instance. Rows are divided by what an instance does there: their 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import highspy
+import pulp
 
 from controlplane.policies.facts import EndpointGpu, PoolKey
 from controlplane.policies.placement.grid import (
@@ -39,16 +41,17 @@ from controlplane.policies.placement.grid import (
     PoolOption,
     PoolRow,
 )
-from controlplane.policies.placement.highs import empty_program
-
-INTEGER = highspy.HighsVarType.kInteger
+from controlplane.policies.placement.highs import highs_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """The built problem and its variables. `least_cost_per_hour`: no way of serving the demand is cheaper."""
+    """The built problem, HiGHS with it, and its variables. `least_cost_per_hour`: no way of serving the demand is
+    cheaper.
+    """
 
-    problem: highspy.Highs
+    problem: pulp.LpProblem
+    highs: highspy.Highs
     counts: Mapping[EndpointGpu, Any]
     pooled: Mapping[EndpointGpu, Any]
     pool_gpus: Mapping[PoolKey, Any]
@@ -56,11 +59,13 @@ class Program:
 
     def answer(self) -> Answer:
         """The solver's answer, in whole numbers."""
-        value = self.problem.val
+        values = self.highs.getSolution().col_value
+        for variable in self.problem.variables():
+            variable.varValue = values[variable.index]
         return Answer(
-            counts={key: round(value(count)) for key, count in self.counts.items()},
-            pooled=frozenset(key for key, pooled in self.pooled.items() if round(value(pooled))),
-            pool_gpus={pool: round(value(gpus)) for pool, gpus in self.pool_gpus.items()},
+            counts={key: round(count.varValue) for key, count in self.counts.items()},
+            pooled=frozenset(key for key, pooled in self.pooled.items() if round(pooled.varValue)),
+            pool_gpus={pool: round(gpus.value()) for pool, gpus in self.pool_gpus.items()},
         )
 
 
@@ -75,9 +80,10 @@ def build_program(grid: Grid) -> Program:
         builder.add_model(model)
     for place in grid.places:
         builder.add_place(place)
-    builder.problem.setObjective(builder.problem.qsum(builder.cost))
+    builder.problem.setObjective(pulp.lpSum(builder.cost))
     return Program(
         problem=builder.problem,
+        highs=highs_of(builder.problem),
         counts=builder.counts,
         pooled=builder.pooled,
         pool_gpus=builder.pool_gpus,
@@ -89,17 +95,18 @@ class _Builder:
     """The program while it grows: rows go into `problem`, terms of the objective into `cost`."""
 
     def __init__(self, grid: Grid) -> None:
-        self.problem = empty_program()
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self.counts: dict[EndpointGpu, Any] = {}
         self.pooled: dict[EndpointGpu, Any] = {}
         self.pool_gpus: dict[PoolKey, Any] = {}
         self.cost: list[Any] = []
         self._grid = grid
         self._started: dict[EndpointGpu, Any] = {}
+        self._made: Counter[str] = Counter()
 
     def add_cell(self, cell: Cell) -> None:
-        count = self.problem.addVariable(0, cell.most, type=INTEGER)
-        started = self.problem.addVariable()
+        count = self._variable("x", cell.most, pulp.LpInteger)
+        started = self._variable("u")
         self._add_row(started - count >= -cell.present)
         move = self._grid.move_price
         self.cost.append((cell.price_per_hour - move) * count + (cell.fresh_price + 2 * move) * started)
@@ -108,7 +115,7 @@ class _Builder:
         self._started[cell.key] = started
 
     def add_option(self, option: PoolOption) -> None:
-        pooled = self.problem.addVariable(0, 1, type=INTEGER)
+        pooled = self._variable("z", 1, pulp.LpInteger)
         move = self._grid.move_price
         self.cost.append(move - move * pooled if option.before else move * pooled)
         self.pooled[option.key] = pooled
@@ -132,13 +139,12 @@ class _Builder:
             elif pool.before:
                 self.cost.append(self._grid.move_price * pool.before)
         if taken:
-            self._add_row(self.problem.qsum(taken) <= row.capacity)
+            self._add_row(pulp.lpSum(taken) <= row.capacity)
         if row.donated_gpus:
             self._add_donated(row)
 
     def _add_limits(self, endpoint: EndpointRow, pools: list[Any]) -> None:
-        sum_of = self.problem.qsum
-        total, pooled = sum_of(self.counts[cell.key] for cell in endpoint.cells), sum_of(pools)
+        total, pooled = pulp.lpSum(self.counts[cell.key] for cell in endpoint.cells), pulp.lpSum(pools)
         if endpoint.most is not None and endpoint.cells:
             self._add_row(total + endpoint.most * pooled <= endpoint.most)
         if pools:
@@ -146,7 +152,7 @@ class _Builder:
         for cell in endpoint.cells if pools else ():
             self._add_row(self.counts[cell.key] + cell.most * pooled <= cell.most)
         if endpoint.fewest:
-            few = self.problem.addVariable()
+            few = self._variable("few")
             self._add_row(total + few + endpoint.fewest * pooled >= endpoint.fewest)
             self.cost.append(endpoint.few_price * few)
 
@@ -154,24 +160,24 @@ class _Builder:
         if wanted <= 0:
             return
         unit = min(wanted, max((cell.profile.tokens_per_s for cell in cells), default=wanted))
-        short = self.problem.addVariable()
+        short = self._variable("short")
         served = [min(cell.profile.tokens_per_s, wanted) / unit * self.counts[cell.key] for cell in cells]
         served += [1 / unit * each for each in pooled]
-        self._add_row(self.problem.qsum(served) + short >= wanted / unit)
+        self._add_row(pulp.lpSum(served) + short >= wanted / unit)
         self.cost.append(price * unit * short)
 
     def _add_pool(self, row: PlaceRow, pool: PoolRow) -> Any:
-        gpus = pool.step * self.problem.addVariable(0, pool.most // pool.step, type=INTEGER)
-        added = self.problem.addVariable()
+        gpus = pool.step * self._variable("p", pool.most // pool.step, pulp.LpInteger)
+        added = self._variable("q")
         self._add_row(added - gpus >= -pool.before)
         move = self._grid.move_price
         self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * pool.before)
-        occupied = self.problem.qsum(option.occupancy * self.pooled[option.key] for option in pool.options)
+        occupied = pulp.lpSum(option.occupancy * self.pooled[option.key] for option in pool.options)
         self._add_row(occupied <= self._grid.fill * gpus)
         if any(option.weights_bytes for option in pool.options):
             shares = [option.weights_bytes / row.host_bytes_per_gpu for option in pool.options]
             weights = (share * self.pooled[each.key] for share, each in zip(shares, pool.options, strict=True))
-            self._add_row(self.problem.qsum(weights) <= gpus)
+            self._add_row(pulp.lpSum(weights) <= gpus)
         self.pool_gpus[pool.key] = gpus
         return gpus
 
@@ -180,18 +186,23 @@ class _Builder:
         taken = []
         for cell in row.cells:
             offers = []
-            for price, most in ((cell.donated_same_price, cell.donated), (cell.donated_other_price, math.inf)):
-                if most and price < cell.fresh_price:
-                    offers.append(self.problem.addVariable(0, most))
+            for price, most in ((cell.donated_same_price, cell.donated), (cell.donated_other_price, None)):
+                if most != 0 and price < cell.fresh_price:
+                    offers.append(self._variable("d", most))
                     self.cost.append((price - cell.fresh_price) * offers[-1])
             if offers:
-                self._add_row(self.problem.qsum(offers) <= self._started[cell.key])
+                self._add_row(pulp.lpSum(offers) <= self._started[cell.key])
                 taken += [cell.profile.gpus * each for each in offers]
         if taken:
-            self._add_row(self.problem.qsum(taken) <= row.donated_gpus)
+            self._add_row(pulp.lpSum(taken) <= row.donated_gpus)
+
+    def _variable(self, letter: str, most: float | None = None, kind: str = pulp.LpContinuous) -> Any:
+        """A variable from 0 to `most`, numbered within its letter."""
+        self._made[letter] += 1
+        return self.problem.add_variable(f"{letter}{self._made[letter]:07d}", 0, most, kind)
 
     def _add_row(self, row: Any) -> None:
-        self.problem.addConstr(row)
+        self.problem.addConstraint(row)
 
 
 def _least_cost(grid: Grid) -> float:

@@ -47,7 +47,7 @@ def solve_exactly(grid: Grid, settings: PlacementSettings) -> tuple[Answer | Non
     ended too early, or failed.
     """
     program, share_s, asked = build_program(grid), EXACT_SHARE * settings.time_limit_s, itertools.count(1)
-    problem = program.problem
+    problem = program.highs
     most = WORK_PER_S * share_s / (problem.getNumRow() + problem.getNumCol())
     gap_abs = settings.gap * program.least_cost_per_hour
     run_program(problem, lambda: next(asked) > most, time_limit=share_s, mip_abs_gap=gap_abs)

@@ -45,6 +45,6 @@ def region_bound(
         move_price=grid.move_price,
         fill=grid.fill,
     )
-    problem = build_program(part).problem
+    problem = build_program(part).highs
     run_program(problem, should_stop, mip_abs_gap=gap_abs, mip_max_nodes=nodes_max)
     return float(problem.getInfo().mip_dual_bound) - left_out
