@@ -358,7 +358,7 @@ class Settings(BaseSettings):
     placement_epsilon: float = Field(0.8, ge=0, le=1)
     """share of a region's demand that must be served in that region"""
     placement_time_limit_s: float = Field(30.0, gt=0)
-    """time limit of a placement; the exact integer program takes at most half of it"""
+    """time limit of a placement; the exact integer program takes at most half of it, and does work in proportion"""
     placement_gap: float = Field(0.001, ge=0, lt=1)
     """relative optimality gap at which the integer program stops"""
     pools_enabled: bool = True

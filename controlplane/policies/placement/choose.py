@@ -1,8 +1,8 @@
 """The hourly placement of models on GPUs (SageServe 5): how many instances of what, where, and why.
 
 `choose_placement` lays the facts out, has the problem solved and puts the answer into words: a small problem by one
-integer program, a large one by prices. It never fails for want of GPUs: what cannot be served is listed. If no solver
-answers, the present instances stay.
+integer program, a large one by prices. It never fails for want of GPUs: what cannot be served is listed. Should a
+solver answer what does not fit, the present instances stay.
 """
 
 from collections.abc import Callable
@@ -18,15 +18,7 @@ from controlplane.policies.placement.decision import (
     PooledEndpoint,
     PoolSize,
 )
-from controlplane.policies.placement.exact.program import build_program
-from controlplane.policies.placement.exact.solvers import (
-    SOLVERS,
-    NothingFoundError,
-    Solve,
-    Solved,
-    SolverError,
-    solve_first,
-)
+from controlplane.policies.placement.exact.solve import Solved, solve_exactly
 from controlplane.policies.placement.facts import PlacementFacts, PlacementSettings
 from controlplane.policies.placement.grid import Answer, Grid, grid_of
 from controlplane.policies.placement.marginal import Marginals
@@ -34,25 +26,27 @@ from controlplane.policies.placement.priced.decomposition import PriceSettings, 
 from controlplane.policies.placement.reasons import Explanation
 
 
+class SolverError(Exception):
+    """A solver answered what does not fit; the message says how."""
+
+
 def choose_placement(
     facts: PlacementFacts,
     now_s: float,
     settings: PlacementSettings,
     *,
-    solvers: tuple[Solve, ...] = SOLVERS,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Placement:
-    """Place the coming hour.
+    """Place the coming hour. The same facts and settings give the same plan, unless a time limit cuts the search off.
 
     Args:
         facts: the fleet and the demand. Their order does not matter.
         now_s: Unix time; only noted in the answer.
         settings: see PlacementSettings.
-        solvers: of the integer program, asked in this order until one answers.
         should_stop: asked now and then while solving by prices; True ends it with what there is.
 
     Returns:
-        The plan. Its status is "failed", with the reason and the present placement, if no solver answered.
+        The plan. Its status is "failed", with the reason and the present placement, if the answer found does not fit.
     """
     grid = grid_of(facts, settings)
     if not grid.cells and not grid.options:
@@ -61,42 +55,32 @@ def choose_placement(
         solved = Solved(status=PlacementStatus.OPTIMAL, solver="none", bound=bound, message=message)
         return _described(facts, now_s, settings, grid, nothing, solved)
     try:
-        answer, solved = _solve(grid, settings, solvers, should_stop)
+        answer, solved = _solve(grid, settings, should_stop)
     except SolverError as error:
         return _unchanged(facts, now_s, grid, str(error))
     return _described(facts, now_s, settings, grid, answer, solved)
 
 
-def _solve(
-    grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...], should_stop: Callable[[], bool]
-) -> tuple[Answer, Solved]:
-    """Solve by the integer program where it is small; by prices where it is large, or was not proven in its share of
-    the time limit.
+def _solve(grid: Grid, settings: PlacementSettings, should_stop: Callable[[], bool]) -> tuple[Answer, Solved]:
+    """Solve by the integer program where it is small; by prices where it is large, or was not proven within its bound
+    of work.
 
     Raises:
-        SolverError: no solver answered, or its answer does not fit.
+        SolverError: an answer does not fit.
     """
     if len(grid.cells) + len(grid.options) > settings.exact_cells_max:
         return _by_prices(grid, settings, should_stop)
-    try:
-        answer, solved = _exactly(grid, settings, solvers)
-    except NothingFoundError as error:
-        answer, solved = _by_prices(grid, settings, should_stop)
-        return answer, replace(solved, message=f"{error}; by prices: {solved.message}")
-    if solved.status == PlacementStatus.OPTIMAL:
-        return answer, solved
+    answer, solved = solve_exactly(grid, settings)
+    if answer and solved.status == PlacementStatus.OPTIMAL:
+        return _fitting(grid, answer, solved.solver), solved
     other, priced = _by_prices(grid, settings, should_stop)
-    bound = max(each.bound for each in (solved, priced) if each.bound is not None)
-    cut_off = solved.status
-    if grid_cost(grid, other) < grid_cost(grid, answer):
-        answer, solved = other, replace(priced, message=f"{solved.message}; better by prices: {priced.message}")
-    return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
-
-
-def _exactly(grid: Grid, settings: PlacementSettings, solvers: tuple[Solve, ...]) -> tuple[Answer, Solved]:
-    program = build_program(grid)
-    solved = solve_first(program.problem, settings, settings.gap * program.least_cost_per_hour, solvers)
-    return _fitting(grid, program.answer(), solved.solver), solved
+    late = PlacementStatus.TIME_LIMIT in (solved.status, priced.status)
+    cut_off = PlacementStatus.TIME_LIMIT if late else PlacementStatus.BOUNDED
+    bound = max(solved.bound, priced.bound)
+    if answer and grid_cost(grid, _fitting(grid, answer, solved.solver)) <= grid_cost(grid, other):
+        return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
+    message = f"{solved.message}; better by prices: {priced.message}"
+    return other, replace(priced, bound=bound, message=message, status=_status(grid, settings, other, bound, cut_off))
 
 
 def _by_prices(grid: Grid, settings: PlacementSettings, should_stop: Callable[[], bool]) -> tuple[Answer, Solved]:
@@ -125,9 +109,8 @@ def _described(
 ) -> Placement:
     objective = grid_cost(grid, answer)
     gpu_cost = fleet_cost(grid, answer)
-    bound = None if solved.bound is None else min(solved.bound, objective)
-    gap = None if bound is None else gap_of(objective, bound, gpu_cost)
-    proven = "" if gap is None else f", proven within {100 * gap:.3f} % of the fleet's cost"
+    bound = min(solved.bound, objective)
+    gap = gap_of(objective, bound, gpu_cost)
     explanation = Explanation(facts, settings, grid, answer)
     marginals = Marginals(grid, answer)
     return Placement(
@@ -141,7 +124,7 @@ def _described(
         entries=_entries(grid, answer, explanation, marginals),
         unserved=explanation.unserved(),
         below_minimum=explanation.below_minimum(),
-        reason=f"{solved.message}{proven}",
+        reason=f"{solved.message}, proven within {100 * gap:.3f} % of the fleet's cost",
         pools=_pools(grid, answer),
         pooled=_pooled(grid, answer, explanation, marginals),
     )
@@ -195,7 +178,7 @@ def _pooled(grid: Grid, answer: Answer, explanation: Explanation, marginals: Mar
 
 def _unchanged(facts: PlacementFacts, now_s: float, grid: Grid, error: str) -> Placement:
     """The present, as it is: instances, pools and pooled endpoints."""
-    why = "no change: no solver answered, the present placement stays"
+    why = "no change: no solver's answer fits, the present placement stays"
     answer = Answer(
         counts={cell.key: cell.present for cell in grid.cells},
         pooled=frozenset() if facts.pool is None else facts.pool.pooled,

@@ -9,8 +9,8 @@ from controlplane.policies.facts import Endpoint, EndpointGpu, PoolKey, RegionGp
 class PlacementStatus(StrEnum):
     """How the solver ended.
 
-    OPTIMAL: within the gap that was asked for, proven. BOUNDED: by prices, with a proven bound that is further away.
-    TIME_LIMIT: cut off before it was proven. FAILED: no answer at all.
+    OPTIMAL: within the gap that was asked for, proven. BOUNDED: with a proven bound that is further away, after all the
+    work that was allowed. TIME_LIMIT: cut off by the clock before that. FAILED: no answer at all.
     """
 
     OPTIMAL = "optimal"
@@ -133,7 +133,7 @@ class Placement:
 
     Attributes:
         at_s: the `now_s` it was made at.
-        solver: "highs" or "cbc" for the integer program, "prices" for the decomposition, "none" where there was
+        solver: "highs" for the integer program, "prices" for the decomposition, "none" where there was
             nothing to solve or none answered.
         objective_per_hour: GPUs, starts, and prices of what is not served (cost.py). None if it failed.
         bound_per_hour: no plan can be below this; None if the solver reports none.

@@ -268,8 +268,8 @@ class PlacementSettings:
 
     Attributes:
         epsilon: share of an endpoint's peak that its own region must be able to serve.
-        time_limit_s: seconds to solve in. The integer program gets a share of them (`solvers.EXACT_SHARE`), so that the
-            search by prices after it has time.
+        time_limit_s: seconds to solve in. The integer program gets a share of them, as a bound of work first
+            (`exact/solve.py`), so that the search by prices after it has time.
         gap: proven distance to the optimum that will do, as a share of what serving the demand must cost at least.
         unserved_ratios: price of a token per second not served, in the dearest price of one served. Demand that may
             be served, but not at home, costs half of it.

@@ -20,8 +20,7 @@ import pulp
 import typer
 
 from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost, violations_of
-from controlplane.policies.placement.exact.program import build_program
-from controlplane.policies.placement.exact.solvers import solve_highs
+from controlplane.policies.placement.exact.solve import solve_exactly
 from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.policies.placement.grid import Grid, grid_of
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
@@ -156,12 +155,10 @@ def _ours(grid: Grid, shape: ProblemShape, seed: int, gap: float, limit_s: float
     """Solve as the planner does, small fleets exactly, others by prices; also the price per hour of the result."""
     settings, watch = PlacementSettings(gap=gap, time_limit_s=limit_s), _Watch()
     if len(grid.cells) <= settings.exact_cells_max:
-        program = build_program(grid)
-        solved = solve_highs(program.problem, settings, gap * program.least_cost_per_hour)
-        answer, bound, solver = program.answer(), solved.bound, "ours, exact"
-        cost = grid_cost(grid, answer)
-        fleet = fleet_cost(grid, answer)
-        reached = None if bound is None else gap_of(cost, bound, fleet)
+        answer, solved = solve_exactly(grid, settings)
+        assert answer is not None
+        fleet, solver = fleet_cost(grid, answer), "ours, exact"
+        reached = gap_of(grid_cost(grid, answer), solved.bound, fleet)
     else:
         found = solve_grid(grid, gap, PriceSettings(), lambda: watch.read()["cpu_s"] > limit_s)
         assert not violations_of(grid, found)

@@ -22,10 +22,12 @@ a sliver of an instance. Rows are divided by what an instance does there: their 
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import highspy
 import pulp
 
 from controlplane.policies.facts import EndpointGpu, PoolKey
@@ -39,13 +41,17 @@ from controlplane.policies.placement.grid import (
     PoolOption,
     PoolRow,
 )
+from controlplane.policies.placement.highs import highs_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """The built problem and its variables. `least_cost_per_hour`: no way of serving the demand is cheaper."""
+    """The built problem, HiGHS with it, and its variables. `least_cost_per_hour`: no way of serving the demand is
+    cheaper.
+    """
 
-    problem: Any
+    problem: pulp.LpProblem
+    highs: highspy.Highs
     counts: Mapping[EndpointGpu, Any]
     pooled: Mapping[EndpointGpu, Any]
     pool_gpus: Mapping[PoolKey, Any]
@@ -53,27 +59,31 @@ class Program:
 
     def answer(self) -> Answer:
         """The solver's answer, in whole numbers."""
+        values = self.highs.getSolution().col_value
+        for variable in self.problem.variables():
+            variable.varValue = values[variable.index]
         return Answer(
-            counts={key: round(variable.varValue or 0.0) for key, variable in self.counts.items()},
-            pooled=frozenset(key for key, variable in self.pooled.items() if round(variable.varValue or 0.0)),
-            pool_gpus={pool: round(gpus.value() or 0.0) for pool, gpus in self.pool_gpus.items()},
+            counts={key: round(count.varValue) for key, count in self.counts.items()},
+            pooled=frozenset(key for key, pooled in self.pooled.items() if round(pooled.varValue)),
+            pool_gpus={pool: round(gpus.value()) for pool, gpus in self.pool_gpus.items()},
         )
 
 
 def build_program(grid: Grid) -> Program:
     """Build the integer program of a grid."""
     builder = _Builder(grid)
-    for number, cell in enumerate(grid.cells):
-        builder.add_cell(cell, number)
-    for number, option in enumerate(grid.options):
-        builder.add_option(option, number)
-    for number, model in enumerate(grid.models):
-        builder.add_model(model, number)
-    for number, place in enumerate(grid.places):
-        builder.add_place(place, number)
+    for cell in grid.cells:
+        builder.add_cell(cell)
+    for option in grid.options:
+        builder.add_option(option)
+    for model in grid.models:
+        builder.add_model(model)
+    for place in grid.places:
+        builder.add_place(place)
     builder.problem.setObjective(pulp.lpSum(builder.cost))
     return Program(
         problem=builder.problem,
+        highs=highs_of(builder.problem),
         counts=builder.counts,
         pooled=builder.pooled,
         pool_gpus=builder.pool_gpus,
@@ -92,10 +102,11 @@ class _Builder:
         self.cost: list[Any] = []
         self._grid = grid
         self._started: dict[EndpointGpu, Any] = {}
+        self._made: Counter[str] = Counter()
 
-    def add_cell(self, cell: Cell, number: int) -> None:
-        count = self.problem.add_variable(f"x{number:06d}", 0, cell.most, pulp.LpInteger)
-        started = self.problem.add_variable(f"u{number:06d}", 0)
+    def add_cell(self, cell: Cell) -> None:
+        count = self._variable("x", cell.most, pulp.LpInteger)
+        started = self._variable("u")
         self._add_row(started - count >= -cell.present)
         move = self._grid.move_price
         self.cost.append((cell.price_per_hour - move) * count + (cell.fresh_price + 2 * move) * started)
@@ -103,66 +114,61 @@ class _Builder:
         self.counts[cell.key] = count
         self._started[cell.key] = started
 
-    def add_option(self, option: PoolOption, number: int) -> None:
-        pooled = self.problem.add_variable(f"z{number:06d}", 0, 1, pulp.LpInteger)
+    def add_option(self, option: PoolOption) -> None:
+        pooled = self._variable("z", 1, pulp.LpInteger)
         move = self._grid.move_price
         self.cost.append(move - move * pooled if option.before else move * pooled)
         self.pooled[option.key] = pooled
 
-    def add_model(self, row: ModelRow, number: int) -> None:
+    def add_model(self, row: ModelRow) -> None:
         served = []
-        for place, endpoint in enumerate(row.endpoints):
-            name = f"{number:06d}_{place:04d}"
-            pooled = self._pooled(endpoint)
+        for endpoint in row.endpoints:
+            pooled = [self.pooled[option.key] for option in endpoint.options]
             served += [endpoint.busiest * each for each in pooled if endpoint.busiest]
-            self._add_limits(endpoint, pooled, name)
+            self._add_limits(endpoint, pooled)
             at_home = [endpoint.home * each for each in pooled]
-            self._add_demand(endpoint.cells, at_home, endpoint.home, endpoint.home_price, f"home{name}")
+            self._add_demand(endpoint.cells, at_home, endpoint.home, endpoint.home_price)
         cells = tuple(cell for endpoint in row.endpoints for cell in endpoint.cells)
-        self._add_demand(cells, served, row.peak, row.price, f"global{number:06d}")
+        self._add_demand(cells, served, row.peak, row.price)
 
-    def add_place(self, row: PlaceRow, number: int) -> None:
+    def add_place(self, row: PlaceRow) -> None:
         taken = [cell.profile.gpus * self.counts[cell.key] for cell in row.cells]
         for pool in row.pools:
             if pool.options:
-                taken.append(self._add_pool(row, pool, f"{number:06d}_{pool.key.worker_gpus:04d}"))
+                taken.append(self._add_pool(row, pool))
             elif pool.before:
                 self.cost.append(self._grid.move_price * pool.before)
         if taken:
             self._add_row(pulp.lpSum(taken) <= row.capacity)
         if row.donated_gpus:
-            self._add_donated(row, number)
+            self._add_donated(row)
 
-    def _pooled(self, endpoint: EndpointRow) -> list[Any]:
-        return [self.pooled[option.key] for option in endpoint.options]
-
-    def _add_limits(self, endpoint: EndpointRow, pooled: list[Any], name: str) -> None:
-        total = pulp.lpSum(self.counts[cell.key] for cell in endpoint.cells)
+    def _add_limits(self, endpoint: EndpointRow, pools: list[Any]) -> None:
+        total, pooled = pulp.lpSum(self.counts[cell.key] for cell in endpoint.cells), pulp.lpSum(pools)
         if endpoint.most is not None and endpoint.cells:
-            self._add_row(total + endpoint.most * pulp.lpSum(pooled) <= endpoint.most)
-        if pooled:
-            self._add_row(pulp.lpSum(pooled) <= 1)
-        for cell in endpoint.cells if pooled else ():
-            self._add_row(self.counts[cell.key] + cell.most * pulp.lpSum(pooled) <= cell.most)
+            self._add_row(total + endpoint.most * pooled <= endpoint.most)
+        if pools:
+            self._add_row(pooled <= 1)
+        for cell in endpoint.cells if pools else ():
+            self._add_row(self.counts[cell.key] + cell.most * pooled <= cell.most)
         if endpoint.fewest:
-            few = self.problem.add_variable(f"few{name}", 0)
-            self._add_row(total + few + endpoint.fewest * pulp.lpSum(pooled) >= endpoint.fewest)
+            few = self._variable("few")
+            self._add_row(total + few + endpoint.fewest * pooled >= endpoint.fewest)
             self.cost.append(endpoint.few_price * few)
 
-    def _add_demand(self, cells: tuple[Cell, ...], pooled: list[Any], wanted: float, price: float, name: str) -> None:
+    def _add_demand(self, cells: tuple[Cell, ...], pooled: list[Any], wanted: float, price: float) -> None:
         if wanted <= 0:
             return
         unit = min(wanted, max((cell.profile.tokens_per_s for cell in cells), default=wanted))
-        short = self.problem.add_variable(name, 0)
-        by_instances = [min(cell.profile.tokens_per_s, wanted) / unit * self.counts[cell.key] for cell in cells]
-        by_pools = [each / unit for each in pooled]
-        self._add_row(pulp.lpSum(by_instances) + pulp.lpSum(by_pools) + short >= wanted / unit)
+        short = self._variable("short")
+        served = [min(cell.profile.tokens_per_s, wanted) / unit * self.counts[cell.key] for cell in cells]
+        served += [1 / unit * each for each in pooled]
+        self._add_row(pulp.lpSum(served) + short >= wanted / unit)
         self.cost.append(price * unit * short)
 
-    def _add_pool(self, row: PlaceRow, pool: PoolRow, name: str) -> Any:
-        slots = self.problem.add_variable(f"p{name}", 0, pool.most // pool.step, pulp.LpInteger)
-        gpus = pool.step * slots
-        added = self.problem.add_variable(f"q{name}", 0)
+    def _add_pool(self, row: PlaceRow, pool: PoolRow) -> Any:
+        gpus = pool.step * self._variable("p", pool.most // pool.step, pulp.LpInteger)
+        added = self._variable("q")
         self._add_row(added - gpus >= -pool.before)
         move = self._grid.move_price
         self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * pool.before)
@@ -175,24 +181,25 @@ class _Builder:
         self.pool_gpus[pool.key] = gpus
         return gpus
 
-    def _add_donated(self, row: PlaceRow, number: int) -> None:
+    def _add_donated(self, row: PlaceRow) -> None:
         """Starts from donated instances: variables only where they save something."""
         taken = []
-        for at, cell in enumerate(row.cells):
+        for cell in row.cells:
             offers = []
-            for letter, price, most in (
-                ("a", cell.donated_same_price, cell.donated),
-                ("b", cell.donated_other_price, None),
-            ):
-                if (most is None or most) and price < cell.fresh_price:
-                    variable = self.problem.add_variable(f"{letter}{number:06d}_{at:06d}", 0, most)
-                    self.cost.append((price - cell.fresh_price) * variable)
-                    offers.append(variable)
+            for price, most in ((cell.donated_same_price, cell.donated), (cell.donated_other_price, None)):
+                if most != 0 and price < cell.fresh_price:
+                    offers.append(self._variable("d", most))
+                    self.cost.append((price - cell.fresh_price) * offers[-1])
             if offers:
                 self._add_row(pulp.lpSum(offers) <= self._started[cell.key])
                 taken += [cell.profile.gpus * each for each in offers]
         if taken:
             self._add_row(pulp.lpSum(taken) <= row.donated_gpus)
+
+    def _variable(self, letter: str, most: float | None = None, kind: str = pulp.LpContinuous) -> Any:
+        """A variable from 0 to `most`, numbered within its letter."""
+        self._made[letter] += 1
+        return self.problem.add_variable(f"{letter}{self._made[letter]:07d}", 0, most, kind)
 
     def _add_row(self, row: Any) -> None:
         self.problem.addConstraint(row)

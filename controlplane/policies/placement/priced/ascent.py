@@ -17,7 +17,7 @@ import numpy as np
 from scipy import optimize, sparse
 
 from controlplane.policies.placement.priced.dual import Dual, priced_out
-from controlplane.policies.placement.priced.models import WholeModels, whole_models
+from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import Neighbourhood
 from controlplane.policies.placement.priced.repair import served_by
 from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
@@ -27,17 +27,16 @@ WIDTH, GROWTH = 0.01, 1.5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Priced:
-    """Prices, the columns near the best at them, and the models as wholes among these."""
+class _Tried:
+    """Prices, the bound that whole models prove at them, and a placement of least cost of N models: their numbers and
+    cost per hour, [N], and what it takes of GPUs and host memory, [N, R].
+    """
 
     dual: Dual
-    near: Neighbourhood
-    models: WholeModels
-
-    @property
-    def bound(self) -> float:
-        """Proven by whole models."""
-        return self.dual.bound + float(self.models.gains.sum())
+    bound: float
+    model: Ints
+    cost: Floats
+    use: Floats
 
 
 def ascend(
@@ -52,45 +51,35 @@ def ascend(
         rounds: prices tried.
         should_stop: asked before each.
     """
-    best = _priced(tables, dual, near_at)
-    seen, width = [_placements(tables, best)], WIDTH
+    best = _tried(tables, dual, near_at)
+    seen, width = [best], WIDTH
     for _round in range(rounds):
         if should_stop():
             break
         prices = _promising(tables, seen, best.dual, width)
-        tried = _priced(tables, priced_out(tables, replace(dual, bound=-np.inf), prices), near_at)
-        seen.append(_placements(tables, tried))
-        best, width = (tried, width * GROWTH) if tried.bound > best.bound else (best, width / 2)
+        seen.append(_tried(tables, priced_out(tables, replace(dual, bound=-np.inf), prices), near_at))
+        best, width = (seen[-1], width * GROWTH) if seen[-1].bound > best.bound else (best, width / 2)
     return best.bound
 
 
-def _priced(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood]) -> _Priced:
-    near, none = near_at(dual), np.zeros(len(tables.regions))
-    models = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
-    return _Priced(dual=dual, near=near, models=models)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Placements:
-    """One of each of N models: its number and cost per hour, [N], and what it takes of GPUs and host memory, [N, R]."""
-
-    model: Ints
-    cost: Floats
-    use: Floats
-
-
-def _placements(tables: Tables, priced: _Priced) -> _Placements:
-    columns, solved = priced.near.columns, [each for each in priced.models.columns if len(each)]
+def _tried(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood]) -> _Tried:
+    near, none, rows = near_at(dual), np.zeros(len(tables.regions)), dual.rows.models
+    gains, chosen = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
+    columns, solved = near.columns, [each for each in chosen if len(each)]
     served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
     model = np.array([tables.model_of[columns.endpoint[each[0]]] for each in solved], np.int64)
     short = np.maximum(tables.total[model] - [served[each].sum() for each in solved], 0.0)
-    cost = np.array([columns.cost[each].sum() for each in solved]) + tables.total_price[model] * short
-    rows = priced.dual.rows.models
     use = [np.asarray(columns.use_by_column[each, :rows].sum(axis=0)).ravel() for each in solved]
-    return _Placements(model=model, cost=cost, use=np.array(use).reshape(len(model), rows))
+    return _Tried(
+        dual=dual,
+        bound=dual.bound + float(gains.sum()),
+        model=model,
+        cost=np.array([columns.cost[each].sum() for each in solved]) + tables.total_price[model] * short,
+        use=np.array(use).reshape(len(model), rows),
+    )
 
 
-def _promising(tables: Tables, seen: list[_Placements], dual: Dual, width: float) -> Floats:
+def _promising(tables: Tables, seen: list[_Tried], dual: Dual, width: float) -> Floats:
     """The prices in the box at which the placements seen bound the fleet most."""
     rows, every = dual.rows.models, np.arange(len(tables.models))
     model, cost, use = (np.concatenate([getattr(each, name) for each in seen]) for name in ("model", "cost", "use"))

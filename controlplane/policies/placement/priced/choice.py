@@ -17,8 +17,8 @@ import highspy
 import numpy as np
 from scipy import sparse
 
+from controlplane.policies.placement.highs import make_program, run_program
 from controlplane.policies.placement.priced.columns import Columns, Rows
-from controlplane.policies.placement.priced.highs import make_program, run_program
 from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, pooled_gpus
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
@@ -123,10 +123,10 @@ class _Program:
         incumbent, of which the program has a part.
         """
         start = self._start(current)
-        lp = self._lp(start)
-        target = effort.target - cost_now + float(lp.col_cost_ @ start)
+        solver = self._built(start)
+        target = effort.target - cost_now + float(np.array(solver.getLp().col_cost_) @ start)
         options = {"mip_abs_gap": effort.gap_abs, "mip_max_nodes": effort.nodes_max, "objective_target": target}
-        solver = run_program(lp, effort.should_stop, start=start, **options)
+        run_program(solver, effort.should_stop, start=start, **options)
         if solver.getInfo().primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         picked = self._at[np.array(solver.getSolution().col_value)[: len(self._at)] > LEAST_PART]
@@ -139,7 +139,7 @@ class _Program:
         beyond = self._pool_now - self._share_fixed - self._share @ chosen
         return np.concatenate([chosen, short, np.maximum(beyond, 0.0), self._pool_now / self._step])
 
-    def _lp(self, start: Floats) -> highspy.HighsLp:
+    def _built(self, start: Floats) -> highspy.Highs:
         columns, at = self._columns, self._at
         endpoints, which = np.unique(columns.endpoint[at], return_inverse=True)
         size, shorts, pools = len(at), len(self._left[2]), len(self._pool_now)

@@ -179,12 +179,12 @@ class _Search:
             if self._should_stop():
                 break
             nodes, nearness = limits.region_nodes_max, NEARNESS * self._gap * fleet
-            bound = region_bound(tables, j, token, gap_abs=nearness, nodes_max=nodes, should_stop=self._should_stop)
+            bound = region_bound(self._grid, j, token, gap_abs=nearness, nodes_max=nodes, should_stop=self._should_stop)
             regions[j] = max(0.0, bound - low[j])
         share = regions / np.maximum(regions + MODELS_SHARE * fleet, LEAST_GAIN)
         if not self._small_models():
             return float(regions.sum())
-        models = whole_models(tables, near, token, (regions, share)).gains
+        models = whole_models(tables, near, token, (regions, share))[0]
         return float(max(regions.sum(), share @ regions + models.sum()))
 
     def _cells(self) -> Ints:

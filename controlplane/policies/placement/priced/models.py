@@ -11,8 +11,6 @@ region's gain and the model's gain may be added (cost splitting). Throughput is 
 the answer is never too high; a configuration that is not known costs at least what the enumeration reached.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from controlplane.policies.placement.priced.neighbourhood import Neighbourhood
@@ -24,23 +22,11 @@ STEPS = 1_000_000
 ROUNDING = 1e-9
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WholeModels:
-    """Models solved by themselves.
-
-    Attributes:
-        gains: what each costs per hour above its part of the bound at least, [I].
-        columns: those that it costs this with, one of each endpoint; none where no known columns cost so little.
-    """
-
-    gains: Floats
-    columns: tuple[Ints, ...]
-
-
 def whole_models(
     tables: Tables, neighbourhood: Neighbourhood, token: Floats, regions: tuple[Floats, Floats]
-) -> WholeModels:
-    """Solve each model by itself.
+) -> tuple[Floats, list[Ints]]:
+    """Solve each model by itself: what each costs per hour above its part of the bound at least, [I], and the columns
+    that it costs this with, one of each endpoint; none where no known columns cost so little.
 
     Args:
         tables: the problem.
@@ -62,7 +48,7 @@ def whole_models(
         prices = float(token[model]), float(tables.total_price[model])
         gains[model], picked = _least(ways, float(tables.total[model]), prices, unknown[model])
         chosen[model] = np.array([at[pick] for at, pick in zip(known, picked, strict=False)], np.int64)
-    return WholeModels(gains=gains, columns=tuple(chosen))
+    return gains, chosen
 
 
 def _kept(tables: Tables, excess: Floats, endpoint: Ints, regions: tuple[Floats, Floats]) -> Floats:

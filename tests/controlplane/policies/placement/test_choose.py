@@ -1,17 +1,19 @@
 import itertools
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import pulp
 import pytest
 from hypothesis import given, settings
 
 from controlplane.policies.facts import Endpoint, ModelGpu, RegionGpu
+from controlplane.policies.placement import choose
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement, PlacementStatus
-from controlplane.policies.placement.exact.solvers import NothingFoundError, Solved, SolverError, solve_cbc, solve_highs
+from controlplane.policies.placement.exact import solve
+from controlplane.policies.placement.exact.solve import Solved
 from controlplane.policies.placement.facts import (
     PlacementFacts,
     PlacementModel,
@@ -19,6 +21,7 @@ from controlplane.policies.placement.facts import (
     Profile,
     StartTimes,
 )
+from controlplane.policies.placement.grid import Answer
 from dataplane.protocol.tiers import Tier
 from tests.controlplane.policies.placement.problems import EAST, EXACT, WEST, after, cell, fleet, place, small_facts
 
@@ -195,28 +198,40 @@ def test_a_cheaper_gpu_must_pay_for_its_start(l40_cost: float, *, weights: bool,
     assert after(place(facts)) == {("a", "us-west", "L40" if moved else "H800"): 1}
 
 
-def test_no_solver_keeps_the_present_placement() -> None:
-    def broken(problem: Any, how: PlacementSettings, gap_abs: float) -> Any:
-        raise SolverError("HiGHS is not available")
+def _answers(answer: Answer | None, status: PlacementStatus) -> Callable[..., tuple[Answer | None, Solved]]:
+    """An integer program that ends so, and has proven nothing."""
+    return lambda grid, how: (answer, Solved(status=status, solver="highs", bound=-math.inf, message="HiGHS ended"))
 
+
+def test_an_answer_that_does_not_fit_keeps_the_present_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_many = Answer(counts={cell("a", "us-west"): 9})
+    monkeypatch.setattr(choose, "solve_exactly", _answers(too_many, PlacementStatus.OPTIMAL))
     facts = fleet(demand={WEST: (5000.0,)}, present={cell("a", "us-west"): 1})
-    placement = choose_placement(facts, 0.0, EXACT, solvers=(broken, broken))
+    placement = place(facts)
     assert placement.status == PlacementStatus.FAILED
-    assert placement.reason == "HiGHS is not available; HiGHS is not available"
+    assert placement.reason.startswith("highs answered what does not fit: ")
     assert [(entry.before, entry.after) for entry in placement.entries] == [(1, 1)]
     assert placement.gpu_cost_per_hour == 2.0
-    fallen_back = choose_placement(facts, 0.0, EXACT, solvers=(broken, solve_cbc))
-    assert (fallen_back.status, fallen_back.solver, fallen_back.bound_per_hour) == ("optimal", "cbc", None)
-    assert after(fallen_back) == after(place(facts))
 
 
-def test_a_time_limit_is_not_called_optimal() -> None:
-    """Twelve models in twelve regions on four GPU types, tight capacity, no gap allowed: not provable in a moment."""
+@pytest.mark.parametrize("ended", [PlacementStatus.BOUNDED, PlacementStatus.TIME_LIMIT, PlacementStatus.FAILED])
+def test_where_the_program_found_nothing_prices_answer(monkeypatch: pytest.MonkeyPatch, ended: PlacementStatus) -> None:
+    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
+    exact = place(facts)
+    monkeypatch.setattr(choose, "solve_exactly", _answers(None, ended))
+    placement = place(facts)
+    assert placement.solver == "prices"
+    assert placement.reason.startswith("HiGHS ended; better by prices: ")
+    assert after(placement) == after(exact)
+
+
+def _hard() -> PlacementFacts:
+    """Twelve models in twelve regions on four GPU types, tight capacity: without a gap not provable in a moment."""
     regions, models, gpu_types = (
         [f"{kind}{place}" for place in range(count)] for kind, count in zip("rmk", (12, 12, 4), strict=True)
     )
     pairs = list(itertools.product(range(12), range(12)))
-    facts = PlacementFacts(
+    return PlacementFacts(
         regions=tuple(regions),
         models=tuple(PlacementModel(name=name) for name in models),
         capacity={RegionGpu(region=region, gpu_type=gpu_type): 14 for region in regions for gpu_type in gpu_types},
@@ -238,64 +253,68 @@ def test_a_time_limit_is_not_called_optimal() -> None:
         limits={},
         gpu_cost_per_hour={gpu_type: 2.0 + 0.37 * k for k, gpu_type in enumerate(gpu_types)},
     )
+
+
+def test_a_time_limit_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solve, "WORK_PER_S", 10**12)
     how = PlacementSettings(gap=0.0, time_limit_s=1.0, exact_cells_max=10_000)
-    placement = choose_placement(facts, 0.0, how, solvers=(solve_highs,), should_stop=lambda: True)
-    assert placement.status in {PlacementStatus.TIME_LIMIT, PlacementStatus.FAILED}
-    if placement.status == PlacementStatus.TIME_LIMIT:
-        assert placement.gap is not None
-        assert placement.gap > 0
-        assert placement.bound_per_hour is not None
-        assert placement.objective_per_hour is not None
-        assert placement.bound_per_hour < placement.objective_per_hour
-        assert "Time limit" in placement.reason
+    placement = choose_placement(_hard(), 0.0, how, should_stop=lambda: True)
+    assert placement.status == PlacementStatus.TIME_LIMIT
+    assert placement.reason.startswith("HiGHS used up its share of the time limit")
+    assert placement.gap is not None
+    assert placement.gap > 0
+    assert placement.bound_per_hour is not None
+    assert placement.objective_per_hour is not None
+    assert placement.bound_per_hour < placement.objective_per_hour
 
 
-@pytest.mark.parametrize("found", [True, False])
-def test_prices_have_time_left_where_the_program_took_all_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, *, found: bool
-) -> None:
-    """On this clock the solver takes all the time that it is given, and it proves nothing."""
-    limit_s, now_s, real = 10.0, 0.0, pulp.HiGHS
-    late: list[bool] = []
+def test_a_program_that_is_not_proven_ends_alike_at_any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS, slowed down at each of its questions, ends at the same point: no clock ends it but the time limit."""
+    asked: list[int] = []
+    real, most = solve.run_program, 200
 
-    def highs(**options: Any) -> Any:
+    def run(slow_s: float) -> Callable[..., None]:
+        def slowed(problem: Any, should_stop: Callable[[], bool], **options: Any) -> None:
+            def stop() -> bool:
+                asked[-1] += 1
+                time.sleep(slow_s)
+                return should_stop() or asked[-1] == most
+
+            real(problem, stop, **options)
+
+        return slowed
+
+    monkeypatch.setattr(solve, "WORK_PER_S", 100)
+    how = PlacementSettings(gap=0.0, time_limit_s=2000.0, exact_cells_max=10_000)
+    answers = []
+    for slow_s in (0.0, 0.01):
+        asked.append(0)
+        monkeypatch.setattr(solve, "run_program", run(slow_s))
+        answers.append(choose_placement(_hard(), 0.0, how, should_stop=lambda: True))
+    assert answers[0] == answers[1]
+    assert 0 < asked[0] == asked[1] < most
+    assert answers[0].reason.startswith("HiGHS did all the work allowed")
+
+
+def test_prices_have_time_left_where_the_program_took_all_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this clock HiGHS takes all the time that it is given, and it proves nothing."""
+    limit_s, now_s, late = 10.0, 0.0, []
+
+    def run(problem: Any, should_stop: Callable[[], bool], *, time_limit: float, **options: Any) -> None:
         nonlocal now_s
-        now_s += options["timeLimit"]
-        return real(**options)
-
-    def solve(problem: Any, how: PlacementSettings, gap_abs: float) -> Solved:
-        solved = solve_highs(problem, how, gap_abs)
-        if not found:
-            raise NothingFoundError("HiGHS found no placement: Time limit reached")
-        return replace(solved, status=PlacementStatus.TIME_LIMIT, bound=0.0)
-
-    monkeypatch.setattr(pulp, "HiGHS", highs)
+        now_s += time_limit
 
     def should_stop() -> bool:
         late.append(now_s >= limit_s)
         return late[-1]
 
+    monkeypatch.setattr(solve, "run_program", run)
     facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
-    placement = choose_placement(
-        facts, 0.0, replace(EXACT, time_limit_s=limit_s), solvers=(solve,), should_stop=should_stop
-    )
+    placement = choose_placement(facts, 0.0, replace(EXACT, time_limit_s=limit_s), should_stop=should_stop)
     assert late
     assert not any(late)
-    assert placement.status != PlacementStatus.FAILED
     monkeypatch.undo()
     assert after(placement) == after(place(facts))
-
-
-def test_a_working_solver_that_finds_nothing_is_the_last_one_asked() -> None:
-    """Another would need as long again, and prices would have no time left."""
-
-    def out_of_time(problem: Any, how: PlacementSettings, gap_abs: float) -> Any:
-        raise NothingFoundError("HiGHS found no placement: Time limit reached")
-
-    facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
-    placement = choose_placement(facts, 0.0, EXACT, solvers=(out_of_time, solve_cbc))
-    assert placement.solver == "prices"
-    assert placement.reason.startswith("HiGHS found no placement: Time limit reached; by prices: ")
 
 
 def test_large_problems_are_solved_by_prices() -> None:

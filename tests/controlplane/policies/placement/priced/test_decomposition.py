@@ -18,7 +18,7 @@ from controlplane.policies.placement.facts import (
     PoolFacts,
     Profile,
 )
-from controlplane.policies.placement.grid import Answer, grid_of
+from controlplane.policies.placement.grid import Answer, Grid, grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
 from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual
@@ -84,7 +84,7 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
     token = share * dual.rows.of_places(dual.prices)[2]
     bound = tables.constant + float(token @ tables.total)
     for region in range(len(tables.regions)):
-        bound += region_bound(tables, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+        bound += region_bound(grid, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
     assert exact is not None
     assert bound <= exact + 1e-6 * max(1.0, abs(exact))
@@ -92,14 +92,14 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
         assert bound >= dual.bound - 1e-6 * max(1.0, abs(dual.bound)), "whole instances cost no less than parts of them"
 
 
-def _gains_of_regions(tables: Tables, dual: Dual) -> Floats:
+def _gains_of_regions(grid: Grid, tables: Tables, dual: Dual) -> Floats:
     """What each region costs above its part of the bound, [J]."""
     gpu, _host, token = dual.rows.of_places(dual.prices)
     least = configurations_at(tables, dual.rows, dual.prices).least
     low = np.bincount(tables.region_of, weights=least)
     low -= (gpu.reshape(tables.capacity.shape) * tables.capacity).sum(axis=1)
     bounds = [
-        region_bound(tables, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
+        region_bound(grid, region, token, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
         for region in range(len(tables.regions))
     ]
     return np.maximum(np.array(bounds) - low, 0.0)
@@ -119,8 +119,8 @@ def test_a_share_of_the_regions_gains_and_those_of_models_add_up_to_a_bound(
         return
     tables, dual, near_at = climbed(grid, rounds=4, spare=spare, each_max=20)
     near = near_at(dual)
-    regions, token = _gains_of_regions(tables, dual), dual.rows.of_places(dual.prices)[2]
-    models = whole_models(tables, near, token, (regions, np.full(len(regions), share))).gains
+    regions, token = _gains_of_regions(grid, tables, dual), dual.rows.of_places(dual.prices)[2]
+    models = whole_models(tables, near, token, (regions, np.full(len(regions), share)))[0]
     assert (models >= -1e-9).all()
     exact = choose_placement(facts, 0.0, EXACT).objective_per_hour
     assert exact is not None
@@ -134,8 +134,8 @@ def test_a_model_that_needs_half_an_instance_pays_for_a_whole_one(spare: float, 
     grid = grid_of(facts, PlacementSettings(epsilon=0.0))
     tables, dual, near_at = climbed(grid, rounds=24, spare=spare, each_max=50)
     none = np.zeros(1)
-    models = whole_models(tables, near_at(dual), dual.rows.of_places(dual.prices)[2], (none, none))
-    assert models.gains == pytest.approx([gain], rel=1e-2)
+    gains, _chosen = whole_models(tables, near_at(dual), dual.rows.of_places(dual.prices)[2], (none, none))
+    assert gains == pytest.approx([gain], rel=1e-2)
 
 
 @settings(max_examples=15)
