@@ -298,7 +298,12 @@ def engine_arguments(
         ModelLoadError: it cannot be split over the slot's GPUs.
     """
     check_split(name, folder, settings.ranks)
-    pools = task != "generate"
+    pools, span = task != "generate", settings.span
+    over_hosts = (
+        {}
+        if span is None
+        else {"nnodes": span.hosts, "node_rank": span.host, "master_addr": span.address, "master_port": span.port}
+    )
     return EngineArgs(
         model=str(folder),
         served_model_name=name,
@@ -327,6 +332,7 @@ def engine_arguments(
         max_loras=max(1, adapters.places),
         max_cpu_loras=max(1, adapters.places),  # vLLM evicts none: what it has no memory for is refused
         max_lora_rank=adapters.rank or 1,
+        **over_hosts,
     )
 
 
