@@ -24,7 +24,7 @@ from tests.vllm.conftest import HEAD_DIM
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.slow]
 
 MAX_TOKENS = 230
 
