@@ -11,7 +11,7 @@ An instance fails in one of two ways:
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -77,7 +77,8 @@ class HostedInstances:
 
     `in_use` tells whether requests of an instance are in flight, `on_change` is called after its state changed.
     `worker_gpus`: a pooled instance runs on all of them. `sources`: rules of remote checkpoints, which a replay fetches
-    without weights. `refusal`: why the worker cannot host an instance, None if it can.
+    without weights. `refusal`: why the worker cannot host an instance, None if it can. `check_hosts`: lets the other
+    hosts of the worker, if it has any, have the checkpoint of a source that is in a folder here; raises ModelLoadError.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class HostedInstances:
         refusal: Callable[[DesiredInstance], str | None],
         in_use: Callable[[str], bool],
         on_change: Callable[[str], None],
+        check_hosts: Callable[[str, Path], Awaitable[None]] | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizers = tokenizers
@@ -100,6 +102,7 @@ class HostedInstances:
         self._refusal = refusal
         self._in_use = in_use
         self._on_change = on_change
+        self._check_hosts = check_hosts
         self._hosted: dict[str, HostedInstance] = {}
         self._send: Callable[[Command], None] | None = None
         """Sends a command to the worker process; None while there is none."""
@@ -162,14 +165,19 @@ class HostedInstances:
                 self._send_load(hosted)
 
     def engine_changed(self) -> None:
-        """The process ends so that one with another engine can start: send it nothing, and count no loss. Failed
-        instances are tried again, since the former engine may have been the reason.
+        """The process ends so that one with another engine can start. Failed instances are tried again, since the
+        former engine may have been the reason.
         """
+        self.process_ends()
+        for hosted in self._hosted.values():
+            if hosted.state == "failed" and not hosted.drained:
+                self._load(hosted)
+
+    def process_ends(self) -> None:
+        """The process is ended on purpose: send it nothing, and count no loss."""
         self._send = None
         for hosted in self._hosted.values():
             hosted.load_serial = None
-            if hosted.state == "failed" and not hosted.drained:
-                self._load(hosted)
 
     def worker_lost(self, end: str) -> None:
         """The process is gone, `end` tells how. The load that it was at may be the cause, and fails the second time: of
@@ -311,6 +319,8 @@ class HostedInstances:
             hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)
             tokenizer = await self._tokenizers.get(hosted.desired.model.checkpoint.path, hosted.folder)
             families_of(hosted.desired.model, tokenizer.template)
+            if self._check_hosts is not None:
+                await self._check_hosts(hosted.desired.model.path, Path(hosted.folder))
             hosted.tokenizer = tokenizer
         except ModelLoadError as error:
             self._fail(hosted, error.message)

@@ -1,5 +1,5 @@
 """The agent's HTTP server: /generate streams tokens, /tokenize and /detokenize convert them; /livez, /readyz, /metrics
-and /state are for operators.
+and /state are for operators; /hosts is for the followers of slots that several hosts have.
 
 All but /livez, /readyz and /metrics require `Authorization: Bearer <node key>`. A refusal is a `Failed` message with
 its HTTP status.
@@ -31,6 +31,7 @@ from dataplane.protocol.connections import WritableConnection, body_writer
 from dataplane.protocol.errors import BadRequestError, DataplaneError
 from dataplane.protocol.messages import Detokenize, Generate, Tokenize
 from dataplane.runtime.tracing import admitting
+from dataplane.worker.hosts import HostReport
 
 _HEAD_BYTES_MAX = 65_536
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -40,6 +41,7 @@ Message = TypeVar("Message")
 _generate_decoder = msgspec.json.Decoder(Generate)
 _tokenize_decoder = msgspec.json.Decoder(Tokenize)
 _detokenize_decoder = msgspec.json.Decoder(Detokenize)
+_host_report_decoder = msgspec.json.Decoder(HostReport)
 
 
 class UnauthorizedError(DataplaneError):
@@ -112,6 +114,18 @@ class AgentApi:
         document = node_state(self._agent, time.monotonic())
         return Response(msgspec.json.encode(document), media_type="application/json")
 
+    async def hosts(self, request: Request) -> Response:
+        """POST a HostReport; the answer is HostOrders."""
+        key = self._agent.settings.node_key.get_secret_value()
+        if not hmac.compare_digest(_offered(request), f"Bearer {key}".encode()):
+            raise UnauthorizedError("wrong node key: TIDEPOOL_AGENT_NODE_KEY must be the same on all hosts of a node")
+        report = await self._read(request, _host_report_decoder)
+        hosts = next((one.hosts for one in self._agent.workers if one.index == report.slot), None)
+        if hosts is None:
+            raise BadRequestError(f"slot {report.slot} of this node is not of several hosts", param="slot")
+        orders = hosts.receive(report, request.scope["server"][0])
+        return Response(msgspec.json.encode(orders), media_type="application/json")
+
     async def livez(self, request: Request) -> Response:
         """GET whether the event loop runs."""
         return PlainTextResponse("ok\n")
@@ -127,8 +141,7 @@ class AgentApi:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _authorize(self, request: Request) -> None:
-        offered = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(offered, self._authorization):
+        if not hmac.compare_digest(_offered(request), self._authorization):
             raise UnauthorizedError(
                 "wrong node key: TIDEPOOL_NODE_KEY of the control plane must be TIDEPOOL_AGENT_FLEET_KEY of the node,"
                 " or its TIDEPOOL_AGENT_NODE_KEY where it has none"
@@ -146,6 +159,10 @@ class AgentApi:
             raise BadRequestError(f"the body is no {decoder.type.__name__} message: {error}") from error
 
 
+def _offered(request: Request) -> bytes:
+    return request.headers.get("authorization", "").encode()
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, DataplaneError)
     return Response(msgspec.json.encode(failed_event(error)), status_code=error.status, media_type="application/json")
@@ -159,6 +176,7 @@ def make_app(agent: Agent) -> Starlette:
         Route("/tokenize", api.tokenize, methods=["POST"]),
         Route("/detokenize", api.detokenize, methods=["POST"]),
         Route("/state", api.state, methods=["GET"]),
+        Route("/hosts", api.hosts, methods=["POST"]),
         Route("/livez", api.livez, methods=["GET"]),
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),

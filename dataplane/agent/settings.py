@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from dataplane.agent.host_settings import HostSettings
 from dataplane.checkpoints.adapters import ADAPTER_RANK_MAX
-from dataplane.checkpoints.local import Sources
-from dataplane.checkpoints.sources import FetchRules
 from dataplane.dispatch.worker import WorkerKind
 from dataplane.engines.core.devices import StepLimits, step_limits, visible_gpus
 from dataplane.engines.core.kv import KvEvents
@@ -31,6 +29,9 @@ class WorkerSettings(BaseModel):
 
     gpus: int = Field(1, ge=1, le=64)
     """GPUs of the worker; several run each model together, by tensor parallelism"""
+    hosts: int = Field(1, ge=1, le=64)
+    """hosts that the GPUs are of, each with as many: this one, and those of `tidepool node follow`; more than 1 needs
+    `engine` vllm"""
     ranks: int | None = Field(None, ge=1, le=64)
     """processes that run each model together, one for each GPU; on a CPU either 1, so that `gpus` is a number for
     planning, or `gpus`, to try tensor parallelism; unset: `gpus` on GPUs, 1 on a CPU and for the replay engine"""
@@ -56,12 +57,8 @@ _SILENT_S = 5.0
 """The least limit of a worker's silence: an idle one reports every two seconds."""
 
 
-class AgentSettings(BaseSettings):
+class AgentSettings(HostSettings):
     """Settings of one node's agent."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="TIDEPOOL_AGENT_", frozen=True, extra="ignore", use_attribute_docstrings=True
-    )
 
     node: str = Field(min_length=1, max_length=200)
     """name of this node"""
@@ -75,8 +72,6 @@ class AgentSettings(BaseSettings):
     regroup: bool = False
     """let the control plane group the GPUs into other slots of 1, 2, 4, 8, ... than `slots`, which have the same memory
     for each GPU then"""
-    device: str = "cpu"
-    """PyTorch device: cpu, cuda, or cuda:N"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """data type of weights and KV cache"""
     kv_share: float = Field(0.5, gt=0, lt=1)
@@ -101,18 +96,8 @@ class AgentSettings(BaseSettings):
     """host memory for models of all workers; less is used where the file system is smaller"""
     host_wait_max_s: float = Field(60.0, gt=0)
     """how long a model load may wait for host memory before it fails"""
-    checkpoints_dir: Path = Path("~/.cache/tidepool/checkpoints")
-    """folder that remote checkpoints are downloaded to"""
     state_dir: Path | None = None
     """folder on disk, of this node alone, for the newest term that it has seen; unset: a restart forgets it"""
-    checkpoint_roots: tuple[Path, ...] | None = None
-    """folders that model paths must lie in, a JSON list; unset: any folder of this node"""
-    private_hosts: tuple[str, ...] = ()
-    """host names, addresses and networks that may be fetched from although they are not public, a JSON list"""
-    checkpoint_bytes_max: int = Field(4 * 2**40, ge=1)
-    """size of one remote checkpoint"""
-    checkpoint_time_max_s: float = Field(6 * 3600.0, gt=0)
-    """time limit for downloading one checkpoint"""
 
     split: bool = False
     """disaggregate prefill and decode: divide the workers of each size into both kinds"""
@@ -177,14 +162,10 @@ class AgentSettings(BaseSettings):
     """certificate chain of the agent, PEM; unset: plain HTTP"""
     tls_key_file: Path | None = None
     """private key of `tls_cert_file`, PEM"""
-    tls_ca_file: Path | None = None
-    """authorities that a gateway's certificate is verified against, PEM; unset: the system's"""
     advertise_url: str | None = None
     """URL at which the control plane reaches this agent; unset: from `host` and `port`"""
     control_url: str = "http://127.0.0.1:8080"
     """URL of a gateway, which heartbeats are sent to"""
-    node_key: SecretStr = Field(min_length=8)
-    """key that this agent presents to the control plane"""
     fleet_key: SecretStr | None = Field(None, min_length=8)
     """key that the control plane presents to this agent (its node_key); unset: `node_key`"""
 
@@ -271,9 +252,21 @@ class AgentSettings(BaseSettings):
                 raise ValueError(f"slots.{index}.ranks must be {' or '.join(map(str, usable))}, {given}")
             if self.engine == "vllm" and (refusal := self.vllm_split_refusal(index)) is not None:
                 raise ValueError(f"slots.{index}: {refusal}")
+            if worker.hosts > 1 and (refusal := self._span_refusal(worker)) is not None:
+                raise ValueError(f"slots.{index}.hosts: {refusal}")
             if self.engine != "replay":
                 self._check_visible(index)
         return self
+
+    def _span_refusal(self, worker: WorkerSettings) -> str | None:
+        """Why a worker's GPUs cannot be of several hosts."""
+        if self.engine != "vllm":
+            return f"must be 1 for the engine {self.engine}; vllm takes {worker.hosts}"
+        if worker.gpus % worker.hosts:
+            return f"the {worker.gpus} GPUs cannot be divided among {worker.hosts}"
+        if self.regroup or self.together or worker.kind in {"prefill", "decode"} or self.split:
+            return f"must be 1 where regroup, together or split is set, or a kind; got {worker.hosts}"
+        return None
 
     @model_validator(mode="after")
     def _check_regrouping(self) -> Self:
@@ -344,13 +337,14 @@ class AgentSettings(BaseSettings):
 
     def gpus_of(self, worker: int) -> range:
         """Which of the GPUs that the agent sees are a worker's; none on a CPU. With the device "cuda" the workers have
-        them one after the other; "cuda:N" is the first one of every worker.
+        them one after the other; "cuda:N" is the first one of every worker. Those of other hosts are not seen here.
         """
         kind, _, first = self.device.partition(":")
         if kind != "cuda":
             return range(0)
-        start = int(first) if first else sum(before.gpus for before in self.slots[:worker])
-        return range(start, start + self.slots[worker].gpus)
+        here = [one.gpus // one.hosts for one in self.slots]
+        start = int(first) if first else sum(here[:worker])
+        return range(start, start + here[worker])
 
     def awaited_gpus(self, worker: int) -> tuple[int, ...]:
         """The GPUs of prefill workers for which a decode worker's GPU waits, and which it must see therefore."""
@@ -364,6 +358,8 @@ class AgentSettings(BaseSettings):
         """How many ranks a worker may have. The first is the default."""
         if self.engine == "replay":
             return (1,)
+        if worker.hosts > 1:
+            return (worker.gpus,)
         return tuple(dict.fromkeys((1, worker.gpus))) if self.device == "cpu" else (worker.gpus,)
 
     def vllm_split_refusal(self, worker: int) -> str | None:
@@ -427,16 +423,6 @@ class AgentSettings(BaseSettings):
         if self.regroup:
             return tuple(slots_of([worker.gpus for worker in self.slots]))
         return tuple(range(len(self.groups)))
-
-    @property
-    def sources(self) -> Sources:
-        """The rules for model sources."""
-        rules = FetchRules(
-            private_hosts=self.private_hosts,
-            bytes_max=self.checkpoint_bytes_max,
-            time_max_s=self.checkpoint_time_max_s,
-        )
-        return Sources(folder=self.checkpoints_dir, rules=rules, roots=self.checkpoint_roots)
 
     @property
     def inbound_key(self) -> str:

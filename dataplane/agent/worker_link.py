@@ -36,13 +36,15 @@ class WorkerLink:
         self._writer = child.writer
 
     @classmethod
-    async def start(cls, configure: Configure, environment: Mapping[str, str]) -> Self:
+    async def start(
+        cls, configure: Configure, environment: Mapping[str, str], module: str = "dataplane.worker.main"
+    ) -> Self:
         """Start a worker process in an environment, and send its first command.
 
         Raises:
             OSError: the machine has no process, descriptor or memory for one.
         """
-        link = cls(await ChildProcess.start("dataplane.worker.main", environment=environment))
+        link = cls(await ChildProcess.start(module, environment=environment))
         link.send(configure)
         return link
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from dataplane.agent.host_files import HostFiles
 from dataplane.agent.hosted_instances import HostedInstances
 from dataplane.agent.settings import AgentSettings
+from dataplane.agent.slot_hosts import SlotHosts
 from dataplane.agent.tokenization import TokenizerCache
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.engines.core.devices import VISIBLE, visible_gpus
@@ -33,6 +35,7 @@ from dataplane.worker.frames import (
     Command,
     Configure,
     FrameError,
+    Load,
     Loaded,
     LoadFailed,
     LoadStage,
@@ -41,6 +44,7 @@ from dataplane.worker.frames import (
     Release,
     Report,
     Stats,
+    Unload,
 )
 
 log = structlog.get_logger()
@@ -52,6 +56,8 @@ START_FAILURES_MAX = 2
 """Processes in a row that may end before they report, until the worker's instances count as failed. The supervisor goes
 on to start others, and the first one that reports loads the instances again.
 """
+HOSTS_LOOK_S = 0.25
+"""How often a worker of several hosts looks whether all of them report."""
 SILENT_LOOKS = 20
 """How often a process is looked at within a limit of its silence. Looks without a report are counted, not seconds: the
 agent or the whole machine may have been stopped for a while.
@@ -121,6 +127,9 @@ class WorkerSupervisor:
         self._node = node
         self._settings = settings
         self._owner = owner
+        hosts = settings.slots[index].hosts
+        self.hosts = SlotHosts(self.index, hosts) if hosts > 1 else None
+        """The other hosts of its GPUs, if it has any."""
         self.hosted = HostedInstances(
             settings.engine,
             node.tokenizers,
@@ -130,12 +139,17 @@ class WorkerSupervisor:
             refusal=self._refusal,
             in_use=owner.in_use,
             on_change=owner.instance_changed,
+            check_hosts=None if self.hosts is None else self.hosts.check,
         )
         self._alone = (index,) in settings.groups
         self._link: WorkerLink | None = None
         self._reported = False
         self._reports = 0
         """Of all processes so far."""
+        self._configure: Configure | None = None
+        """What the present process got first."""
+        self._host_loss: str | None = None
+        """Why the present process was ended, if another host was the reason."""
         self.replaced = False
         """Whether the process is ended so that one with another engine can start."""
         self._process_started_s = time.monotonic()
@@ -177,6 +191,7 @@ class WorkerSupervisor:
         backoff_s, failures = BACKOFF_MIN_S, 0
         try:
             while True:
+                await self._wait_for_hosts()
                 started_s = time.monotonic()
                 end = await self._run_process()
                 failures = 0 if self._reported or self.replaced else failures + 1
@@ -187,6 +202,13 @@ class WorkerSupervisor:
                 self.restarts_total += not self.replaced  # another engine is no restart
         finally:
             self.hosted.close()
+
+    async def _wait_for_hosts(self) -> None:
+        """Until all hosts of the worker report. Its instances fail meanwhile, with the name of one that is missing."""
+        while self.hosts is not None and not self.hosts.complete:
+            if (missing := self.hosts.missing) is not None:
+                self.hosted.fail_all(missing)
+            await asyncio.sleep(HOSTS_LOOK_S)
 
     def follow(self, desired: Iterable[DesiredInstance]) -> None:
         """Host these instances and no others. When none of them runs on the present engine any more, the next process
@@ -230,6 +252,8 @@ class WorkerSupervisor:
     def _refusal(self, instance: DesiredInstance) -> str | None:
         """Why an instance cannot run on this worker at present."""
         wanted = engine_of(instance, self._settings.engine)
+        if self.hosts is not None and (wanted != "vllm" or instance.model.base is not None):
+            return f"worker {self.index} is of {self.hosts.count} hosts, which serve dedicated models on vLLM alone"
         unusable = self._unusable(wanted)
         if unusable is None and wanted != self.engine:
             return f"worker {self.index} runs {self.engine} for other models; {instance.model.name} wants {wanted}"
@@ -254,7 +278,8 @@ class WorkerSupervisor:
     async def _run_process(self) -> str:
         """Run a process until it is gone; how it ended, as the log says it."""
         try:
-            return f"with status {await self._serve_process()}"
+            status = await self._serve_process()
+            return f"with status {status}" if self._host_loss is None else f"as {self._host_loss}"
         except (OSError, FrameError) as error:
             return f"by {type(error).__name__}: {error}"
 
@@ -266,9 +291,13 @@ class WorkerSupervisor:
             FrameError: a report cannot be read; the process was ended.
         """
         self._reported = self.replaced = False
+        self._host_loss = None
         kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._process_started_s = self.engine, time.monotonic()
         asked = configure(self._settings, self._settings_index, kv_file, self._node.files, engine)
+        if self.hosts is not None:
+            asked = msgspec.structs.replace(asked, span=self.hosts.begin())
+        self._configure = asked
         environment = worker_environment(self._settings, self._settings_index, os.environ)
         link = await self._node.start_worker(asked, environment)
         self._link, self.replaced = link, engine != self.engine
@@ -276,12 +305,16 @@ class WorkerSupervisor:
         if self.replaced:
             link.hang_up()
         watch = asyncio.create_task(self._watch(link, engine))
+        watch_hosts = asyncio.create_task(self._watch_hosts(link))
         try:
             async for report in link.reports():
                 self._receive(report)
         finally:
             watch.cancel()
+            watch_hosts.cancel()
             self._link = None
+            if self.hosts is not None:
+                self.hosts.end()
             status = await link.stop()
             if kv_file is not None:
                 kv_file.unlink(missing_ok=True)
@@ -301,6 +334,43 @@ class WorkerSupervisor:
         log.error("worker is silent; ended", worker=self.index, pid=link.pid, **{name: limit_s})
         link.kill()
 
+    async def _watch_hosts(self, link: WorkerLink) -> None:
+        """End the process when another host cannot go on."""
+        while self.hosts is not None:
+            if (loss := self.hosts.loss) is not None:
+                log.error("a host of the worker was lost", worker=self.index, pid=link.pid, loss=loss)
+                self._host_loss = loss
+                link.hang_up()
+                return
+            await asyncio.sleep(HOSTS_LOOK_S)
+
+    def _send_hosted(self, command: Command) -> None:
+        """A command of the hosted instances. On several hosts a load is for all of them, and an unload ends the
+        process, since their ranks end together.
+        """
+        if self.hosts is None:
+            self.send(command)
+        elif isinstance(command, Load):
+            hosted = self.hosted.get(command.instance_id)
+            assert hosted is not None, "it is being loaded"
+            assert self._configure is not None, "there is a process"
+            if self.hosts.has_model:
+                error = f"worker {self.index} has another model, and is of {self.hosts.count} hosts, which have one"
+                self.hosted.load_failed(command.instance_id, command.serial, error)
+                return
+            model = msgspec.structs.replace(command.model, path=hosted.desired.model.path)
+            self.hosts.launch(self._configure, model)
+            self.send(command)
+        elif isinstance(command, Unload):
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """End the process on purpose; the next one starts at once."""
+        self.hosted.process_ends()
+        self.replaced = True
+        if self._link is not None:
+            self._link.hang_up()
+
     def _owes_report(self, engine: EngineKind) -> bool:
         """Whether the process must report something soon: its start, which loads no model, or what it does. Its engine
         runs on the thread that reports: vLLM builds a model there, which may take any time. Other engines read models
@@ -312,7 +382,7 @@ class WorkerSupervisor:
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
-            log.info("worker ended for another engine", worker=self.index, engine=self.engine)
+            log.info("worker ended for another engine or model", worker=self.index, engine=self.engine)
         else:
             log.warning("worker lost", worker=self.index, end=end)
         self._totals_before = self.switches_total, self.preemptions_total, self.load_s
@@ -336,6 +406,8 @@ class WorkerSupervisor:
                 self.hosted.loaded(report.instance_id, report.serial)
             case LoadFailed():
                 self.hosted.load_failed(report.instance_id, report.serial, report.error)
+                if self.hosts is not None:
+                    self._end_process()
             case Refused():
                 error = DataplaneError(report.message, param=report.param)
                 error.status, error.code = report.status, report.code
@@ -347,7 +419,7 @@ class WorkerSupervisor:
             self._reported = True
             self.worker_start_s = time.monotonic() - self._process_started_s
             log.info("worker ready", worker=self.index, start_s=round(self.worker_start_s, 2))
-            self.hosted.worker_ready(self._link.send)
+            self.hosted.worker_ready(self._send_hosted)
 
 
 def engine_of(instance: DesiredInstance, default: EngineKind) -> EngineKind:

@@ -3,9 +3,13 @@
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dataplane.engines.interface import Engine
 from dataplane.worker.frames import Configure
+
+if TYPE_CHECKING:
+    from dataplane.engines.vllm.settings import VllmEngineSettings
 
 
 def make_engine(configure: Configure) -> Engine:
@@ -87,15 +91,27 @@ def make_torch_engine(configure: Configure) -> Engine:
 
 
 def make_vllm_engine(configure: Configure) -> Engine:
-    """vLLM's engine. vLLM reads the environment when it is imported."""
+    """vLLM's engine."""
+    prepare_vllm(configure)
+    from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+
+    return VllmEngine(vllm_settings(configure), time.monotonic)
+
+
+def prepare_vllm(configure: Configure) -> None:
+    """Set the environment of this process, which vLLM reads when it is imported."""
     from dataplane.engines.vllm.interfaces import prepare_process  # noqa: PLC0415
 
-    prepare_process(configure.device, ranks=configure.ranks)
-    from dataplane.engines.vllm.engine import VllmEngine  # noqa: PLC0415
+    hosts = 1 if configure.span is None else configure.span.hosts
+    prepare_process(configure.device, ranks=configure.ranks // hosts, span=configure.span)
+
+
+def vllm_settings(configure: Configure) -> "VllmEngineSettings":
+    """The settings of vLLM's engine, the same on all hosts of a slot but for `span`."""
     from dataplane.engines.vllm.settings import VllmEngineSettings  # noqa: PLC0415
 
     assert not configure.prefill_only, "agents run vLLM on workers that do both"
-    settings = VllmEngineSettings(
+    return VllmEngineSettings(
         device=configure.device,
         dtype=configure.dtype,
         weights_bytes=configure.weights_bytes,
@@ -112,5 +128,5 @@ def make_vllm_engine(configure: Configure) -> Engine:
         adapter_rank_max=configure.vllm_adapter_rank_max,
         ranks=configure.ranks,
         turns=replace(configure.turns, mixed_batches=False),  # a step of its own does both, whatever the turn says
+        span=configure.span,
     )
-    return VllmEngine(settings, time.monotonic)

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.core.kv import KvEvents
 from dataplane.engines.core.pressure import KvPressure
 from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
@@ -30,7 +31,8 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     The workers of a node share the models of `cache_folder`; a load that finds no free space there for
     `host_wait_max_s` fails. `prefill_tokens_max` None: the engine's own. A worker of several `ranks` runs each model in
     as many processes; the sizes, except for that of the cache, are those of one of them. Adapters take up to
-    `adapters_bytes` beside the weights; vLLM reserves memory for `vllm_adapters_max` of them.
+    `adapters_bytes` beside the weights; vLLM reserves memory for `vllm_adapters_max` of them. `span`: of a slot whose
+    GPUs, and so its ranks, are of several hosts.
     """
 
     engine: EngineKind
@@ -61,6 +63,7 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     vllm_adapter_rank_max: int
     ranks: int
     adapters_bytes: int
+    span: HostSpan | None = None
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):

@@ -8,6 +8,7 @@ gone, and the process ends, whatever the engine is doing. It also ends when it c
 find the frames after it.
 """
 
+import multiprocessing
 import os
 import queue
 import select
@@ -346,13 +347,22 @@ def sender(connection: socket.socket) -> Callable[[Report], None]:
     return send
 
 
+def end_with_ranks(status: int) -> NoReturn:
+    """End this process, and the processes of vLLM's ranks first: one that waits for a rank on another host would not
+    notice for many minutes.
+    """
+    for rank in multiprocessing.active_children():
+        rank.kill()
+    os._exit(status)
+
+
 def listen(
     connection: socket.socket,
     stream: BufferedReader,
     commands: "queue.Queue[Command | Prepared | Compiled | None]",
     *,
     grace_s: float = ORPHAN_GRACE_S,
-    end_process: Callable[[int], NoReturn] = os._exit,
+    end_process: Callable[[int], NoReturn] = end_with_ranks,
 ) -> NoReturn:
     """Queue the agent's commands until the socket closes; then end the process. While `COMMANDS_MAX` wait for the main
     loop, which may be loading, none is read: the agent keeps further commands, or refuses their requests.

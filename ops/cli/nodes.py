@@ -11,6 +11,7 @@ from ops.cli.fleet import INSTANCE_COLUMNS
 from ops.cli.listing import print_pages
 from ops.cli.node_bench import bench_node
 from ops.cli.node_check import check_node
+from ops.cli.node_follow import follow_node
 from ops.cli.node_memory import plan_node_memory
 from ops.cli.node_profile import profile_node
 from ops.client.api import connected, path_to
@@ -156,6 +157,7 @@ def _sizes(layout: str) -> list[int]:
 
 
 nodes.command("delete")(delete_node)
+nodes.command("follow")(follow_node)
 nodes.command("check")(check_node)
 nodes.command("bench")(bench_node)
 nodes.command("profile")(profile_node)

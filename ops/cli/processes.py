@@ -218,7 +218,12 @@ def running() -> Iterator[None]:
             raise SystemExit(1) from error
 
 
-_PREFIXES = {"Settings": "TIDEPOOL_", "AgentSettings": "TIDEPOOL_AGENT_", "LogSettings": "TIDEPOOL_LOG_"}
+_PREFIXES = {
+    "Settings": "TIDEPOOL_",
+    "AgentSettings": "TIDEPOOL_AGENT_",
+    "HostSettings": "TIDEPOOL_AGENT_",
+    "LogSettings": "TIDEPOOL_LOG_",
+}
 
 
 @contextmanager

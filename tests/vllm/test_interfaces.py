@@ -2,13 +2,17 @@
 
 import ast
 import inspect
+import socket
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm import interfaces
+from dataplane.protocol.errors import ModelLoadError
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 interfaces.prepare_process("cpu")
@@ -53,6 +57,7 @@ def test_what_we_call_is_there_and_takes_what_we_give() -> None:
     from vllm import EngineArgs, LLMEngine, PoolingParams, SamplingParams  # noqa: PLC0415
     from vllm.distributed import parallel_state  # noqa: PLC0415
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415
 
     from dataplane.engines.vllm import pooling, runner, sampling  # noqa: PLC0415
 
@@ -65,6 +70,8 @@ def test_what_we_call_is_there_and_takes_what_we_give() -> None:
         assert takes(bound, given_in(runner, method))
     for function in ("init_model_parallel_group", "get_world_group", "model_parallel_is_initialized"):
         assert takes(getattr(parallel_state, function), given_in(interfaces, function))
+    assert takes(MultiprocExecutor, given_in(interfaces, "MultiprocExecutor"))
+    assert takes(partial(MultiprocExecutor.start_worker_monitor, None), given_in(interfaces, "start_worker_monitor"))
     concurrency = "get_max_concurrency_for_kv_cache_config"
     assert takes(getattr(kv_cache_utils, concurrency), given_in(interfaces, concurrency))
 
@@ -119,3 +126,15 @@ def test_what_we_set_in_the_environment_is_read() -> None:
     assert ours <= set(envs.environment_variables)
     assert {"VLLM_USE_V2_MODEL_RUNNER", "VLLM_WORKER_MULTIPROC_METHOD"} <= ours
     assert "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS" in envs.environment_variables, "documents name it"
+
+
+def test_ranks_of_several_hosts_use_the_network_of_these_hosts() -> None:
+    span = HostSpan(hosts=2, host=1, address="10.0.0.1", port=9, own_address="127.0.0.1")
+    environment = {"NCCL_SOCKET_IFNAME": "ib0"}
+    interfaces.prepare_process("cpu", environment, span=span)
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert environment["GLOO_SOCKET_IFNAME"] == next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    assert environment["NCCL_SOCKET_IFNAME"] == "ib0", "as the operator says"
+    with pytest.raises(ModelLoadError, match=r"no network interface of this host has the address 192\.0\.2\.1"):
+        interfaces.prepare_process("cpu", {}, span=msgspec.structs.replace(span, own_address="192.0.2.1"))

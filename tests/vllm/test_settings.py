@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.interfaces import prepare_process
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.protocol.errors import ModelLoadError
@@ -48,7 +49,12 @@ def test_vllm_is_asked_to_split_a_model_over_the_gpus_of_its_slot(tmp_path: Path
     split = (asked.tensor_parallel_size, asked.distributed_executor_backend, asked.kv_cache_memory_bytes)
     assert split == (4, "mp", 7 * 2**30), "the KV memory is of each GPU"
     alone = runner.engine_arguments("m", tmp_path, one, "generate", 7 * 2**30)
-    assert (alone.tensor_parallel_size, alone.distributed_executor_backend) == (1, None)
+    assert (alone.tensor_parallel_size, alone.distributed_executor_backend, alone.nnodes) == (1, None, 1)
+    span = HostSpan(hosts=2, host=1, address="10.0.0.1", port=5000, own_address="10.0.0.2")
+    spanning = VllmEngineSettings(device="cuda:0", ranks=4, span=span, **GIVEN)
+    second = runner.engine_arguments("m", tmp_path, spanning, "generate", 7 * 2**30)
+    assert (second.tensor_parallel_size, second.nnodes, second.node_rank) == (4, 2, 1)
+    assert (second.master_addr, second.master_port) == ("10.0.0.1", 5000)
     eight = VllmEngineSettings(device="cuda:0", ranks=8, **GIVEN)
     with pytest.raises(ModelLoadError, match="m: num_attention_heads=28 of its config cannot be divided among 8 GPUs"):
         runner.engine_arguments("m", tmp_path, eight, "generate", 7 * 2**30)

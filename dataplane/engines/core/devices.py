@@ -1,7 +1,11 @@
-"""Devices: which GPUs a worker process sees, those of its slot alone, and how much one step may hold on a card."""
+"""Devices: which GPUs a worker process sees, those of its slot alone, on one host or several, and how much one step may
+hold on a card.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import msgspec
 
 from dataplane.protocol.errors import ModelLoadError
 
@@ -13,6 +17,19 @@ class StepLimits(NamedTuple):
 
     batch_max: int
     prefill_tokens_max: int
+
+
+class HostSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a process in a slot whose GPUs are of several `hosts`, each with as many: it is on the `host`-th.
+    Host 0 is the head, whose first rank is met by all others at `address` and `port`; `own_address`: of this host, in
+    the network of these hosts.
+    """
+
+    hosts: int
+    host: int
+    address: str
+    port: int
+    own_address: str
 
 
 _CPU = StepLimits(32, 2048)

@@ -8,7 +8,8 @@ If models share a slot, loading one blocks the others' turns: vLLM keeps its con
 dtype and scratch memory in globals of the process, so that nothing of it may run concurrently with a load.
 `read_ahead` does beforehand what is possible; `tidepool_load_seconds` counts the rest, which is 0 if `models_max` is 1.
 
-On a slot of several GPUs vLLM splits its one model over them, in processes that it starts and ends itself.
+On a slot of several GPUs vLLM splits its one model over them, in processes that it starts and ends itself. Where the
+GPUs are of several hosts, `dataplane.engines.vllm.ranks` runs those of the others.
 
 The process belongs to this slot alone: `interfaces.prepare_process` must run before this module is imported.
 """
@@ -156,7 +157,7 @@ class VllmEngine(SlotEngine[VllmModel, VllmKv]):
             ModelLoadError: the weights, of `size_bytes`, do not fit with what it has to reserve.
         """
         settings, asked = self._settings, self._asked_ranks.pop(spec.name, 0)
-        if spec.task != "generate" or settings.models_max > 1:
+        if spec.task != "generate" or settings.models_max > 1 or settings.span is not None:
             return NO_ADAPTERS
         beside = readable_ranks(spec.adapters)
         for ranks in ([*beside, asked], [asked]):

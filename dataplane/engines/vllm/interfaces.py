@@ -19,6 +19,8 @@ this module alone:
     vllm.distributed.parallel_state._EP, and the        load: made with the first model of a process, and only if that
     functions that make it                              model has experts
     ModelRegistry.models[...].load_model_cls()          load: else vLLM imports itself anew to look at a model
+    MultiprocExecutor(config, monitor_workers=False)    ranks on other hosts: what `vllm serve --headless` does there
+    .start_worker_monitor(inline=True)
     vllm._custom_ops._supports_onednn                   sleep on a CPU: what oneDNN packed cannot leave
 
 A version that was not tested is refused at start. To support one: run `make test-vllm` with it, and on a GPU
@@ -30,7 +32,7 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from dataplane.engines.core.devices import VISIBLE, visible_gpus
+from dataplane.engines.core.devices import VISIBLE, HostSpan, visible_gpus
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import ModelLoadError
 
@@ -45,18 +47,53 @@ _ENVIRONMENT = {
 _DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
-def prepare_process(device: str, environment: MutableMapping[str, str] = os.environ, *, ranks: int = 1) -> None:
+def prepare_process(
+    device: str, environment: MutableMapping[str, str] = os.environ, *, ranks: int = 1, span: HostSpan | None = None
+) -> None:
     """Set the environment that vLLM reads on import. For "cuda:N" the process sees only the Nth of its GPUs, and those
-    after it that run a model together with it.
+    after it that run a model together with it. `ranks`: of this host. Where the others are on other hosts, all of them
+    use the network of these hosts, unless the environment names another.
     """
     environment.update(_ENVIRONMENT)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
-    if ranks > 1:
+    if ranks > 1 or span is not None:
         environment.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # this process may have used its GPU already
     kind, _, index = device.partition(":")
     if kind == "cuda" and index:
         environment[VISIBLE] = visible_gpus(range(int(index), int(index) + ranks), environment)
+    if span is not None:
+        environment.setdefault("VLLM_HOST_IP", span.own_address)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(name, _interface_of(span.own_address))
+
+
+def _interface_of(address: str) -> str:
+    """The network interface of this host that has an address.
+
+    Raises:
+        ModelLoadError: none has it.
+    """
+    import psutil  # noqa: PLC0415
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    raise ModelLoadError(f"no network interface of this host has the address {address}")
+
+
+def start_ranks(arguments: Any) -> Any:
+    """The executor of this host's ranks, which another host's engine commands. Returns when all ranks of all hosts have
+    loaded their parts of the model.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor  # noqa: PLC0415
+
+    return MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+
+
+def wait_for_ranks(executor: Any) -> None:
+    """Until one of an executor's ranks has ended; then the others are ended."""
+    executor.start_worker_monitor(inline=True)
 
 
 def layout_settings() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from vllm import EngineArgs, LLMEngine, PoolingParams, PoolingRequestOutput, Sam
 from vllm.logprobs import Logprob
 
 from dataplane.checkpoints.safetensors_file import FLOATS, list_tensors, read_json
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm import interfaces, sleep
 from dataplane.engines.vllm.adapters import NO_ADAPTERS, AdapterLimits, Adapters
 from dataplane.engines.vllm.settings import ITEM_BYTES, VllmEngineSettings
@@ -24,6 +25,8 @@ _SAMPLING = "dataplane.engines.vllm.sampling:SeededSampling"
 _FREE_SHARE_MIN = 0.01
 """Share of a GPU's memory that must be free for a load. By default vLLM would require nearly all of it."""
 _READ_BYTES = 2**24
+_ONE_HOST = HostSpan(hosts=1, host=0, address="127.0.0.1", port=29501, own_address="127.0.0.1")
+"""vLLM's own defaults, which it does not use."""
 _ENVIRONMENT = interfaces.layout_settings()
 """As the process inherited it: vLLM adds variables that differ from load to load."""
 
@@ -298,7 +301,7 @@ def engine_arguments(
         ModelLoadError: it cannot be split over the slot's GPUs.
     """
     check_split(name, folder, settings.ranks)
-    pools = task != "generate"
+    pools, span = task != "generate", settings.span or _ONE_HOST
     return EngineArgs(
         model=str(folder),
         served_model_name=name,
@@ -327,6 +330,10 @@ def engine_arguments(
         max_loras=max(1, adapters.places),
         max_cpu_loras=max(1, adapters.places),  # vLLM evicts none: what it has no memory for is refused
         max_lora_rank=adapters.rank or 1,
+        nnodes=span.hosts,
+        node_rank=span.host,
+        master_addr=span.address,
+        master_port=span.port,
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from dataplane.checkpoints.adapters import ADAPTER_RANK_MAX
+from dataplane.engines.core.devices import HostSpan
 from dataplane.scheduling.schedule import TurnSettings
 
 STEP_SHARE = 0.1
@@ -29,7 +30,7 @@ class VllmEngineSettings:
     `STEP_SHARE` of the memory that steps need. `async_scheduling`: on a GPU, the next step is submitted while one runs,
     unless models take turns: the step submitted early would run in another's. `adapters_max`: LoRA adapters for which
     each model reserves memory, of ranks up to `adapter_rank_max`; one that is loaded for an adapter reserves that of
-    one at least.
+    one at least. `span`: where the ranks are of several hosts, an equal part of each; such a slot has no adapters.
     """
 
     device: str = "cpu"
@@ -50,6 +51,7 @@ class VllmEngineSettings:
     ranks: int = 1
     adapters_max: int = 0
     adapter_rank_max: int = 16
+    span: HostSpan | None = None
     prefetch: Literal[False] = False
     prefill_only: Literal[False] = False
 

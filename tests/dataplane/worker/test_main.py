@@ -4,6 +4,8 @@ import asyncio
 import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
@@ -146,3 +148,15 @@ def test_a_busy_worker_leaves_commands_unread_and_still_notices_the_end_of_its_a
         assert commands.qsize() <= main.COMMANDS_MAX
         ours.close()
         assert ended.wait(30)
+
+
+def test_a_worker_that_ends_ends_the_processes_of_its_ranks() -> None:
+    """Also one that hangs, and would not see for a long time that its worker is gone: it has the pipe open."""
+    code = (
+        "import multiprocessing, time\n"
+        "from dataplane.worker.main import end_with_ranks\n"
+        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True).start()\n"
+        "end_with_ranks(3)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 3
