@@ -25,12 +25,14 @@ from ops.bench.commit import CommitError, commit_of
 from ops.bench.marked_table import PageError
 from ops.bench.planner.strategies_cases import (
     CASES,
+    LOADS,
     POINTS,
     SCENARIO,
     VARIANTS,
     StrategyFigures,
     case_scenario,
     figures_of,
+    thetas_of,
 )
 from ops.bench.planner.strategies_page import DISTANCES, NAMES, TABLE, markdown_of, spread, tail, work
 from ops.bench.shared import check_plot, chosen, work_folder
@@ -230,15 +232,18 @@ class Run:
 
     def measure(self, progress: Progress) -> None:
         """Simulate, and store the figures."""
-        _, figures = simulated(self.scenario, self.seed, self.path.stem, progress)
+        load = LOADS.get(self.variant, 1.0)
+        _, figures = simulated(self.scenario, self.seed, self.path.stem, progress, load=load)
         named = {"case": self.case, "variant": self.variant, "seed": self.seed}
         digest, commit = digest_of(self.scenario), commit_of(DOCS, WRITTEN)
         document = named | {"digest": digest, "commit": commit, **asdict(figures)}
         self.path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
-def simulated(scenario: Scenario, seed: int, name: str, progress: Progress) -> tuple[Outcome, StrategyFigures]:
-    """A run of a case, and its figures. Its progress is printed under a name."""
+def simulated(
+    scenario: Scenario, seed: int, name: str, progress: Progress, *, load: float = 1.0
+) -> tuple[Outcome, StrategyFigures]:
+    """A run of a case, and its figures. Its progress is printed under a name. `load`: of LOADS."""
     until_s, learn_s = getattr(scenario.traffic, "duration_s", None), scenario.planning.learn_s
     assert until_s is not None
     assert scenario.scaling is not None
@@ -249,21 +254,8 @@ def simulated(scenario: Scenario, seed: int, name: str, progress: Progress) -> t
 
     outcome = simulate(scenario, seed=seed, report=report)
     cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
-    return outcome, figures_of(outcome.result, thetas_of(scenario), least, cpu_s, until_s - learn_s)
-
-
-def thetas_of(scenario: Scenario) -> dict[str, float]:
-    """Tokens per second of an instance, by model.
-
-    Raises:
-        ScenarioError: it is not given, or depends on the GPU type; hours are not attributed then.
-    """
-    thetas: dict[str, float] = {}
-    for index, model in enumerate(scenario.models):
-        if not isinstance(model.tokens_per_s, int | float):
-            raise ScenarioError(f"{scenario.name}: models.{index}.tokens_per_s: must be one number here")
-        thetas[model.name] = model.tokens_per_s
-    return thetas
+    thetas = {model: theta / load for model, theta in thetas_of(scenario).items()}
+    return outcome, figures_of(outcome.result, thetas, least, cpu_s, until_s - learn_s)
 
 
 def digest_of(scenario: Scenario) -> str:

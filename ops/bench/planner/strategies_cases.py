@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from forecasts.importers.lines import DemandFileError, open_csv
 from ops.simulator.results.results import EndpointSeries, Result, Row, Series, State
-from ops.simulator.scenario.scenario import Scenario, load_scenario
+from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
 
 HIGH = 0.7
 """Above this effective memory utilization an endpoint is short of room."""
@@ -313,18 +313,25 @@ POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "lt-d-reserve-median": ("lt-d", (*_RESERVE, "planning.reserve_quantile=0.51")),
     "lt-d-tight": ("lt-d", ("scaling.room_out=1.0", "scaling.room_in=1.2")),
     "lt-d-wide": ("lt-d", ("scaling.room_out=1.3", "scaling.room_in=1.7")),
+    "lt-d-reserve-busy": (
+        "lt-d",
+        (*_RESERVE, "planning.reserve_quantile=0.51", "scaling.room_out=1.0", "scaling.room_in=1.2"),
+    ),
 }
 """The same, and more of their settings, which make lines of hours against quality. Idle: 20 instances of each model in
 each region, several times as many as are asked for, so that nearly every request finds one that does nothing: what is
 late there are long prompts, with any strategy.
 """
 
+LOADS: Mapping[str, float] = {"lt-d-reserve-busy": 1.15}
+"""Strategies that take an instance to serve so many times theta: fewer hours, and more that is late."""
+
 
 def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: Path, more: Sequence[str]) -> Scenario:
     """The scenario of a run. `folder`: for the one model's part of a recording. `more`: settings over all others.
 
     Raises:
-        ops.simulator.scenario.scenario.ScenarioError: the scenario cannot be used.
+        ScenarioError: the scenario cannot be used.
         DemandFileError: the recording cannot be read, or lacks the model.
     """
     if case.parts:
@@ -336,7 +343,31 @@ def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: 
         trace = f"{kind}:{path if case.model is None else only_model(path, case.model, folder)}"
     strategy, own = POINTS[variant]
     loaded = load_scenario(scenario, trace=trace, settings=(*case.all_settings(), *own, *more))
-    return loaded.with_strategy(strategy)
+    return _at_load(loaded.with_strategy(strategy), LOADS.get(variant, 1.0))
+
+
+def _at_load(scenario: Scenario, load: float) -> Scenario:
+    """The scenario, whose planner takes an instance to serve `load` times theta."""
+    if load == 1.0:
+        return scenario
+    whole = scenario.model_dump()
+    thetas = thetas_of(scenario)
+    models = [one | {"tokens_per_s": load * thetas[one["name"]]} for one in whole["models"]]
+    return Scenario.model_validate(whole | {"models": models})
+
+
+def thetas_of(scenario: Scenario) -> dict[str, float]:
+    """Tokens per second of an instance, by model, as the scenario's planner takes it.
+
+    Raises:
+        ScenarioError: it is not given, or depends on the GPU type; hours are not attributed then.
+    """
+    thetas: dict[str, float] = {}
+    for index, model in enumerate(scenario.models):
+        if not isinstance(model.tokens_per_s, int | float):
+            raise ScenarioError(f"{scenario.name}: models.{index}.tokens_per_s: must be one number here")
+        thetas[model.name] = model.tokens_per_s
+    return thetas
 
 
 def _mixed(case: Case, variant: str, data: Path, folder: Path, scenario: Path, more: Sequence[str]) -> Scenario:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ops.bench.planner.strategies import digest_of, thetas_of
-from ops.bench.planner.strategies_cases import CASES, SCENARIO, Case, case_scenario
+from ops.bench.planner.strategies import digest_of
+from ops.bench.planner.strategies_cases import CASES, SCENARIO, Case, case_scenario, thetas_of
 from ops.bench.shared import chosen, work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.simulator.run import build_world

@@ -14,7 +14,16 @@ from typer.testing import CliRunner
 
 from ops.bench.planner import strategies
 from ops.bench.planner.strategies import FRONTIER, compared, hours_at
-from ops.bench.planner.strategies_cases import CASES, POINTS, SCENARIO, case_scenario, parts_of, tail_hours, work_hours
+from ops.bench.planner.strategies_cases import (
+    CASES,
+    POINTS,
+    SCENARIO,
+    case_scenario,
+    parts_of,
+    tail_hours,
+    thetas_of,
+    work_hours,
+)
 from ops.plots.lines_plot import LinesPanel, draw_lines
 from ops.simulator.results.results import EndpointSeries, Row, Series, State
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
@@ -183,10 +192,20 @@ def test_every_variant_is_a_scenario(variant: str, data: Path) -> None:
     assert set(FRONTIER) <= set(POINTS)
 
 
+def test_a_planner_that_takes_instances_for_more_does_not_make_less_work_of_the_same_requests(data: Path) -> None:
+    busy, usual = (
+        case_scenario(CASES["a-day"], name, data, data, SCENARIO, ())
+        for name in ("lt-d-reserve-busy", "lt-d-reserve-median")
+    )
+    assert thetas_of(busy) == {name: pytest.approx(1.15 * theta) for name, theta in thetas_of(usual).items()}
+    [busy_row, usual_row] = rows_of(data, "--strategy", "lt-d-reserve-busy", "--strategy", "lt-d-reserve-median")
+    assert busy_row["work_hours"] == pytest.approx(usual_row["work_hours"])
+
+
 def test_rates_that_hang_on_the_gpu_type_are_refused(data: Path) -> None:
     scenario = case_scenario(CASES["a-day"], "lt-i", data, data, SCENARIO, ["models.0.tokens_per_s={ H800 = 9 }"])
     with pytest.raises(ScenarioError, match=r"models\.0\.tokens_per_s: must be one number here"):
-        strategies.thetas_of(scenario)
+        thetas_of(scenario)
 
 
 def series(demand: float, forecast: float | None, planned: int | None, minutes: int = 60) -> EndpointSeries:
