@@ -81,10 +81,10 @@ def measure_node(
 
 
 def _settings(models: list[BenchModel], folder: Path, *, device: str, dtype: DtypeName) -> dict[str, str]:
-    """Memory for one model and as much KV. Prefixes are not kept, since they change how a repeated prompt is computed
-    and thereby its rounding.
+    """Memory for one model and a half, and as much KV. Prefixes are not kept, since they change how a repeated prompt
+    is computed, and thereby its rounding.
     """
-    memory_bytes = 2 * int(1.3 * max(model.weights_bytes for model in models)) + 2**24
+    memory_bytes = 3 * max(model.weights_bytes for model in models)
     return {
         "GPU_TYPE": "any",
         "DEVICE": device,
