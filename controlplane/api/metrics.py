@@ -125,18 +125,26 @@ class Metrics:
 
     def expect(self, models: Iterable[str]) -> None:
         """Begin the counters of models that alerts read, at 0: the event that a series begins with is in no rate and no
-        increase.
+        increase. Those of models that were expected before and are not now are dropped.
         """
-        for model in {*models} - self._expected:
-            self._expected.add(model)
-            for tier in Tier:
-                for reason in _refusal_reasons():
-                    self.series(self.refusals, model, tier, reason)
-            for tier in (Tier.IW_F, Tier.IW_N):  # deferred requests have no objectives
-                for met in ("true", "false"):
-                    self.series(self.slo_requests, model, tier, met)
-                for objective in ("ttft", "tbt", "failed"):
-                    self.series(self.slo_violations, model, tier, objective)
+        now = set(models)
+        for model in now - self._expected:
+            for family, labels in self._read_by_alerts(model):
+                self.series(family, *labels)
+        for model in self._expected - now:
+            for family, labels in self._read_by_alerts(model):
+                self._drop(family, labels)
+        self._expected = now
+
+    def _read_by_alerts(self, model: str) -> Iterator[tuple[Counter, tuple[str, ...]]]:
+        """Families and labels of a model's series that alerts read; none is of deferred requests."""
+        for tier in (Tier.IW_F, Tier.IW_N):
+            yield from ((self.refusals, (model, tier, reason)) for reason in _refusal_reasons())
+            yield from ((self.slo_requests, (model, tier, met)) for met in ("true", "false"))
+
+    def _drop(self, family: Counter, labels: tuple[str, ...]) -> None:
+        family.remove(*labels)
+        self._series.pop((family, labels), None)
 
     def note_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)
@@ -160,8 +168,7 @@ class Metrics:
         """Drop the counts of instances that are gone."""
         for labels in [labels for labels in self._counted if labels[1] not in present]:
             for family in (self._instance_input, self._instance_cached):
-                family.remove(*labels)
-                self._series.pop((family, labels), None)
+                self._drop(family, labels)
             self._counted.remove(labels)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:

@@ -35,8 +35,10 @@ _UPLOADS: dict[str, tuple[Role, KeyScope | None]] = {
     "/admin/demand": (Role.OPERATOR, None),
 }
 """Starts of paths that take files, which are spooled to disk, and the rights that their endpoints ask for too."""
-_COUNTED = ("/v1/files", "/v1/batches")
-"""Paths whose POST counts towards the requests per minute of a tenant, as interactive requests do."""
+_COUNTED = {"/v1/files": _UPLOADS["/v1/files"], "/v1/batches": (Role.CLIENT, KeyScope.BATCH)}
+"""Paths whose POST counts towards the requests per minute of a tenant, as interactive requests do, and the rights that
+their endpoints ask for too: who lacks them is refused and not charged.
+"""
 _FORM_BYTES = 64 * 1024
 _SMALL_BODIES = {"/ui/": 16 * 1024, "/v1/batches": 128 * 1024}
 """Bytes of bodies, by the start of their path. Nobody has signed in yet who sends one to the console's."""
@@ -79,8 +81,8 @@ class AnswerHeaders:
 class RequestLimits:
     """Answers 431 to too many headers, 413 to bodies over the limit, declared or not, 408 to bodies that arrive too
     slowly, and 401 before the body is read where a key or session is needed: the framework would read all of it before
-    it authenticates. Uploads and bodies that are never large have limits of their own; uploads answer as early the 403
-    of a key that is not for them, and with new batches the 429 of a tenant that sends too many. What else the caller
+    it authenticates. Uploads and bodies that are never large have limits of their own; uploads and new batches answer
+    as early the 403 of a key that is not for them, and the 429 of a tenant that sends too many. What else the caller
     may do is checked by the endpoint.
 
     Where an answer begins before its request's body is whole, what arrives of it is read and dropped for a moment: a
@@ -182,12 +184,14 @@ class _Body:
     async def _identify(self) -> None:
         """Ask who sends the body, once, and charge an upload or a new batch to its tenant."""
         request = Request(self._scope)
+        counted = _COUNTED.get(request.url.path) if request.method == "POST" else None
+        rights = self._upload or counted
         try:
-            if self._upload is None:
+            if rights is None:
                 caller = await identify(request, bearer_of(request))
             else:
-                caller = await require(request, bearer_of(request), *self._upload)
-            if request.method == "POST" and request.url.path in _COUNTED:
+                caller = await require(request, bearer_of(request), *rights)
+            if counted is not None:
                 await state_of(request).limits.one_write(request, caller)
         except TidepoolError as error:
             self.refusal = error

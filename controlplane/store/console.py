@@ -11,7 +11,19 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import uuid_utils
-from sqlalchemy import CheckConstraint, ColumnElement, ForeignKey, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    CheckConstraint,
+    ColumnElement,
+    ForeignKey,
+    ScalarSelect,
+    and_,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.settings import Settings
@@ -19,6 +31,7 @@ from controlplane.store.keys import ApiKey, hash_secret, is_good, replaced_secre
 from controlplane.store.tables import Base, Role, one_of
 from controlplane.store.tenants import Tenant
 
+EndsBy = ScalarSelect[datetime | None] | datetime | None
 _LINK_LASTS = timedelta(minutes=10)
 
 
@@ -123,6 +136,16 @@ class NewLink:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsedLink:
+    """A link just used up: the key that made it, and when the session that begins with it ends at the latest (None:
+    nothing of the link ends it).
+    """
+
+    key: ApiKey
+    session_ends_at: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class FoundSession:
     """A session that is good at `now`, the key that it began with, if it was one, and the row of its tenant, if it has
     one.
@@ -136,16 +159,14 @@ class FoundSession:
     ends_at: datetime
 
 
-def begin_session(
-    session: Session, identity: Identity, settings: Settings, *, key_secret: str | None = None
-) -> NewSession:
-    """Begin a session. `key_secret`: of the key that was given for it; the session ends with it if it was replaced."""
+def begin_session(session: Session, identity: Identity, settings: Settings, *, ends_by: EndsBy = None) -> NewSession:
+    """Begin a session. `ends_by`: when it ends at the latest, if that is known."""
     secret = secrets.token_urlsafe(32)
     ends_at = func.now() + timedelta(seconds=settings.console_session_s)
     row = ConsoleSession(
         id=f"ses_{uuid_utils.uuid7().hex}",
         secret_hash=hash_secret(secret),
-        ends_at=func.least(ends_at, replaced_secret_ends_at(key_secret)),
+        ends_at=func.least(ends_at, ends_by),
         **asdict(identity),
     )
     session.add(row)
@@ -216,12 +237,20 @@ def end_links(session: Session, key_id: str, *, after_s: int = 0) -> None:
     session.execute(update(ConsoleLink).where(ConsoleLink.key_id == key_id).values(ends_at=ends_at))
 
 
-def use_link(session: Session, secret: str) -> ApiKey | None:
-    """Use a link up; returns the key that made it. None: it was used or is too old, or its key is not good."""
+def use_link(session: Session, secret: str) -> UsedLink | None:
+    """Use a link up. None: it was used or is too old, or its key is not good.
+
+    A link that a replaced secret made ends with that secret at the latest, and so does its session. A link of the new
+    secret that ends before the replaced one does cannot be told from it, and is treated alike.
+    """
     good = (ConsoleLink.secret_hash == hash_secret(secret), ConsoleLink.used_at.is_(None))
     used = update(ConsoleLink).where(*good, ConsoleLink.ends_at > func.now()).values(used_at=func.now())
-    key_id = session.scalar(used.returning(ConsoleLink.key_id))
-    return session.scalar(select(ApiKey).where(ApiKey.id == key_id, *is_good()))
+    row = session.execute(used.returning(ConsoleLink.key_id, ConsoleLink.ends_at)).one_or_none()
+    key = None if row is None else session.scalar(select(ApiKey).where(ApiKey.id == row.key_id, *is_good()))
+    if row is None or key is None:
+        return None
+    ends_with_old = key.old_until is not None and row.ends_at <= key.old_until
+    return UsedLink(key=key, session_ends_at=key.old_until if ends_with_old else None)
 
 
 def keep_flow(

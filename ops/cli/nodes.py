@@ -30,7 +30,18 @@ nodes = typer.Typer(no_args_is_help=True, help="Nodes: machines with GPUs that h
 
 Layout = Annotated[str | None, typer.Argument(help="GPUs of each slot, in their order, as 4,1,1,2.")]
 ByPlans = Annotated[bool, typer.Option("--by-plans", help="Leave them to plans again.")]
-_NODE = {"node": "name", "region": "region", "GPU": "gpu_type", "state": "state"}
+
+
+def _state_text(node: Mapping[str, Any]) -> str:
+    """The node's state; of a gateway of the release before, which has no word for it, what its flags say."""
+    if "state" in node:
+        return str(node["state"])
+    if not node["alive"]:
+        return "silent"
+    return next((flag for flag in ("leaving", "draining") if node.get(flag)), "alive")
+
+
+_NODE: Columns = {"node": "name", "region": "region", "GPU": "gpu_type", "state": _state_text}
 
 
 def _version_text(node: Mapping[str, Any]) -> str | None:
@@ -62,7 +73,8 @@ def _chosen_text(node: Mapping[str, Any]) -> str:
 @examples("tidepool node list")
 def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """List nodes."""
-    columns: Columns = _NODE | {
+    columns: Columns = {
+        **_NODE,
         "slots": lambda row: len(row["slots"]),
         "engine": _engine_text,
         "version": _version_text,
@@ -81,7 +93,7 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
         print_json(node)
         return
     slots = ", ".join(_slot_text(slot) for slot in node["slots"])
-    known = [(header, node[field]) for header, field in _NODE.items()]
+    known = [(header, field(node) if callable(field) else node[field]) for header, field in _NODE.items()]
     host = None if node["host_bytes"] is None else bytes_text(node["host_bytes"])
     print_fields(
         [

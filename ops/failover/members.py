@@ -17,6 +17,11 @@ PROMOTED_WITHIN_S = 60
 _ANSWERS_WITHIN_MS = 5_000
 _DETACHED_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.02
+_ASK_EVERY_S = 0.25
+_CUT_OFF_CLASSES = ("08", "57")
+"""Classes of SQLSTATE of errors that end a statement from outside: of the connection, and of an operator's or the
+server's intervention.
+"""
 _FACTS = """
     SELECT current_setting('cluster_name') AS region,
         current_setting('synchronous_standby_names') AS standbys,
@@ -64,20 +69,21 @@ class Member:
         )
 
     def promote(self) -> float:
-        """Make it the primary; returns after how many seconds it was one. It is asked itself where the answer is no, or
-        does not come.
+        """Make it the primary; returns after how many seconds it was one. It is asked itself where the answer is no,
+        and until a minute has passed where none comes.
 
         Raises:
-            psycopg.Error: it may not, or is no standby.
+            psycopg.Error: it may not, is no standby, or was not heard to be one within a minute.
             TimeoutError: it is not one after a minute. It may become one yet.
         """
         started_s = time.monotonic()
+        connection = self._connect()
         try:
-            with self._connect() as connection:
+            with connection:
                 connection.execute("SET statement_timeout TO 0")
                 row = connection.execute("SELECT pg_promote(true, %s)", [PROMOTED_WITHIN_S]).fetchone()
-        except psycopg.OperationalError:
-            if not self.facts().takes_writes:
+        except psycopg.OperationalError as error:
+            if not (_was_cut_off(error) and self._takes_writes_by(started_s + PROMOTED_WITHIN_S)):
                 raise
         else:
             if not (row and row[0]) and not self.facts().takes_writes:
@@ -86,6 +92,14 @@ class Member:
                     " become one yet: see its log, and `tidepool failover --dry-run`"
                 )
         return time.monotonic() - started_s
+
+    def _takes_writes_by(self, deadline_s: float) -> bool:
+        """Whether it is heard to be the primary by then; it is asked at least once."""
+        while not self.facts().takes_writes:
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(_ASK_EVERY_S)
+        return True
 
     def source(self) -> str:
         """The address that a standby receives from, with the password.
@@ -135,6 +149,11 @@ class Member:
     def _connect(self) -> psycopg.Connection[Any]:
         parameters: dict[str, Any] = {**self.parameters, "options": f"-c statement_timeout={_ANSWERS_WITHIN_MS}"}
         return psycopg.connect(**parameters, autocommit=True)
+
+
+def _was_cut_off(error: psycopg.OperationalError) -> bool:
+    """Whether a statement may have done its work, though no answer came. libpq's own errors have no SQLSTATE."""
+    return error.sqlstate is None or error.sqlstate.startswith(_CUT_OFF_CLASSES)
 
 
 def _received_timeline(connection: psycopg.Connection[Any]) -> int:

@@ -35,6 +35,7 @@ from controlplane.errors import (
 )
 from controlplane.settings import Settings
 from controlplane.store.console import (
+    EndsBy,
     Identity,
     NewSession,
     SessionSource,
@@ -47,7 +48,7 @@ from controlplane.store.console import (
     note_seen,
     use_link,
 )
-from controlplane.store.keys import find_key, record
+from controlplane.store.keys import find_key, record, replaced_secret_ends_at
 from controlplane.store.tables import Role
 
 log = structlog.get_logger()
@@ -168,10 +169,10 @@ def sign_in(
     after_commit: BackgroundTasks,
 ) -> SessionInfo:
     """The answer sets the session's cookie. A session that the browser had before ends."""
-    identity = _identity(session, body)
+    identity, ends_by = _identity(session, body)
     before = _end_present(request, session)
     after_commit.add_task(notify_gateways, state, before)
-    made = begin(session, identity, request, state.settings, key_secret=body.key)
+    made = begin(session, identity, request, state.settings, ends_by=ends_by)
     set_cookie(response, request, SESSION_COOKIE, made.secret, lasts_s=state.settings.console_session_s)
     return _read_again(response, session, state, made.secret)
 
@@ -230,10 +231,10 @@ def log_out_everywhere(
 
 
 def begin(
-    session: Session, identity: Identity, request: Request, settings: Settings, *, key_secret: str | None = None
+    session: Session, identity: Identity, request: Request, settings: Settings, *, ends_by: EndsBy = None
 ) -> NewSession:
-    """Begin a session, with a line in the audit. `key_secret`: as in `begin_session`."""
-    made = begin_session(session, identity, settings, key_secret=key_secret)
+    """Begin a session, with a line in the audit. `ends_by`: as in `begin_session`."""
+    made = begin_session(session, identity, settings, ends_by=ends_by)
     told = {"source": identity.source, "role": identity.role, "tenant": identity.tenant, "subject": identity.subject}
     record(
         session,
@@ -245,8 +246,8 @@ def begin(
     return made
 
 
-def _identity(session: Session, body: SignIn) -> Identity:
-    """Who signs in.
+def _identity(session: Session, body: SignIn) -> tuple[Identity, EndsBy]:
+    """Who signs in, and when the session ends at the latest: with the secret that it comes from, if that was replaced.
 
     Raises:
         InvalidValueError: it is not said by one of the two.
@@ -256,12 +257,12 @@ def _identity(session: Session, body: SignIn) -> Identity:
     if (body.key is None) == (body.link is None):
         raise InvalidValueError("key: give either a key or a link", param="key")
     if body.link is not None:
-        key = use_link(session, body.link)
-        if key is None:
+        used = use_link(session, body.link)
+        if used is None:
             raise AuthenticationError(
                 "The link was used, or is older than ten minutes. `tidepool console` prints another.", param="link"
             )
-        return identity_of(key, SessionSource.LINK)
+        return identity_of(used.key, SessionSource.LINK), used.session_ends_at
     key = find_key(session, body.key or "")
     if key is None:
         raise AuthenticationError("Incorrect API key provided.", param="key")
@@ -270,7 +271,7 @@ def _identity(session: Session, body: SignIn) -> Identity:
             f"key: keys of the role '{key.role}' are for programs; people sign in with one of: {', '.join(PEOPLE)}",
             param="key",
         )
-    return identity_of(key, SessionSource.KEY)
+    return identity_of(key, SessionSource.KEY), replaced_secret_ends_at(body.key)
 
 
 def _end_present(request: Request, session: Session) -> frozenset[str]:

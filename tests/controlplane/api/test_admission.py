@@ -9,6 +9,7 @@ import httpx2 as httpx
 import msgspec
 import pytest
 
+from controlplane.api.metrics import Metrics
 from controlplane.policies.facts import RoutingFacts
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.in_flight import InFlightRequest
@@ -40,12 +41,24 @@ def test_the_counters_that_alerts_read_begin_at_zero(world: World) -> None:
     for tier in ("IW-F", "IW-N"):
         for met in ("true", "false"):
             assert f'tidepool_slo_requests_total{{met="{met}",{model},tier="{tier}"}} 0.0' in lines
-        for objective in ("ttft", "tbt", "failed"):
-            assert f'tidepool_slo_violations_total{{{model},objective="{objective}",tier="{tier}"}} 0.0' in lines
         for reason in ("busy", "no_capacity", "overloaded", "rate_limit_exceeded", "resource_unavailable"):
             assert f'tidepool_refusals_total{{{model},reason="{reason}",tier="{tier}"}} 0.0' in lines
     for limit in ("requests", "tokens", "concurrent"):
         assert f'tidepool_limit_refusals_total{{limit="{limit}"}} 0.0' in lines
+
+
+def test_no_other_counters_of_a_model_begin_and_those_of_one_that_is_gone_end() -> None:
+    metrics = Metrics()
+    metrics.expect(["tide", "gone"])
+    begun = [line for line in metrics.render().decode().split("\n") if "_total{" in line and 'model="gone"' in line]
+    assert {line.split("{")[0] for line in begun} == {"tidepool_refusals_total", "tidepool_slo_requests_total"}
+    assert not [line for line in begun if 'tier="NIW"' in line], "no alert reads those of deferred requests"
+    metrics.series(metrics.refusals, "gone", "IW-F", "busy").inc()
+    metrics.expect(["tide"])
+    text = metrics.render().decode()
+    assert ('model="gone"' in text, 'model="tide"' in text) == (False, True)
+    metrics.expect(["tide", "gone"])
+    assert 'tidepool_refusals_total{model="gone",reason="busy",tier="IW-F"} 0.0' in metrics.render().decode()
 
 
 def test_what_could_not_begin_in_time_is_refused(world: World) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from controlplane.api import request_limits
 from controlplane.api.app import make_app, server_config
 from controlplane.settings import Settings
 from controlplane.store.keys import KeyScope, make_key
@@ -152,14 +153,20 @@ def test_no_body_is_read_of_who_has_no_key(connect: Connect, quick: Settings) ->
             assert status == (408 if path == "/ui/session" else 401), (method, path, key, body)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody reads is dropped until it ends, however long it pauses."""
+    for limit in ("_DROPPED_S", "_PAUSE_S"):
+        monkeypatch.setattr(request_limits, limit, PATIENCE_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_who_sends_all_before_reading_sees_the_refusal(connect: Connect) -> None:
     """Its connection closes after the answer; closed with bytes unread, it would be reset."""
     client = connect()
     head = b"POST /v1/responses HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    client.sendall(head + b"authorization: Bearer tp-client-wrong\r\ncontent-length: 50000\r\n\r\n")
-    for _ in range(50):
-        time.sleep(0.002)
-        client.sendall(b" " * 1000)
+    client.sendall(head + b"authorization: Bearer tp-client-wrong\r\ncontent-length: 4000000\r\n\r\n")
+    client.sendall(b" " * 4_000_000)
     assert answer_of(client)[0] == 401
 
 
@@ -178,6 +185,7 @@ def test_who_waits_to_be_told_to_go_on_is_answered_instead(connect: Connect, pat
     assert b"connection: close" in answer
 
 
+@pytest.mark.usefixtures("patient")
 def test_who_was_told_to_go_on_and_sends_too_much_sees_the_refusal(connect: Connect, database: Database) -> None:
     """Its connection closes after the answer; closed with bytes unread, it would be reset."""
     with database.transaction() as session:
@@ -186,9 +194,7 @@ def test_who_was_told_to_go_on_and_sends_too_much_sees_the_refusal(connect: Conn
     head = f"POST /v1/batches HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {secret}\r\nconnection: close\r\n"
     client.sendall(f"{head}expect: 100-continue\r\ntransfer-encoding: chunked\r\n\r\n".encode())
     assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
-    for _ in range(150):
-        client.sendall(b"2000\r\n" + b" " * 0x2000 + b"\r\n")
-        time.sleep(0.001)
+    client.sendall((b"2000\r\n" + b" " * 0x2000 + b"\r\n") * 500 + b"0\r\n\r\n")
     assert answer_of(client)[0] == 413
 
 

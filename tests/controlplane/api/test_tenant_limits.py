@@ -14,7 +14,9 @@ from controlplane.api.tenant_limits import LimitKeeper
 from controlplane.api.token_budgets import TokenBudgets
 from controlplane.errors import UnavailableError
 from controlplane.policies.limits import TenantLimits
+from controlplane.store.keys import KeyScope, make_key
 from controlplane.store.redis.limits import Charge, LimitStore
+from controlplane.store.tables import Role
 from controlplane.store.tenants import Tenant, put_tenant
 from ops.cli.tenants import LIMITS
 from ops.local.ports import free_port
@@ -86,6 +88,18 @@ def test_uploads_and_new_batches_are_requests_of_their_tenant(world: World) -> N
         assert gateway.client.batches.cancel(made.json()["id"]).id == made.json()["id"]
         assert gateway.http.delete(f"/v1/files/{stored.json()['id']}").status_code == 200
         assert 'tidepool_limit_refusals_total{limit="requests"} 2.0' in gateway.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
+def test_what_a_key_may_not_do_is_no_request_of_its_tenant(world: World, path: str) -> None:
+    limit(world, requests_per_minute=1)
+    with world.database.transaction() as session:
+        scoped = make_key(session, name="m", role=Role.CLIENT, tenant="acme", scopes=[KeyScope.MODELS]).secret
+    with running_gateway(world, FakeAgent()) as gateway:
+        for secret in (world.key(Role.VIEWER), scoped):
+            refused = gateway.http.post(path, json={}, headers={"authorization": f"Bearer {secret}"})
+            assert refused.status_code == 403, refused.text
+        assert gateway.chat().headers["x-ratelimit-remaining-requests"] == "0"
 
 
 def test_tokens_are_charged_by_guess_and_corrected(world: World) -> None:

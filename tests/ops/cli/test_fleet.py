@@ -14,6 +14,7 @@ from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model
 from dataplane.protocol.joining import SlotSpec
 from ops.client import drains
+from ops.client.api import Api
 from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
 
@@ -51,6 +52,29 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     status = served("status").out
     assert "0 of 1" in status
     assert served("status", "--json").json["models"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [({"alive": False, "draining": True}, "silent"), ({"leaving": True, "draining": True}, "leaving"),
+     ({"draining": True}, "draining"), ({}, "alive")],
+)  # fmt: skip
+def test_nodes_of_a_gateway_of_the_release_before_are_shown(
+    fleet: Run, database: Database, monkeypatch: pytest.MonkeyPatch, flags: dict[str, bool], word: str
+) -> None:
+    def get_without_state(api: Api, path: str, **query: Any) -> Any:
+        answer = get(api, path, **query)
+        for node in answer["data"] if path == "/admin/nodes" else [answer]:
+            del node["state"]
+            node.update({"alive": True, "draining": False, "leaving": False} | flags)
+        return answer
+
+    join(database, "n-1")
+    get = Api.get
+    monkeypatch.setattr(Api, "get", get_without_state)
+    for shown in (fleet("node", "list"), fleet("node", "show", "n-1")):
+        assert shown.status == 0, shown.err
+        assert word in shown.out.split()
 
 
 def test_a_name_is_one_name_whatever_is_in_it(fleet: Run, database: Database) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.errors import AdminShutdown, ConnectionFailure, ObjectNotInPrerequisiteState
 
 from controlplane.database_address import libpq_url
+from ops.failover import members
 from ops.failover.members import Member, ask_members, members_of, without_secrets
 from ops.failover.run import RefusedError, decide, fail_over
 from ops.local.postgres_cluster import PostgresCluster, regions_at
@@ -164,12 +166,13 @@ def test_a_failover_that_is_interrupted_or_fails_leaves_no_standby_detached(
 
 
 class Promoting:
-    """A connection to a standby that says no to a promotion, or is cut off meanwhile. `promotes`: whether it is the
-    primary after all when it is asked what it is.
+    """Connections to a server that says no to a promotion, or answers it with `error`. `primary_at`: at which look it
+    is the primary after all; None: at none.
     """
 
-    def __init__(self, *, cut: bool, promotes: bool) -> None:
-        self.cut, self.promotes = cut, promotes
+    def __init__(self, *, error: psycopg.Error | None, primary_at: int | None) -> None:
+        self.error, self.primary_at = error, primary_at
+        self.looks = 0
         self.row: tuple[object, ...] = ()
 
     def __enter__(self) -> "Promoting":
@@ -179,10 +182,11 @@ class Promoting:
         pass
 
     def execute(self, query: str, _: object = None) -> "Promoting":
-        if "pg_promote" in query and self.cut:
-            raise psycopg.OperationalError("the connection was cut")
+        if "pg_promote" in query and self.error is not None:
+            raise self.error
+        self.looks += "pg_is_in_recovery" in query
         answers = {"pg_promote": (False,), "pg_ls_waldir": (2,)}
-        facts = ("us-west", "", self.promotes, 2, 0, None)
+        facts = ("us-west", "", self.primary_at is not None and self.looks >= self.primary_at, 2, 0, None)
         self.row = next((row for word, row in answers.items() if word in query), facts)
         return self
 
@@ -190,15 +194,36 @@ class Promoting:
         return self.row
 
 
-@pytest.mark.parametrize("cut", [True, False])
-def test_a_promotion_that_succeeds_after_all_is_none_that_failed(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    member = Member(address="a:5432", parameters={})
-    monkeypatch.setattr(Member, "_connect", lambda _: Promoting(cut=cut, promotes=True))
-    assert member.promote() >= 0.0
-    monkeypatch.setattr(Member, "_connect", lambda _: Promoting(cut=cut, promotes=False))
-    said = "was cut" if cut else "a:5432 was told to become the primary and is none after 60 s; it may become one yet"
-    with pytest.raises(psycopg.OperationalError if cut else TimeoutError, match=said):
-        member.promote()
+def promote(monkeypatch: pytest.MonkeyPatch, server: Promoting) -> float:
+    monkeypatch.setattr(Member, "_connect", lambda _: server)
+    return Member(address="a:5432", parameters={}).promote()
+
+
+CUTS = (psycopg.OperationalError("was cut"), AdminShutdown("was cut"), ConnectionFailure("was cut"))
+
+
+@pytest.mark.parametrize("error", CUTS)
+def test_a_promotion_whose_connection_broke_is_waited_for(
+    error: psycopg.Error, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_ASK_EVERY_S", 0.0)
+    assert promote(monkeypatch, Promoting(error=error, primary_at=3)) >= 0.0
+    monkeypatch.setattr(members, "PROMOTED_WITHIN_S", 0)
+    with pytest.raises(psycopg.OperationalError, match="was cut"):
+        promote(monkeypatch, Promoting(error=error, primary_at=None))
+
+
+def test_a_promotion_that_succeeds_after_all_is_none_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert promote(monkeypatch, Promoting(error=None, primary_at=1)) >= 0.0
+    said = "a:5432 was told to become the primary and is none after 60 s; it may become one yet"
+    with pytest.raises(TimeoutError, match=said):
+        promote(monkeypatch, Promoting(error=None, primary_at=None))
+
+
+def test_a_server_that_is_a_primary_already_is_not_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Promoting(error=ObjectNotInPrerequisiteState("recovery is not in progress"), primary_at=1)
+    with pytest.raises(ObjectNotInPrerequisiteState):
+        promote(monkeypatch, server)
 
 
 def test_an_address_is_shown_without_its_secrets() -> None:

@@ -123,6 +123,40 @@ def test_a_link_made_by_a_replaced_secret_ends_with_it(ask: Ask, secrets: dict[s
         assert (datetime.fromisoformat(link["ends_at"]) <= until) == ends_with_it
 
 
+@pytest.mark.parametrize("overlap_s", [60, 3600])
+def test_a_session_by_a_link_of_a_replaced_secret_ends_with_it(
+    open_browser: Open, ask: Ask, secrets: dict[str, str], database: Database, overlap_s: int
+) -> None:
+    made = ask("POST", "/admin/keys", role="admin", json={"name": "boss", "role": "admin"}, status=201)
+    secrets["boss"] = made["secret"]
+    before = ask("POST", "/admin/console/links", role="boss", status=201)
+    rotated = ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": overlap_s})
+    by_old = ask("POST", "/admin/console/links", role="boss", status=201)
+    secrets["boss"] = rotated["secret"]
+    by_new = ask("POST", "/admin/console/links", role="boss", status=201)
+    for link in (before, by_old, by_new, _made(ask)):
+        browser = open_browser()
+        browser.keep(browser.ask("POST", "/ui/session", json={"link": link["secret"]}))
+    ends = (
+        "SELECT coalesce(s.ends_at = k.old_until, false) FROM console_sessions s JOIN api_keys k ON k.id = s.key_id"
+        " ORDER BY s.id"
+    )
+    cannot_be_told_apart = overlap_s > 600  # the link of the new secret ends before the replaced secret too
+    with database.transaction() as session:
+        assert session.scalars(text(ends)).all() == [True, True, cannot_be_told_apart, False]
+
+
+def test_a_link_made_after_the_replaced_secret_ended_begins_a_whole_session(
+    browser: Browser, ask: Ask, secrets: dict[str, str]
+) -> None:
+    made = ask("POST", "/admin/keys", role="admin", json={"name": "boss", "role": "admin"}, status=201)
+    rotated = ask("POST", f"/admin/keys/{made['id']}/rotate", role="admin", json={"overlap_s": 0})
+    secrets["boss"] = rotated["secret"]
+    link = ask("POST", "/admin/console/links", role="boss", status=201)
+    session = browser.keep(browser.ask("POST", "/ui/session", json={"link": link["secret"]}))
+    assert session["ends_s"] - session["signed_in_s"] > 7200
+
+
 def test_one_of_key_and_link_is_given(browser: Browser, secrets: dict[str, str]) -> None:
     for body in ({}, {"key": secrets["admin"], "link": "x"}):
         assert browser.ask("POST", "/ui/session", json=body, status=400)["param"] == "key"
