@@ -156,10 +156,14 @@ class HostedInstances:
                 self._update(hosted_before, instance)
 
     def worker_ready(self, send: Callable[[Command], None]) -> None:
-        """Load the instances into a new process, also those that failed because others died."""
+        """Load the instances into a new process, also those that failed because others died. Where the worker has other
+        hosts these are asked again: another may run there now, or have another checkpoint.
+        """
         self._send = send
         for hosted in list(self._hosted.values()):
-            if hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX:
+            orphaned = hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX
+            was_checked = self._check_hosts is not None and hosted.state == "loading" and hosted.tokenizer is not None
+            if orphaned or (was_checked and not hosted.drained):
                 self._load(hosted)
             else:
                 self._send_load(hosted)

@@ -62,6 +62,8 @@ class SlotHosts:
         """Of this host, as followers reach it."""
         self._check: CheckOrder | None = None
         self._checking = asyncio.Lock()
+        self._digests: dict[str, str] = {}
+        """On which all hosts agreed last, by the source of the checkpoint."""
         self._reported = asyncio.Event()
         self._launch: LaunchOrder | None = None
 
@@ -121,8 +123,9 @@ class SlotHosts:
         )
 
     def launch(self, configure: Configure, model: ModelSpec) -> None:
-        """Let the followers run their ranks of a model. `model.path`: its source."""
-        self._launch = LaunchOrder(serial=uuid.uuid4().hex, configure=configure, model=model)
+        """Let the followers run their ranks of a model, which was checked. `model.path`: its source."""
+        digest = self._digests[model.path]
+        self._launch = LaunchOrder(serial=uuid.uuid4().hex, configure=configure, model=model, digest=digest)
 
     @property
     def has_model(self) -> bool:
@@ -160,6 +163,7 @@ class SlotHosts:
             while not self._agreed(self._check, digest):
                 self._reported.clear()
                 await self._reported.wait()
+            self._digests[path] = digest
 
     def _agreed(self, check: CheckOrder, digest: str) -> bool:
         """Whether all hosts have answered, and have the digest."""

@@ -80,8 +80,8 @@ class Follower:
         )
         self._start_link = start_ranks or partial(WorkerLink.start, module="dataplane.worker.ranks")
         self._changed = asyncio.Event()
-        self._folders: dict[str, Path] = {}
-        """Of the checkpoints that were asked for, by source."""
+        self._folders: dict[tuple[str, str], Path] = {}
+        """Of the checkpoints that were asked for, by source and digest."""
         self._check: asyncio.Task[None] | None = None
         self._link: WorkerLink | None = None
         self._ranks: asyncio.Task[None] | None = None
@@ -155,12 +155,16 @@ class Follower:
         except Exception as error:  # nobody awaits this task
             self._tell(error=f"{type(error).__name__}: {error}")
         else:
-            self._folders[check.path] = folder
+            self._folders[check.path, digest] = folder
             self._tell(digest=digest)
 
     async def _start_ranks(self, launch: LaunchOrder) -> None:
         span = launch.configure.span
         assert span is not None, "only slots of several hosts have followers"
+        folder = self._folders.get((launch.model.path, launch.digest))
+        if folder is None:
+            self._tell(ended=f"it has no checkpoint at {launch.model.path} with the digest {launch.digest[:12]}")
+            return
         try:
             span = msgspec.structs.replace(span, host=self._report.host, own_address=self._own_address())
             device = "cpu" if self._settings.device == "cpu" else "cuda:0"
@@ -171,7 +175,7 @@ class Follower:
             self._tell(ended=f"its ranks cannot be started: {error}")
             return
         log.info("ranks started", model=launch.model.name, pid=link.pid)
-        model = msgspec.structs.replace(launch.model, path=str(self._folders[launch.model.path]), adapters=())
+        model = msgspec.structs.replace(launch.model, path=str(folder), adapters=())
         link.send(Load(instance_id="", serial=0, model=model, gpus=configure.ranks))
         self._ranks = asyncio.create_task(self._watch(link))
 

@@ -19,13 +19,16 @@ from dataplane.agent.host_settings import HostSettings
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.slot_hosts import SlotHosts
 from dataplane.agent.worker_link import WorkerLink
+from dataplane.checkpoints.digests import checkpoint_digest
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.version import TESTED
+from dataplane.follower import process
 from dataplane.follower.process import Follower
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
 from dataplane.protocol.messages import DesiredInstance
 from dataplane.protocol.version import tidepool_version
 from dataplane.worker.frames import Configure
-from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport
+from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrder
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.replay_node import (
     KEY,
@@ -69,7 +72,8 @@ def held(folder: Path) -> DesiredInstance:
 
 
 @pytest.mark.usefixtures("_vllm")
-def test_a_host_that_is_silent_starts_again_or_fails_is_named() -> None:
+@asynchronous
+async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Path) -> None:
     now_s = [0.0]
     hosts = SlotHosts(3, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     assert not hosts.complete
@@ -83,10 +87,16 @@ def test_a_host_that_is_silent_starts_again_or_fails_is_named() -> None:
     span = hosts.begin()
     assert (span.hosts, span.host, span.address, span.own_address) == (2, 0, HERE, HERE)
     configure = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
-    hosts.launch(configure, model())
+    folder = write_checkpoint(tmp_path / "tide")
+    asked = held(folder).model
+    checking = asyncio.create_task(hosts.check(asked.path, folder))
+    check, digest = await next_check(hosts, None), checkpoint_digest(folder)
+    hosts.receive(report(check=check.serial, digest=digest), HERE)
+    await checking
+    hosts.launch(configure, asked)
     launch = hosts.receive(report(), HERE).launch
     assert launch is not None
-    assert launch.model == model()
+    assert (launch.model, launch.digest) == (asked, digest)
     assert hosts.loss is None
     assert hosts.receive(report("another boot"), HERE).launch is None, "it would join ranks that have met already"
     assert hosts.loss == "host 1 was lost: its follower was started again"
@@ -258,6 +268,34 @@ async def test_a_checkpoint_that_a_follower_must_not_read_is_loaded_nowhere(tmp_
         await node.until(lambda: node.states() == {"i1": "failed"})
         assert error_of(node) == f"host 1 of slot 0: {folder} is in none of this node's checkpoint_roots"
         assert not ranks.links
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_host_that_comes_back_with_another_checkpoint_loads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spanning_node() as node:
+        async with following(node) as first:
+            await node.hold(1, held(write_checkpoint(tmp_path / "tide")))
+            await until(lambda: len(first.links) == 1)
+        monkeypatch.setattr(process, "checkpoint_digest", lambda _: "f" * 64)
+        async with following(node) as second:
+            await node.until(lambda: node.states() == {"i1": "failed"})
+            assert f"host 1 of slot 0 has another checkpoint at {tmp_path / 'tide'}" in error_of(node)
+            assert not second.links
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_follower_that_has_no_such_checkpoint_says_so() -> None:
+    follower = Follower(HostSettings(node_key=KEY), head="http://127.0.0.1:1", slot=0, rank=1)
+    given = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
+    span = HostSpan(hosts=2, host=0, address=HERE, port=1, own_address=HERE)
+    configure = msgspec.structs.replace(given, span=span)
+    launch = LaunchOrder(serial="launch", configure=configure, model=model(), digest="f" * 64)
+    await follower._obey(HostOrders(launch=launch))
+    assert follower._report.ended == "it has no checkpoint at /nowhere with the digest ffffffffffff"
 
 
 @pytest.mark.usefixtures("_vllm")
