@@ -254,15 +254,15 @@ class WorkerSupervisor:
     def _refusal(self, instance: DesiredInstance) -> str | None:
         """Why an instance cannot run on this worker at present."""
         wanted = engine_of(instance, self._settings.engine)
-        if self.hosts is not None and (wanted != "vllm" or instance.model.base is not None):
-            return f"worker {self.index} is of {self.hosts.count} hosts, which serve dedicated models on vLLM alone"
-        unusable = self._unusable(wanted)
+        unusable = self._unusable(wanted, adapter=instance.model.base is not None)
         if unusable is None and wanted != self.engine:
             return f"worker {self.index} runs {self.engine} for other models; {instance.model.name} wants {wanted}"
         return unusable
 
-    def _unusable(self, engine: EngineKind) -> str | None:
-        """Why the worker can never run an engine."""
+    def _unusable(self, engine: EngineKind, *, adapter: bool = False) -> str | None:
+        """Why the worker can never run an engine, or an adapter on it."""
+        if self.hosts is not None and (engine != "vllm" or adapter):
+            return f"worker {self.index} is of {self.hosts.count} hosts, which serve dedicated models on vLLM alone"
         if engine != "vllm":
             return None
         if self.kind != "both":

@@ -308,10 +308,13 @@ async def test_a_slot_of_several_hosts_serves_no_pooled_models_and_no_adapters(t
             msgspec.structs.replace(given, instance_id="i1", gpus=0),
             msgspec.structs.replace(given, instance_id="i2", model=adapter),
         ]
-        node.agent.apply(desired(1, *refused))
-        await node.until(lambda: set(node.states().values()) == {"failed"})
+        (worker,) = node.agent.workers
         error = "worker 0 is of 2 hosts, which serve dedicated models on vLLM alone"
-        assert error_of(node) == f"{error} {error}"
+        for generation, instances in enumerate((refused, refused[:1]), start=1):
+            node.agent.apply(desired(generation, *instances))
+            await node.until(lambda: set(node.states().values()) == {"failed"})
+            assert error_of(node) == " ".join([error] * len(instances))
+            assert worker.engine == "vllm", "its other hosts run nothing else"
 
 
 @pytest.mark.usefixtures("_vllm")
