@@ -238,7 +238,7 @@ class HostedInstances:
         hosted = self._hosted.get(instance_id)
         if hosted is None or hosted.drained or not hosted.desired.draining or self._in_use(instance_id):
             return
-        self._release(hosted)
+        self._give_up(hosted)
         hosted.drained = True
         log.info("instance drained", instance=instance_id)
         self._on_change(instance_id)
@@ -285,8 +285,14 @@ class HostedInstances:
 
     def _remove(self, hosted: HostedInstance) -> None:
         del self._hosted[hosted.instance_id]
-        self._release(hosted)
+        self._give_up(hosted)
         self._on_change(hosted.instance_id)
+
+    def _give_up(self, hosted: HostedInstance) -> None:
+        """Unload the instance, or end its load: others may wait for that."""
+        self._release(hosted)
+        if hosted.task is not None:
+            hosted.task.cancel()
 
     def _release(self, hosted: HostedInstance) -> None:
         """Unload the instance from the process, if it may be there."""

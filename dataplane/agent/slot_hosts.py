@@ -158,12 +158,15 @@ class SlotHosts:
             ModelLoadError: names the host that cannot have it, or has another.
         """
         async with self._checking:
-            digest = await in_own_thread(lambda: checkpoint_digest(folder))
-            self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
-            while not self._agreed(self._check, digest):
-                self._reported.clear()
-                await self._reported.wait()
-            self._digests[path] = digest
+            check = self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
+            try:
+                digest = await in_own_thread(lambda: checkpoint_digest(folder))
+                while not self._agreed(check, digest):
+                    self._reported.clear()
+                    await self._reported.wait()
+                self._digests[path] = digest
+            finally:
+                self._check = None  # a follower that still has it fetched gives that up
 
     def _agreed(self, check: CheckOrder, digest: str) -> bool:
         """Whether all hosts have answered, and have the digest."""

@@ -26,7 +26,7 @@ from dataplane.agent.slot_hosts import HOST_SILENT_MAX_S
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import StartWorker
 from dataplane.checkpoints.digests import checkpoint_digest
-from dataplane.checkpoints.local import in_own_thread, local_checkpoint
+from dataplane.checkpoints.local import ProgressLog, in_own_thread, local_checkpoint
 from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import ModelLoadError
@@ -129,11 +129,13 @@ class Follower:
                 await self._changed.wait()
 
     async def _obey(self, orders: HostOrders) -> None:
-        if orders.check is not None and orders.check.serial != self._report.check:
+        asked = None if orders.check is None else orders.check.serial
+        if asked != self._report.check:
             if self._check is not None:
                 self._check.cancel()
-            self._tell(check=orders.check.serial, digest=None, error=None)
-            self._check = asyncio.create_task(self._have(orders.check))
+            self._tell(check=asked, digest=None, error=None)
+            if orders.check is not None:
+                self._check = asyncio.create_task(self._have(orders.check))
         wanted = None if orders.launch is None else orders.launch.serial
         if wanted != self._report.launch:
             await self._end_ranks()
@@ -142,10 +144,13 @@ class Follower:
                 await self._start_ranks(orders.launch)
 
     async def _have(self, check: CheckOrder) -> None:
-        """Have a checkpoint on this host, and tell its digest or why it cannot be had."""
+        """Have a checkpoint on this host, and tell its digest or why it cannot be had. The fetch of one that the head
+        asks for no more ends.
+        """
+        progress = ProgressLog(check.path, is_wanted=lambda: self._report.check == check.serial)
 
         def fetch() -> tuple[Path, str]:
-            folder = local_checkpoint(check.path, self._settings.sources)
+            folder = local_checkpoint(check.path, self._settings.sources, progress)
             return folder, checkpoint_digest(folder)
 
         try:

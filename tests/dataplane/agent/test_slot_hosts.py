@@ -6,6 +6,8 @@ Both hosts run the replay engine here; `tests/vllm/test_hosts.py` runs vLLM on b
 import asyncio
 import contextlib
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,12 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.agent import workers
+from dataplane.agent import slot_hosts, workers
 from dataplane.agent.host_settings import HostSettings
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.slot_hosts import SlotHosts
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.checkpoints.digests import checkpoint_digest
+from dataplane.checkpoints.local import Sources
+from dataplane.checkpoints.sources import FetchError, Progress
 from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.version import TESTED
 from dataplane.follower import process
@@ -41,7 +45,7 @@ from tests.dataplane.replay_node import (
     running_node,
     settings,
 )
-from tests.event_loop import asynchronous, until
+from tests.event_loop import PATIENCE_S, asynchronous, until
 
 HERE = "127.0.0.1"
 LONG_S = 3600.0
@@ -142,6 +146,24 @@ async def test_hosts_with_another_checkpoint_are_named(tmp_path: Path) -> None:
         hosts.receive(report(check=check.serial, **changes), HERE)
         with pytest.raises(ModelLoadError, match=named):
             await checking
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def digest_of(_: Path) -> str:
+        assert asked.wait(PATIENCE_S)
+        return "f" * 64
+
+    monkeypatch.setattr(slot_hosts, "checkpoint_digest", digest_of)
+    hosts = SlotHosts(0, 2)
+    checking = asyncio.create_task(hosts.check("hf://tide", Path("/nowhere")))
+    check = await next_check(hosts, None)
+    asked.set()
+    hosts.receive(report(check=check.serial, digest="f" * 64), HERE)
+    await checking
 
 
 @pytest.mark.parametrize(
@@ -284,6 +306,38 @@ async def test_a_host_that_comes_back_with_another_checkpoint_loads_nothing(
             await node.until(lambda: node.states() == {"i1": "failed"})
             assert f"host 1 of slot 0 has another checkpoint at {tmp_path / 'tide'}" in error_of(node)
             assert not second.links
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_checkpoint_that_is_wanted_no_more_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched, gave_up = threading.Event(), threading.Event()
+
+    def fetch(path: str, sources: Sources, progress: Progress) -> Path:
+        try:
+            while path == str(tmp_path / "wrong"):
+                progress(1, 2)
+                fetched.set()
+                time.sleep(0.01)
+        except FetchError:
+            gave_up.set()
+            raise
+        return Path(path)
+
+    monkeypatch.setattr(process, "local_checkpoint", fetch)
+    wrong, right = (write_checkpoint(tmp_path / name) for name in ("wrong", "right"))
+    async with spanning_node() as node, following(node):
+        node.agent.apply(desired(1, held(wrong)))
+        await until(fetched.is_set)
+        node.agent.apply(desired(2))
+        await until(gave_up.is_set)
+        await node.hold(3, held(right))
+        fetched.clear()
+        node.agent.apply(desired(4, held(wrong)))
+        await until(fetched.is_set)
+        await node.hold(5, msgspec.structs.replace(held(right), instance_id="i2"))
 
 
 @pytest.mark.usefixtures("_vllm")
