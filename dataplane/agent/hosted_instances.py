@@ -183,9 +183,10 @@ class HostedInstances:
         for hosted in self._hosted.values():
             hosted.load_serial = None
 
-    def worker_lost(self, end: str) -> None:
+    def worker_lost(self, end: str, *, host_gone: bool = False) -> None:
         """The process is gone, `end` tells how. The load that it was at may be the cause, and fails the second time: of
-        those that had begun the first, since the process executes them in order.
+        those that had begun the first, since the process executes them in order. `host_gone`: another host's follower
+        is gone, which no load causes.
         """
         self._send = None
         loading = [one for one in self._hosted.values() if one.load_serial is not None and one.has_begun]
@@ -195,7 +196,7 @@ class HostedInstances:
             if hosted.state in ("ready", "draining"):
                 hosted.state, hosted.reloading = "loading", True
                 hosted.wanted_s = time.monotonic()
-        if suspect is not None:
+        if suspect is not None and not host_gone:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
                 error = f"{suspect.losses} worker processes ended while they loaded this model, the last {end}"

@@ -140,13 +140,22 @@ class SlotHosts:
 
     @property
     def loss(self) -> str | None:
-        """Why the launch cannot go on; None while it can."""
+        """Why the launch cannot go on since a follower is gone; None while all are there."""
         for host in self._hosts:
             report = host.report
             if report is None or self._is_silent(host):
                 return f"{host.name} was lost: its follower has not reported for {self._silent_max_s:g} s"
             if report.boot_id != host.boot_id:
                 return f"{host.name} was lost: its follower was started again"
+        return None
+
+    @property
+    def failure(self) -> str | None:
+        """Why a follower's ranks of the launch have ended; None while none have."""
+        for host in self._hosts:
+            report = host.report
+            if report is None:
+                continue
             if self._launch is not None and report.launch == self._launch.serial and report.ended is not None:
                 return f"{host.name} failed: {report.ended}"
         return None

@@ -152,6 +152,8 @@ class WorkerSupervisor:
         """What the present process got first."""
         self._host_loss: str | None = None
         """Why the present process was ended, if another host was the reason."""
+        self._host_gone = False
+        """Whether that host's follower is gone, and not only its ranks."""
         self.replaced = False
         """Whether the process is ended so that one with another engine can start."""
         self._process_started_s = time.monotonic()
@@ -196,7 +198,7 @@ class WorkerSupervisor:
                 await self._wait_for_hosts()
                 started_s = time.monotonic()
                 end = await self._run_process()
-                failures = 0 if self._ready.is_set() or self.replaced else failures + 1
+                failures = 0 if self._ready.is_set() or self.replaced or self._host_gone else failures + 1
                 self._process_lost(end, failures)
                 backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STEADY_S else backoff_s
                 await asyncio.sleep(backoff_s)
@@ -293,7 +295,7 @@ class WorkerSupervisor:
             FrameError: a report cannot be read; the process was ended.
         """
         self._ready.clear()
-        self.replaced, self._host_loss = False, None
+        self.replaced, self._host_loss, self._host_gone = False, None, False
         kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._process_started_s = self.engine, time.monotonic()
         asked = configure(self._settings, self._settings_index, kv_file, self._node.files, engine)
@@ -346,9 +348,10 @@ class WorkerSupervisor:
     async def _watch_hosts(self, link: WorkerLink) -> None:
         """End the process when another host cannot go on."""
         while self.hosts is not None:
-            if (loss := self.hosts.loss) is not None:
+            gone = self.hosts.loss
+            if (loss := gone or self.hosts.failure) is not None:
                 log.error("a host of the worker was lost", worker=self.index, pid=link.pid, loss=loss)
-                self._host_loss = loss
+                self._host_loss, self._host_gone = loss, gone is not None
                 link.hang_up()
                 return
             await asyncio.sleep(HOSTS_LOOK_S)
@@ -396,7 +399,7 @@ class WorkerSupervisor:
             log.warning("worker lost", worker=self.index, end=end)
         self._totals_before = self.switches_total, self.preemptions_total, self.load_s
         self.stats = EngineStats()
-        self.hosted.worker_lost(end)
+        self.hosted.worker_lost(end, host_gone=self._host_gone)
         if failures >= START_FAILURES_MAX:
             self.hosted.fail_all(f"{failures} worker processes ended at their start, the last {end}")
         self._owner.worker_lost(self, died=not self.replaced)

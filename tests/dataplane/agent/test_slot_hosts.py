@@ -105,9 +105,9 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     assert hosts.receive(report("another boot"), HERE).launch is None, "it would join ranks that have met already"
     assert hosts.loss == "host 1 was lost: its follower was started again"
     hosts.receive(report(launch=launch.serial, ended="out of memory"), HERE)
-    assert hosts.loss == "host 1 failed: out of memory"
+    assert (hosts.loss, hosts.failure) == (None, "host 1 failed: out of memory")
     hosts.receive(report(launch="a former one", ended="out of memory"), HERE)
-    assert hosts.loss is None
+    assert (hosts.loss, hosts.failure) == (None, None)
     now_s[0] = 22.0
     assert hosts.loss == "host 1 was lost: its follower has not reported for 10 s"
     assert hosts.missing == "host 1 of slot 3 is missing: its follower has not reported for 11 s"
@@ -338,6 +338,26 @@ async def test_a_checkpoint_that_is_wanted_no_more_holds_up_no_other(
         node.agent.apply(desired(4, held(wrong)))
         await until(fetched.is_set)
         await node.hold(5, msgspec.structs.replace(held(right), instance_id="i2"))
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_process_that_ends_as_a_follower_is_gone_is_no_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[Configure]()
+
+    async def start(asked: Configure, environment: Mapping[str, str]) -> WorkerLink:
+        started.append(asked)
+        return await start_replay(asked, environment)
+
+    monkeypatch.setattr(SlotHosts, "complete", True)
+    monkeypatch.setattr(SlotHosts, "begin", lambda _: HostSpan(hosts=2, host=0, address=HERE, port=1, own_address=HERE))
+    monkeypatch.setattr(SlotHosts, "loss", "host 1 was lost: its follower was started again")
+    async with running_node(spanning({"gpus": 2, "hosts": 2}), start_worker=start) as node:
+        node.agent.apply(desired(1, held(write_checkpoint(tmp_path / "tide"))))
+        await node.until(lambda: len(started) > workers.START_FAILURES_MAX + 1)
+        assert node.states() == {"i1": "loading"}
 
 
 @pytest.mark.usefixtures("_vllm")
