@@ -25,17 +25,21 @@ from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrd
 
 HOST_SILENT_MAX_S = 15.0
 """A host whose follower has said nothing for so long is lost."""
+TWIN_SEEN_MAX_S = 2.0
+"""A follower that reported so lately has not ended: followers report twice a second."""
 
 
 @dataclass(kw_only=True)
 class Host:
     """Another host of the slot. `seen_s`: when its follower reported last, or the agent began to wait for it.
-    `boot_id`: of the follower that has its part of the present launch.
+    `refusal`: why its last report was refused, if it was. `boot_id`: of the follower that has its part of the present
+    launch.
     """
 
     number: int
     seen_s: float
     report: HostReport | None = None
+    refusal: str | None = None
     boot_id: str | None = None
 
     @property
@@ -71,20 +75,27 @@ class SlotHosts:
         """A follower's report, which came in at `address`, and what it shall do.
 
         Raises:
-            BadRequestError: the slot has no such host, or it has other versions than this one.
+            BadRequestError: the slot has no such host, it has other versions than this one, or another follower reports as
+                it.
         """
         host = next((one for one in self._hosts if one.number == report.host), None)
         if host is None:
             raise BadRequestError(f"slot {self.slot} has {self.count} hosts: its ranks are 1 to {self.count - 1}")
         mine, theirs = (tidepool_version(), installed_version()), (report.version, report.engine_version)
         if mine != theirs:
-            raise BadRequestError(
+            host.refusal = (
                 f"{host.name} of slot {self.slot} has Tidepool {theirs[0]} and vLLM {theirs[1]}; the agent has"
                 f" {mine[0]} and {mine[1]}"
             )
+            raise BadRequestError(host.refusal)
+        was_started_again = host.report is not None and host.report.boot_id != report.boot_id
+        if was_started_again and self._now_s() - host.seen_s < TWIN_SEEN_MAX_S:
+            raise BadRequestError(
+                f"another follower reports as {host.name} of slot {self.slot}: have two got the same --rank?"
+            )
         if report.host == 1:
             self._address = address
-        host.report, host.seen_s = report, self._now_s()
+        host.report, host.refusal, host.seen_s = report, None, self._now_s()
         self._reported.set()
         has_part = host.boot_id == report.boot_id
         return HostOrders(check=self._check, launch=self._launch if has_part else None)
@@ -104,6 +115,8 @@ class SlotHosts:
         """The first host whose follower does not report, as an error; None where each may still begin to."""
         for host in self._hosts:
             if self._is_silent(host):
+                if host.refusal is not None:
+                    return f"{host.name} of slot {self.slot} is missing: its follower was refused: {host.refusal}"
                 since = "yet" if host.report is None else f"for {self._now_s() - host.seen_s:.0f} s"
                 return f"{host.name} of slot {self.slot} is missing: its follower has not reported {since}"
         return None

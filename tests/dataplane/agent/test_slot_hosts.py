@@ -6,6 +6,7 @@ Both hosts run the replay engine here; `tests/vllm/test_hosts.py` runs vLLM on b
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -102,13 +103,18 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     assert launch is not None
     assert (launch.model, launch.digest) == (asked, digest)
     assert hosts.loss is None
+    with pytest.raises(BadRequestError, match="another follower reports as host 1 of slot 3: .* the same --rank"):
+        hosts.receive(report("another boot"), HERE)
+    assert hosts.loss is None
+    now_s[0] += slot_hosts.TWIN_SEEN_MAX_S
     assert hosts.receive(report("another boot"), HERE).launch is None, "it would join ranks that have met already"
     assert hosts.loss == "host 1 was lost: its follower was started again"
+    now_s[0] += slot_hosts.TWIN_SEEN_MAX_S
     hosts.receive(report(launch=launch.serial, ended="out of memory"), HERE)
     assert (hosts.loss, hosts.failure) == (None, "host 1 failed: out of memory")
     hosts.receive(report(launch="a former one", ended="out of memory"), HERE)
     assert (hosts.loss, hosts.failure) == (None, None)
-    now_s[0] = 22.0
+    now_s[0] += 11.0
     assert hosts.loss == "host 1 was lost: its follower has not reported for 10 s"
     assert hosts.missing == "host 1 of slot 3 is missing: its follower has not reported for 11 s"
     hosts.end()
@@ -117,12 +123,19 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
 
 @pytest.mark.usefixtures("_vllm")
 def test_followers_of_no_host_or_of_other_versions_are_refused() -> None:
-    hosts = SlotHosts(0, 2)
+    now_s = [0.0]
+    hosts = SlotHosts(0, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     with pytest.raises(BadRequestError, match="slot 0 has 2 hosts: its ranks are 1 to 1"):
         hosts.receive(report(host=2), HERE)
     with pytest.raises(BadRequestError, match=r"vLLM 0\.1; the agent has .* and 0\.32\.0"):
         hosts.receive(report(engine_version="0.1"), HERE)
     assert not hosts.complete
+    now_s[0] = 11.0
+    assert hosts.missing is not None
+    assert re.search(r"its follower was refused: host 1 of slot 0 has Tidepool .* and vLLM 0\.1; the", hosts.missing)
+    hosts.receive(report(), HERE)
+    now_s[0] += 11.0
+    assert hosts.missing == "host 1 of slot 0 is missing: its follower has not reported for 11 s"
 
 
 async def next_check(hosts: SlotHosts, before: CheckOrder | None) -> CheckOrder:
