@@ -75,8 +75,8 @@ class SlotHosts:
         """A follower's report, which came in at `address`, and what it shall do.
 
         Raises:
-            BadRequestError: the slot has no such host, it has other versions than this one, or another follower reports as
-                it.
+            BadRequestError: the slot has no such host, it has other versions than this one, or another follower
+                reports as it.
         """
         host = next((one for one in self._hosts if one.number == report.host), None)
         if host is None:

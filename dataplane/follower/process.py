@@ -33,7 +33,7 @@ from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Failed
 from dataplane.protocol.tls import client_context
 from dataplane.protocol.version import tidepool_version
-from dataplane.worker.frames import Load, Loaded, LoadFailed
+from dataplane.worker.frames import FrameError, Load, Loaded, LoadFailed
 from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrder
 
 log = structlog.get_logger()
@@ -187,11 +187,14 @@ class Follower:
     async def _watch(self, link: WorkerLink) -> None:
         """Tell the end of the ranks."""
         error = None
-        async for report in link.reports():
-            if isinstance(report, Loaded):
-                log.info("ranks loaded", pid=link.pid)
-            elif isinstance(report, LoadFailed):
-                error = report.error
+        try:
+            async for report in link.reports():
+                if isinstance(report, Loaded):
+                    log.info("ranks loaded", pid=link.pid)
+                elif isinstance(report, LoadFailed):
+                    error = report.error
+        except FrameError as fault:
+            error = f"the process of its ranks was ended: {fault}"
         status = await link.stop()
         error = error or f"the process of its ranks ended with status {status}"
         log.info("ranks ended", pid=link.pid, end=error)

@@ -32,13 +32,14 @@ from dataplane.follower.process import Follower
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
 from dataplane.protocol.messages import DesiredInstance
 from dataplane.protocol.version import tidepool_version
-from dataplane.worker.frames import Configure
+from dataplane.worker.frames import LENGTH, Configure
 from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrder
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.replay_node import (
     KEY,
     PROFILE,
     Node,
+    OpenLink,
     desired,
     install_vllm,
     instance,
@@ -103,7 +104,7 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     assert launch is not None
     assert (launch.model, launch.digest) == (asked, digest)
     assert hosts.loss is None
-    with pytest.raises(BadRequestError, match="another follower reports as host 1 of slot 3: .* the same --rank"):
+    with pytest.raises(BadRequestError, match=r"another follower reports as host 1 of slot 3: .* the same --rank"):
         hosts.receive(report("another boot"), HERE)
     assert hosts.loss is None
     now_s[0] += slot_hosts.TWIN_SEEN_MAX_S
@@ -402,6 +403,18 @@ async def test_a_slot_of_several_hosts_serves_no_pooled_models_and_no_adapters(t
             await node.until(lambda: set(node.states().values()) == {"failed"})
             assert error_of(node) == " ".join([error] * len(instances))
             assert worker.engine == "vllm", "its other hosts run nothing else"
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_ranks_whose_report_cannot_be_read_have_ended() -> None:
+    follower = Follower(HostSettings(node_key=KEY), head="http://127.0.0.1:1", slot=0, rank=1)
+    given = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
+    link = await OpenLink.start(given, {})
+    link.reader.feed_data(LENGTH.pack(2**32 - 1))
+    await follower._watch(link)
+    assert "the process of its ranks was ended: " in (follower._report.ended or "")
+    assert not is_running(link.pid)
 
 
 @pytest.mark.usefixtures("_vllm")
