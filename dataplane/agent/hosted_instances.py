@@ -156,10 +156,14 @@ class HostedInstances:
                 self._update(hosted_before, instance)
 
     def worker_ready(self, send: Callable[[Command], None]) -> None:
-        """Load the instances into a new process, also those that failed because others died."""
+        """Load the instances into a new process, also those that failed because others died. Where the worker has other
+        hosts these are asked again: another may run there now, or have another checkpoint.
+        """
         self._send = send
         for hosted in list(self._hosted.values()):
-            if hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX:
+            orphaned = hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX
+            was_checked = self._check_hosts is not None and hosted.state == "loading" and hosted.tokenizer is not None
+            if orphaned or (was_checked and not hosted.drained):
                 self._load(hosted)
             else:
                 self._send_load(hosted)
@@ -179,9 +183,10 @@ class HostedInstances:
         for hosted in self._hosted.values():
             hosted.load_serial = None
 
-    def worker_lost(self, end: str) -> None:
+    def worker_lost(self, end: str, *, host_gone: bool = False) -> None:
         """The process is gone, `end` tells how. The load that it was at may be the cause, and fails the second time: of
-        those that had begun the first, since the process executes them in order.
+        those that had begun the first, since the process executes them in order. `host_gone`: another host's follower
+        is gone, which no load causes.
         """
         self._send = None
         loading = [one for one in self._hosted.values() if one.load_serial is not None and one.has_begun]
@@ -191,7 +196,7 @@ class HostedInstances:
             if hosted.state in ("ready", "draining"):
                 hosted.state, hosted.reloading = "loading", True
                 hosted.wanted_s = time.monotonic()
-        if suspect is not None:
+        if suspect is not None and not host_gone:
             suspect.losses += 1
             if suspect.losses > LOAD_LOSSES_MAX:
                 error = f"{suspect.losses} worker processes ended while they loaded this model, the last {end}"
@@ -234,7 +239,7 @@ class HostedInstances:
         hosted = self._hosted.get(instance_id)
         if hosted is None or hosted.drained or not hosted.desired.draining or self._in_use(instance_id):
             return
-        self._release(hosted)
+        self._give_up(hosted)
         hosted.drained = True
         log.info("instance drained", instance=instance_id)
         self._on_change(instance_id)
@@ -281,8 +286,14 @@ class HostedInstances:
 
     def _remove(self, hosted: HostedInstance) -> None:
         del self._hosted[hosted.instance_id]
-        self._release(hosted)
+        self._give_up(hosted)
         self._on_change(hosted.instance_id)
+
+    def _give_up(self, hosted: HostedInstance) -> None:
+        """Unload the instance, or end its load: others may wait for that."""
+        self._release(hosted)
+        if hosted.task is not None:
+            hosted.task.cancel()
 
     def _release(self, hosted: HostedInstance) -> None:
         """Unload the instance from the process, if it may be there."""

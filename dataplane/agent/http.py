@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -34,6 +34,8 @@ from dataplane.runtime.tracing import admitting
 from dataplane.worker.hosts import HostReport
 
 _HEAD_BYTES_MAX = 65_536
+_CLIENT_GONE = 499
+"""The status, as of nginx, of a request whose client is gone before its body was read. Nobody receives it."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 Message = TypeVar("Message")
@@ -168,6 +170,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return Response(msgspec.json.encode(failed_event(error)), status_code=error.status, media_type="application/json")
 
 
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
 def make_app(agent: Agent) -> Starlette:
     """The ASGI app of an agent, which the caller runs."""
     api = AgentApi(agent)
@@ -181,7 +187,7 @@ def make_app(agent: Agent) -> Starlette:
         Route("/readyz", api.readyz, methods=["GET"]),
         Route("/metrics", api.metrics, methods=["GET"]),
     ]
-    return Starlette(routes=routes, exception_handlers={DataplaneError: _refuse})
+    return Starlette(routes=routes, exception_handlers={DataplaneError: _refuse, ClientDisconnect: _on_disconnect})
 
 
 def server_config(agent: Agent) -> Config:

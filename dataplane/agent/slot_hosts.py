@@ -25,17 +25,21 @@ from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrd
 
 HOST_SILENT_MAX_S = 15.0
 """A host whose follower has said nothing for so long is lost."""
+TWIN_SEEN_MAX_S = 2.0
+"""A follower that reported so lately has not ended: followers report twice a second."""
 
 
 @dataclass(kw_only=True)
 class Host:
     """Another host of the slot. `seen_s`: when its follower reported last, or the agent began to wait for it.
-    `boot_id`: of the follower that has its part of the present launch.
+    `refusal`: why its last report was refused, if it was. `boot_id`: of the follower that has its part of the present
+    launch.
     """
 
     number: int
     seen_s: float
     report: HostReport | None = None
+    refusal: str | None = None
     boot_id: str | None = None
 
     @property
@@ -62,6 +66,8 @@ class SlotHosts:
         """Of this host, as followers reach it."""
         self._check: CheckOrder | None = None
         self._checking = asyncio.Lock()
+        self._digests: dict[str, str] = {}
+        """On which all hosts agreed last, by the source of the checkpoint."""
         self._reported = asyncio.Event()
         self._launch: LaunchOrder | None = None
 
@@ -69,20 +75,27 @@ class SlotHosts:
         """A follower's report, which came in at `address`, and what it shall do.
 
         Raises:
-            BadRequestError: the slot has no such host, or it has other versions than this one.
+            BadRequestError: the slot has no such host, it has other versions than this one, or another follower
+                reports as it.
         """
         host = next((one for one in self._hosts if one.number == report.host), None)
         if host is None:
             raise BadRequestError(f"slot {self.slot} has {self.count} hosts: its ranks are 1 to {self.count - 1}")
         mine, theirs = (tidepool_version(), installed_version()), (report.version, report.engine_version)
         if mine != theirs:
-            raise BadRequestError(
+            host.refusal = (
                 f"{host.name} of slot {self.slot} has Tidepool {theirs[0]} and vLLM {theirs[1]}; the agent has"
                 f" {mine[0]} and {mine[1]}"
             )
+            raise BadRequestError(host.refusal)
+        was_started_again = host.report is not None and host.report.boot_id != report.boot_id
+        if was_started_again and self._now_s() - host.seen_s < TWIN_SEEN_MAX_S:
+            raise BadRequestError(
+                f"another follower reports as {host.name} of slot {self.slot}: have two got the same --rank?"
+            )
         if report.host == 1:
             self._address = address
-        host.report, host.seen_s = report, self._now_s()
+        host.report, host.refusal, host.seen_s = report, None, self._now_s()
         self._reported.set()
         has_part = host.boot_id == report.boot_id
         return HostOrders(check=self._check, launch=self._launch if has_part else None)
@@ -102,6 +115,8 @@ class SlotHosts:
         """The first host whose follower does not report, as an error; None where each may still begin to."""
         for host in self._hosts:
             if self._is_silent(host):
+                if host.refusal is not None:
+                    return f"{host.name} of slot {self.slot} is missing: its follower was refused: {host.refusal}"
                 since = "yet" if host.report is None else f"for {self._now_s() - host.seen_s:.0f} s"
                 return f"{host.name} of slot {self.slot} is missing: its follower has not reported {since}"
         return None
@@ -121,8 +136,9 @@ class SlotHosts:
         )
 
     def launch(self, configure: Configure, model: ModelSpec) -> None:
-        """Let the followers run their ranks of a model. `model.path`: its source."""
-        self._launch = LaunchOrder(serial=uuid.uuid4().hex, configure=configure, model=model)
+        """Let the followers run their ranks of a model, which was checked. `model.path`: its source."""
+        digest = self._digests[model.path]
+        self._launch = LaunchOrder(serial=uuid.uuid4().hex, configure=configure, model=model, digest=digest)
 
     @property
     def has_model(self) -> bool:
@@ -137,13 +153,22 @@ class SlotHosts:
 
     @property
     def loss(self) -> str | None:
-        """Why the launch cannot go on; None while it can."""
+        """Why the launch cannot go on since a follower is gone; None while all are there."""
         for host in self._hosts:
             report = host.report
             if report is None or self._is_silent(host):
                 return f"{host.name} was lost: its follower has not reported for {self._silent_max_s:g} s"
             if report.boot_id != host.boot_id:
                 return f"{host.name} was lost: its follower was started again"
+        return None
+
+    @property
+    def failure(self) -> str | None:
+        """Why a follower's ranks of the launch have ended; None while none have."""
+        for host in self._hosts:
+            report = host.report
+            if report is None:
+                continue
             if self._launch is not None and report.launch == self._launch.serial and report.ended is not None:
                 return f"{host.name} failed: {report.ended}"
         return None
@@ -155,11 +180,15 @@ class SlotHosts:
             ModelLoadError: names the host that cannot have it, or has another.
         """
         async with self._checking:
-            digest = await in_own_thread(lambda: checkpoint_digest(folder))
-            self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
-            while not self._agreed(self._check, digest):
-                self._reported.clear()
-                await self._reported.wait()
+            check = self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
+            try:
+                digest = await in_own_thread(lambda: checkpoint_digest(folder))
+                while not self._agreed(check, digest):
+                    self._reported.clear()
+                    await self._reported.wait()
+                self._digests[path] = digest
+            finally:
+                self._check = None  # a follower that still has it fetched gives that up
 
     def _agreed(self, check: CheckOrder, digest: str) -> bool:
         """Whether all hosts have answered, and have the digest."""

@@ -6,6 +6,7 @@ owner continues the requests that were lost with the process elsewhere, or keeps
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -143,13 +144,16 @@ class WorkerSupervisor:
         )
         self._alone = (index,) in settings.groups
         self._link: WorkerLink | None = None
-        self._reported = False
+        self._ready = asyncio.Event()
+        """Whether the present process has reported."""
         self._reports = 0
         """Of all processes so far."""
         self._configure: Configure | None = None
         """What the present process got first."""
         self._host_loss: str | None = None
         """Why the present process was ended, if another host was the reason."""
+        self._host_gone = False
+        """Whether that host's follower is gone, and not only its ranks."""
         self.replaced = False
         """Whether the process is ended so that one with another engine can start."""
         self._process_started_s = time.monotonic()
@@ -194,7 +198,7 @@ class WorkerSupervisor:
                 await self._wait_for_hosts()
                 started_s = time.monotonic()
                 end = await self._run_process()
-                failures = 0 if self._reported or self.replaced else failures + 1
+                failures = 0 if self._ready.is_set() or self.replaced or self._host_gone else failures + 1
                 self._process_lost(end, failures)
                 backoff_s = BACKOFF_MIN_S if time.monotonic() - started_s > STEADY_S else backoff_s
                 await asyncio.sleep(backoff_s)
@@ -252,15 +256,15 @@ class WorkerSupervisor:
     def _refusal(self, instance: DesiredInstance) -> str | None:
         """Why an instance cannot run on this worker at present."""
         wanted = engine_of(instance, self._settings.engine)
-        if self.hosts is not None and (wanted != "vllm" or instance.model.base is not None):
-            return f"worker {self.index} is of {self.hosts.count} hosts, which serve dedicated models on vLLM alone"
-        unusable = self._unusable(wanted)
+        unusable = self._unusable(wanted, adapter=instance.model.base is not None)
         if unusable is None and wanted != self.engine:
             return f"worker {self.index} runs {self.engine} for other models; {instance.model.name} wants {wanted}"
         return unusable
 
-    def _unusable(self, engine: EngineKind) -> str | None:
-        """Why the worker can never run an engine."""
+    def _unusable(self, engine: EngineKind, *, adapter: bool = False) -> str | None:
+        """Why the worker can never run an engine, or an adapter on it."""
+        if self.hosts is not None and (engine != "vllm" or adapter):
+            return f"worker {self.index} is of {self.hosts.count} hosts, which serve dedicated models on vLLM alone"
         if engine != "vllm":
             return None
         if self.kind != "both":
@@ -290,8 +294,8 @@ class WorkerSupervisor:
             OSError: it cannot be started.
             FrameError: a report cannot be read; the process was ended.
         """
-        self._reported = self.replaced = False
-        self._host_loss = None
+        self._ready.clear()
+        self.replaced, self._host_loss, self._host_gone = False, None, False
         kv_file = self._node.files.new_kv_file(self.index) if self.kind == "prefill" else None
         engine, self._process_started_s = self.engine, time.monotonic()
         asked = configure(self._settings, self._settings_index, kv_file, self._node.files, engine)
@@ -327,19 +331,27 @@ class WorkerSupervisor:
         """
         looks, limit_s, name = 0, 0.0, ""
         while looks < SILENT_LOOKS:
-            name = "worker_silent_max_s" if self._reported else "worker_start_max_s"
-            limit_s, before = getattr(self._settings, name), self._reports
-            await asyncio.sleep(limit_s / SILENT_LOOKS if limit_s else UNLIMITED_LOOK_S)
+            ready, before = self._ready.is_set(), self._reports
+            name = "worker_silent_max_s" if ready else "worker_start_max_s"
+            limit_s = getattr(self._settings, name)
+            look_s = limit_s / SILENT_LOOKS if limit_s else UNLIMITED_LOOK_S
+            await (asyncio.sleep(look_s) if ready else self._wait_for_ready(look_s))
             looks = looks + 1 if limit_s and self._reports == before and self._owes_report(engine) else 0
         log.error("worker is silent; ended", worker=self.index, pid=link.pid, **{name: limit_s})
         link.kill()
 
+    async def _wait_for_ready(self, max_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max_s):
+                await self._ready.wait()
+
     async def _watch_hosts(self, link: WorkerLink) -> None:
         """End the process when another host cannot go on."""
         while self.hosts is not None:
-            if (loss := self.hosts.loss) is not None:
+            gone = self.hosts.loss
+            if (loss := gone or self.hosts.failure) is not None:
                 log.error("a host of the worker was lost", worker=self.index, pid=link.pid, loss=loss)
-                self._host_loss = loss
+                self._host_loss, self._host_gone = loss, gone is not None
                 link.hang_up()
                 return
             await asyncio.sleep(HOSTS_LOOK_S)
@@ -378,7 +390,7 @@ class WorkerSupervisor:
         """
         if self.replaced or (engine == "vllm" and self.hosted.loads):
             return False
-        return not self._reported or self.hosted.loads or self._owner.has_requests(self)
+        return not self._ready.is_set() or self.hosted.loads or self._owner.has_requests(self)
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:
@@ -387,7 +399,7 @@ class WorkerSupervisor:
             log.warning("worker lost", worker=self.index, end=end)
         self._totals_before = self.switches_total, self.preemptions_total, self.load_s
         self.stats = EngineStats()
-        self.hosted.worker_lost(end)
+        self.hosted.worker_lost(end, host_gone=self._host_gone)
         if failures >= START_FAILURES_MAX:
             self.hosted.fail_all(f"{failures} worker processes ended at their start, the last {end}")
         self._owner.worker_lost(self, died=not self.replaced)
@@ -415,8 +427,8 @@ class WorkerSupervisor:
 
     def _note_ready(self) -> None:
         """With the first statistics of a process its engine is ready."""
-        if not self._reported and not self.replaced and self._link is not None:
-            self._reported = True
+        if not self._ready.is_set() and not self.replaced and self._link is not None:
+            self._ready.set()
             self.worker_start_s = time.monotonic() - self._process_started_s
             log.info("worker ready", worker=self.index, start_s=round(self.worker_start_s, 2))
             self.hosted.worker_ready(self._send_hosted)

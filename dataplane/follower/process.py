@@ -26,14 +26,14 @@ from dataplane.agent.slot_hosts import HOST_SILENT_MAX_S
 from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import StartWorker
 from dataplane.checkpoints.digests import checkpoint_digest
-from dataplane.checkpoints.local import in_own_thread, local_checkpoint
+from dataplane.checkpoints.local import ProgressLog, in_own_thread, local_checkpoint
 from dataplane.engines.core.devices import VISIBLE, visible_gpus
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import Failed
 from dataplane.protocol.tls import client_context
 from dataplane.protocol.version import tidepool_version
-from dataplane.worker.frames import Load, Loaded, LoadFailed
+from dataplane.worker.frames import FrameError, Load, Loaded, LoadFailed
 from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrder
 
 log = structlog.get_logger()
@@ -80,8 +80,8 @@ class Follower:
         )
         self._start_link = start_ranks or partial(WorkerLink.start, module="dataplane.worker.ranks")
         self._changed = asyncio.Event()
-        self._folders: dict[str, Path] = {}
-        """Of the checkpoints that were asked for, by source."""
+        self._folders: dict[tuple[str, str], Path] = {}
+        """Of the checkpoints that were asked for, by source and digest."""
         self._check: asyncio.Task[None] | None = None
         self._link: WorkerLink | None = None
         self._ranks: asyncio.Task[None] | None = None
@@ -129,11 +129,13 @@ class Follower:
                 await self._changed.wait()
 
     async def _obey(self, orders: HostOrders) -> None:
-        if orders.check is not None and orders.check.serial != self._report.check:
+        asked = None if orders.check is None else orders.check.serial
+        if asked != self._report.check:
             if self._check is not None:
                 self._check.cancel()
-            self._tell(check=orders.check.serial, digest=None, error=None)
-            self._check = asyncio.create_task(self._have(orders.check))
+            self._tell(check=asked, digest=None, error=None)
+            if orders.check is not None:
+                self._check = asyncio.create_task(self._have(orders.check))
         wanted = None if orders.launch is None else orders.launch.serial
         if wanted != self._report.launch:
             await self._end_ranks()
@@ -142,10 +144,13 @@ class Follower:
                 await self._start_ranks(orders.launch)
 
     async def _have(self, check: CheckOrder) -> None:
-        """Have a checkpoint on this host, and tell its digest or why it cannot be had."""
+        """Have a checkpoint on this host, and tell its digest or why it cannot be had. The fetch of one that the head
+        asks for no more ends.
+        """
+        progress = ProgressLog(check.path, is_wanted=lambda: self._report.check == check.serial)
 
         def fetch() -> tuple[Path, str]:
-            folder = local_checkpoint(check.path, self._settings.sources)
+            folder = local_checkpoint(check.path, self._settings.sources, progress)
             return folder, checkpoint_digest(folder)
 
         try:
@@ -155,12 +160,16 @@ class Follower:
         except Exception as error:  # nobody awaits this task
             self._tell(error=f"{type(error).__name__}: {error}")
         else:
-            self._folders[check.path] = folder
+            self._folders[check.path, digest] = folder
             self._tell(digest=digest)
 
     async def _start_ranks(self, launch: LaunchOrder) -> None:
         span = launch.configure.span
         assert span is not None, "only slots of several hosts have followers"
+        folder = self._folders.get((launch.model.path, launch.digest))
+        if folder is None:
+            self._tell(ended=f"it has no checkpoint at {launch.model.path} with the digest {launch.digest[:12]}")
+            return
         try:
             span = msgspec.structs.replace(span, host=self._report.host, own_address=self._own_address())
             device = "cpu" if self._settings.device == "cpu" else "cuda:0"
@@ -171,18 +180,21 @@ class Follower:
             self._tell(ended=f"its ranks cannot be started: {error}")
             return
         log.info("ranks started", model=launch.model.name, pid=link.pid)
-        model = msgspec.structs.replace(launch.model, path=str(self._folders[launch.model.path]), adapters=())
+        model = msgspec.structs.replace(launch.model, path=str(folder), adapters=())
         link.send(Load(instance_id="", serial=0, model=model, gpus=configure.ranks))
         self._ranks = asyncio.create_task(self._watch(link))
 
     async def _watch(self, link: WorkerLink) -> None:
         """Tell the end of the ranks."""
         error = None
-        async for report in link.reports():
-            if isinstance(report, Loaded):
-                log.info("ranks loaded", pid=link.pid)
-            elif isinstance(report, LoadFailed):
-                error = report.error
+        try:
+            async for report in link.reports():
+                if isinstance(report, Loaded):
+                    log.info("ranks loaded", pid=link.pid)
+                elif isinstance(report, LoadFailed):
+                    error = report.error
+        except FrameError as fault:
+            error = f"the process of its ranks was ended: {fault}"
         status = await link.stop()
         error = error or f"the process of its ranks ended with status {status}"
         log.info("ranks ended", pid=link.pid, end=error)

@@ -32,11 +32,14 @@ class CheckOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Run this host's ranks of a model. `model.path` is the source; `configure` is what the head's own worker got."""
+    """Run this host's ranks of a model. `model.path` is the source; `digest`: of its checkpoint, on which all hosts
+    agreed; `configure` is what the head's own worker got.
+    """
 
     serial: str
     configure: Configure
     model: ModelSpec
+    digest: str
 
 
 class HostOrders(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,8 @@ def prepare_process(
     if span is not None:
         environment.setdefault("VLLM_HOST_IP", span.own_address)
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(name, _interface_of(span.own_address))
+            if name not in environment:
+                environment[name] = _interface_of(span.own_address)
 
 
 def _interface_of(address: str) -> str:

@@ -12,10 +12,12 @@ from dataplane.agent.host_files import HostFiles
 from dataplane.agent.node import Agent
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure, engine_of, worker_environment
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.interface import EngineRequest
 from dataplane.engines.vllm import interfaces
 from dataplane.engines.vllm.settings import VllmEngineSettings
 from dataplane.engines.vllm.version import TESTED
+from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.messages import BaseModel, DesiredInstance, EngineChoice, EngineKind
 from dataplane.worker.engines import make_engine
 from tests.dataplane.replay_node import desired, install_vllm, instance, model, settings, workers
@@ -241,6 +243,15 @@ def test_a_gpu_is_named_as_the_process_sees_it() -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
     assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "0", "it refuses our logits processor"
+
+
+def test_an_interface_is_looked_up_only_where_the_environment_names_none() -> None:
+    span = HostSpan(hosts=2, host=1, address="192.0.2.1", port=9, own_address="192.0.2.1")
+    environment = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_SOCKET_IFNAME": "ib0"}
+    interfaces.prepare_process("cpu", environment, span=span)
+    assert (environment["GLOO_SOCKET_IFNAME"], environment["NCCL_SOCKET_IFNAME"]) == ("eth7", "ib0")
+    with pytest.raises(ModelLoadError, match=r"no network interface of this host has the address 192\.0\.2\.1"):
+        interfaces.prepare_process("cpu", {"GLOO_SOCKET_IFNAME": "eth7"}, span=span)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

@@ -140,3 +140,19 @@ async def test_an_instance_that_failed_after_its_load_is_loaded_anew_later() -> 
     answer_load(hosted, sent)
     assert state_of(hosted) == ("ready", None)
     hosted.close()
+
+
+@asynchronous
+async def test_no_load_is_to_blame_for_the_loss_of_another_host() -> None:
+    sent = list[Command]()
+    hosted = hosting()
+    hosted.follow([instance()])
+    for host_gone in (True, True, False, True):
+        hosted.worker_ready(sent.append)
+        await until(lambda: len(sent) == 1)
+        assert isinstance(sent[0], Load)
+        hosted.load_stage("i1", sent[0].serial, begun=True)
+        hosted.worker_lost("as host 1 was lost", host_gone=host_gone)
+        sent.clear()
+    assert state_of(hosted) == ("loading", None)
+    hosted.close()

@@ -5,7 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.types import Message
 
+from dataplane.agent.http import make_app
+from dataplane.agent.node import Agent
 from dataplane.protocol.errors import StaleGenerationError
 from dataplane.protocol.messages import (
     ChatMessage,
@@ -16,7 +19,7 @@ from dataplane.protocol.messages import (
     StreamEvent,
     Token,
 )
-from tests.dataplane.replay_node import Node, desired, generate, instance, running_node, settings
+from tests.dataplane.replay_node import KEY, Node, desired, generate, instance, running_node, settings
 from tests.dataplane.streams import kill, read, stream, token_ids
 from tests.event_loop import asynchronous
 
@@ -259,3 +262,20 @@ async def test_a_worker_that_cannot_start_fails_its_instances(tmp_path: Path) ->
         await node.until(lambda: node.states() == {"i1": "failed"})
         (report,) = node.agent.reports()
         assert "ended at their start" in (report.error or "")
+
+
+@asynchronous
+async def test_a_client_that_is_gone_before_its_body_is_no_fault() -> None:
+    app, sent = make_app(Agent(settings(), boot_id="boot")), list[Message]()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    for path in ("/hosts", "/generate"):
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        await app(scope, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [499, 499]

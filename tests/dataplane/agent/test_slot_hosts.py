@@ -6,6 +6,9 @@ Both hosts run the replay engine here; `tests/vllm/test_hosts.py` runs vLLM on b
 import asyncio
 import contextlib
 import json
+import re
+import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,23 +17,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from dataplane.agent import workers
+from dataplane.agent import slot_hosts, workers
 from dataplane.agent.host_settings import HostSettings
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.slot_hosts import SlotHosts
 from dataplane.agent.worker_link import WorkerLink
+from dataplane.checkpoints.digests import checkpoint_digest
+from dataplane.checkpoints.local import Sources
+from dataplane.checkpoints.sources import FetchError, Progress
+from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.version import TESTED
+from dataplane.follower import process
 from dataplane.follower.process import Follower
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
 from dataplane.protocol.messages import DesiredInstance
 from dataplane.protocol.version import tidepool_version
-from dataplane.worker.frames import Configure
-from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport
+from dataplane.worker.frames import LENGTH, Configure
+from dataplane.worker.hosts import CheckOrder, HostOrders, HostReport, LaunchOrder
 from tests.dataplane.agent.test_tokenization import write_tokenizer
 from tests.dataplane.replay_node import (
     KEY,
     PROFILE,
     Node,
+    OpenLink,
     desired,
     install_vllm,
     instance,
@@ -38,7 +47,7 @@ from tests.dataplane.replay_node import (
     running_node,
     settings,
 )
-from tests.event_loop import asynchronous, until
+from tests.event_loop import PATIENCE_S, asynchronous, until
 
 HERE = "127.0.0.1"
 LONG_S = 3600.0
@@ -69,7 +78,8 @@ def held(folder: Path) -> DesiredInstance:
 
 
 @pytest.mark.usefixtures("_vllm")
-def test_a_host_that_is_silent_starts_again_or_fails_is_named() -> None:
+@asynchronous
+async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Path) -> None:
     now_s = [0.0]
     hosts = SlotHosts(3, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     assert not hosts.complete
@@ -83,18 +93,29 @@ def test_a_host_that_is_silent_starts_again_or_fails_is_named() -> None:
     span = hosts.begin()
     assert (span.hosts, span.host, span.address, span.own_address) == (2, 0, HERE, HERE)
     configure = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
-    hosts.launch(configure, model())
+    folder = write_checkpoint(tmp_path / "tide")
+    asked = held(folder).model
+    checking = asyncio.create_task(hosts.check(asked.path, folder))
+    check, digest = await next_check(hosts, None), checkpoint_digest(folder)
+    hosts.receive(report(check=check.serial, digest=digest), HERE)
+    await checking
+    hosts.launch(configure, asked)
     launch = hosts.receive(report(), HERE).launch
     assert launch is not None
-    assert launch.model == model()
+    assert (launch.model, launch.digest) == (asked, digest)
     assert hosts.loss is None
+    with pytest.raises(BadRequestError, match=r"another follower reports as host 1 of slot 3: .* the same --rank"):
+        hosts.receive(report("another boot"), HERE)
+    assert hosts.loss is None
+    now_s[0] += slot_hosts.TWIN_SEEN_MAX_S
     assert hosts.receive(report("another boot"), HERE).launch is None, "it would join ranks that have met already"
     assert hosts.loss == "host 1 was lost: its follower was started again"
+    now_s[0] += slot_hosts.TWIN_SEEN_MAX_S
     hosts.receive(report(launch=launch.serial, ended="out of memory"), HERE)
-    assert hosts.loss == "host 1 failed: out of memory"
+    assert (hosts.loss, hosts.failure) == (None, "host 1 failed: out of memory")
     hosts.receive(report(launch="a former one", ended="out of memory"), HERE)
-    assert hosts.loss is None
-    now_s[0] = 22.0
+    assert (hosts.loss, hosts.failure) == (None, None)
+    now_s[0] += 11.0
     assert hosts.loss == "host 1 was lost: its follower has not reported for 10 s"
     assert hosts.missing == "host 1 of slot 3 is missing: its follower has not reported for 11 s"
     hosts.end()
@@ -103,12 +124,19 @@ def test_a_host_that_is_silent_starts_again_or_fails_is_named() -> None:
 
 @pytest.mark.usefixtures("_vllm")
 def test_followers_of_no_host_or_of_other_versions_are_refused() -> None:
-    hosts = SlotHosts(0, 2)
+    now_s = [0.0]
+    hosts = SlotHosts(0, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     with pytest.raises(BadRequestError, match="slot 0 has 2 hosts: its ranks are 1 to 1"):
         hosts.receive(report(host=2), HERE)
     with pytest.raises(BadRequestError, match=r"vLLM 0\.1; the agent has .* and 0\.32\.0"):
         hosts.receive(report(engine_version="0.1"), HERE)
     assert not hosts.complete
+    now_s[0] = 11.0
+    assert hosts.missing is not None
+    assert re.search(r"its follower was refused: host 1 of slot 0 has Tidepool .* and vLLM 0\.1; the", hosts.missing)
+    hosts.receive(report(), HERE)
+    now_s[0] += 11.0
+    assert hosts.missing == "host 1 of slot 0 is missing: its follower has not reported for 11 s"
 
 
 async def next_check(hosts: SlotHosts, before: CheckOrder | None) -> CheckOrder:
@@ -132,6 +160,24 @@ async def test_hosts_with_another_checkpoint_are_named(tmp_path: Path) -> None:
         hosts.receive(report(check=check.serial, **changes), HERE)
         with pytest.raises(ModelLoadError, match=named):
             await checking
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = threading.Event()
+
+    def digest_of(_: Path) -> str:
+        assert asked.wait(PATIENCE_S)
+        return "f" * 64
+
+    monkeypatch.setattr(slot_hosts, "checkpoint_digest", digest_of)
+    hosts = SlotHosts(0, 2)
+    checking = asyncio.create_task(hosts.check("hf://tide", Path("/nowhere")))
+    check = await next_check(hosts, None)
+    asked.set()
+    hosts.receive(report(check=check.serial, digest="f" * 64), HERE)
+    await checking
 
 
 @pytest.mark.parametrize(
@@ -262,6 +308,86 @@ async def test_a_checkpoint_that_a_follower_must_not_read_is_loaded_nowhere(tmp_
 
 @pytest.mark.usefixtures("_vllm")
 @asynchronous
+async def test_a_host_that_comes_back_with_another_checkpoint_loads_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spanning_node() as node:
+        async with following(node) as first:
+            await node.hold(1, held(write_checkpoint(tmp_path / "tide")))
+            await until(lambda: len(first.links) == 1)
+        monkeypatch.setattr(process, "checkpoint_digest", lambda _: "f" * 64)
+        async with following(node) as second:
+            await node.until(lambda: node.states() == {"i1": "failed"})
+            assert f"host 1 of slot 0 has another checkpoint at {tmp_path / 'tide'}" in error_of(node)
+            assert not second.links
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_checkpoint_that_is_wanted_no_more_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched, gave_up = threading.Event(), threading.Event()
+
+    def fetch(path: str, sources: Sources, progress: Progress) -> Path:
+        try:
+            while path == str(tmp_path / "wrong"):
+                progress(1, 2)
+                fetched.set()
+                time.sleep(0.01)
+        except FetchError:
+            gave_up.set()
+            raise
+        return Path(path)
+
+    monkeypatch.setattr(process, "local_checkpoint", fetch)
+    wrong, right = (write_checkpoint(tmp_path / name) for name in ("wrong", "right"))
+    async with spanning_node() as node, following(node):
+        node.agent.apply(desired(1, held(wrong)))
+        await until(fetched.is_set)
+        node.agent.apply(desired(2))
+        await until(gave_up.is_set)
+        await node.hold(3, held(right))
+        fetched.clear()
+        node.agent.apply(desired(4, held(wrong)))
+        await until(fetched.is_set)
+        await node.hold(5, msgspec.structs.replace(held(right), instance_id="i2"))
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_process_that_ends_as_a_follower_is_gone_is_no_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[Configure]()
+
+    async def start(asked: Configure, environment: Mapping[str, str]) -> WorkerLink:
+        started.append(asked)
+        return await start_replay(asked, environment)
+
+    monkeypatch.setattr(SlotHosts, "complete", True)
+    monkeypatch.setattr(SlotHosts, "begin", lambda _: HostSpan(hosts=2, host=0, address=HERE, port=1, own_address=HERE))
+    monkeypatch.setattr(SlotHosts, "loss", "host 1 was lost: its follower was started again")
+    async with running_node(spanning({"gpus": 2, "hosts": 2}), start_worker=start) as node:
+        node.agent.apply(desired(1, held(write_checkpoint(tmp_path / "tide"))))
+        await node.until(lambda: len(started) > workers.START_FAILURES_MAX + 1)
+        assert node.states() == {"i1": "loading"}
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_a_follower_that_has_no_such_checkpoint_says_so() -> None:
+    follower = Follower(HostSettings(node_key=KEY), head="http://127.0.0.1:1", slot=0, rank=1)
+    given = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
+    span = HostSpan(hosts=2, host=0, address=HERE, port=1, own_address=HERE)
+    configure = msgspec.structs.replace(given, span=span)
+    launch = LaunchOrder(serial="launch", configure=configure, model=model(), digest="f" * 64)
+    await follower._obey(HostOrders(launch=launch))
+    assert follower._report.ended == "it has no checkpoint at /nowhere with the digest ffffffffffff"
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
 async def test_a_slot_of_several_hosts_serves_no_pooled_models_and_no_adapters(tmp_path: Path) -> None:
     async with spanning_node() as node:
         given = held(write_checkpoint(tmp_path / "tide"))
@@ -270,10 +396,25 @@ async def test_a_slot_of_several_hosts_serves_no_pooled_models_and_no_adapters(t
             msgspec.structs.replace(given, instance_id="i1", gpus=0),
             msgspec.structs.replace(given, instance_id="i2", model=adapter),
         ]
-        node.agent.apply(desired(1, *refused))
-        await node.until(lambda: set(node.states().values()) == {"failed"})
+        (worker,) = node.agent.workers
         error = "worker 0 is of 2 hosts, which serve dedicated models on vLLM alone"
-        assert error_of(node) == f"{error} {error}"
+        for generation, instances in enumerate((refused, refused[:1]), start=1):
+            node.agent.apply(desired(generation, *instances))
+            await node.until(lambda: set(node.states().values()) == {"failed"})
+            assert error_of(node) == " ".join([error] * len(instances))
+            assert worker.engine == "vllm", "its other hosts run nothing else"
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_ranks_whose_report_cannot_be_read_have_ended() -> None:
+    follower = Follower(HostSettings(node_key=KEY), head="http://127.0.0.1:1", slot=0, rank=1)
+    given = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
+    link = await OpenLink.start(given, {})
+    link.reader.feed_data(LENGTH.pack(2**32 - 1))
+    await follower._watch(link)
+    assert "the process of its ranks was ended: " in (follower._report.ended or "")
+    assert not is_running(link.pid)
 
 
 @pytest.mark.usefixtures("_vllm")

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from dataplane.agent import worker_link
 from dataplane.agent.settings import WorkerSettings
-from dataplane.agent.workers import BACKOFF_MIN_S, WorkerSupervisor
+from dataplane.agent.workers import BACKOFF_MIN_S, SILENT_LOOKS, WorkerSupervisor
 from dataplane.protocol.messages import Finished, Sampling
 from dataplane.worker.frames import LENGTH, Cancel, Configure
 from tests.dataplane.replay_node import Node, OpenLink, generate, instance, running_node, settings
@@ -116,6 +116,7 @@ def test_a_worker_that_hangs_while_it_has_requests_is_replaced_and_they_go_on() 
 
     async def scenario() -> None:
         patient = {"worker_losses_max": 1000, "worker_wait_max_s": PATIENCE_S}  # a busy machine is silent at times, too
+        patient["worker_start_max_s"] = 2 * SILENT_LOOKS * PATIENCE_S  # the limit of the start holds no more
         async with running_node(two_slots(worker_silent_max_s=5.0, **patient)) as node:
             await node.hold(1, instance(), instance("i2", slot=1, name="other"))
             busy, idle = node.agent.workers

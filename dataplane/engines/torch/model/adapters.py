@@ -163,7 +163,7 @@ def read_factors(name: str, stored: StoredAdapter, dtype: torch.dtype) -> Adapte
     read: dict[str, Factors] = {}
     pairs = []
     for layer, one in stored.layers.items():
-        down, up = torch.empty(one.down.shape), torch.empty(one.up.shape)
+        down, up = (torch.empty(part.shape, dtype=torch.float32) for part in (one.down, one.up))
         read[layer] = Factors(down=down, up=up)
         pairs += [(one.down, down), (one.up, up)]
     read_tensors(pairs)

@@ -132,7 +132,7 @@ class DecodeGraphs:
         blocks = blocks_for(skeleton.geometry.context_tokens, cache.shape[4])
         n, whole, vocabulary = self._batch_max, torch.int64, skeleton.geometry.vocabulary
         if vocabulary not in self._logits:
-            self._logits[vocabulary] = torch.empty(n, vocabulary, device=self._device)
+            self._logits[vocabulary] = torch.empty(n, vocabulary, dtype=torch.float32, device=self._device)
         return _ModelGraphs(
             tokens=torch.zeros(1, n, dtype=whole, device=self._device),
             positions=torch.zeros(1, n, dtype=whole, device=self._device),

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from dataplane.checkpoints.adapters import WEIGHTS_FILE
-from dataplane.engines.torch.model.adapters import Adapters
+from dataplane.checkpoints.adapters import WEIGHTS_FILE, read_adapter
+from dataplane.engines.torch.model.adapters import Adapters, read_factors
 from dataplane.engines.torch.model.inputs import ChunkInput
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.scheduling.schedule import TurnSettings
@@ -20,7 +21,14 @@ from tests.dataplane.engines.torch.drive import drain, request
 from tests.dataplane.engines.torch.lora import adapter_maker, adapter_spec, merged
 from tests.dataplane.engines.torch.model.packing import FORMATS, quantized_pair
 from tests.dataplane.engines.torch.test_pooling import engine_of
-from tests.dataplane.engines.torch.tiny import ARCHITECTURES, VOCABULARY, greedy_tokens, save_tiny, spec_of
+from tests.dataplane.engines.torch.tiny import (
+    ARCHITECTURES,
+    VOCABULARY,
+    another_default,
+    greedy_tokens,
+    save_tiny,
+    spec_of,
+)
 
 MAX_TOKENS = 12
 Checkpoint = Callable[[str], Path]
@@ -371,3 +379,14 @@ def test_numbers_that_are_not_finite_are_refused(checkpoint: Checkpoint, tmp_pat
     save_file(factors, adapter / WEIGHTS_FILE)
     with pytest.raises(ModelLoadError, match="are not all finite numbers"):
         engine_of().load("a", adapter_spec("one", adapter, checkpoint("llama")))
+
+
+def test_factors_are_read_in_32_bits_whatever_another_thread_builds(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    adapter = build_tiny_adapter(tmp_path / "adapter", checkpoint("llama"))
+    with another_default(torch.bfloat16):
+        read = read_factors("one", read_adapter(adapter), torch.float32)
+    written = load_file(adapter / WEIGHTS_FILE)
+    assert read.layers
+    for layer, factors in read.layers.items():
+        (down,) = (factor for name, factor in written.items() if name.endswith(f"{layer}.lora_A.weight"))
+        assert torch.equal(factors.down, down)

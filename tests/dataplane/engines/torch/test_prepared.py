@@ -145,7 +145,7 @@ def test_nothing_is_prepared_at_the_cost_of_cached_prefixes(checkpoint: Checkpoi
     """They fill the memory: the block of the next step replaces one of them when it is needed, not before."""
     engine = decoding(checkpoint, sequences=1, prompt_tokens=2 * BLOCK_TOKENS - 2, kv_bytes=2**16, slab_bytes=2**14)
     (sequence,) = engine.requests
-    kv, full = sequence.kv, len(sequence.kv.blocks) * BLOCK_TOKENS
+    kv = sequence.kv
     while engine.kv.device_cache.free_blocks(kv.shape) or engine.arena.free_kv_slabs:
         other = SequenceKv(shape=kv.shape, model="other")
         engine.kv.track(other, list(range(VOCABULARY)), salt=str(engine.kv.device_cache.idle_blocks(kv.shape)))
@@ -153,9 +153,14 @@ def test_nothing_is_prepared_at_the_cost_of_cached_prefixes(checkpoint: Checkpoi
         engine.kv.computed(other, BLOCK_TOKENS)
         engine.kv.drop(other)
     engine.check()
-    assert engine.kv.reserve(kv, full)
-    assert not engine.kv.reserve(kv, full + 1)
-    assert engine.kv.grow(kv, full + 1)
+    idle, blocks = engine.kv.device_cache.idle_blocks(kv.shape), len(kv.blocks)
+    assert engine._steps._prepared is not None, "its token is the last one of a block"
+    engine.step()
+    assert engine._steps._prepared is None
+    assert (engine.kv.device_cache.idle_blocks(kv.shape), len(kv.blocks)) == (idle, blocks)
+    engine.step()
+    assert (engine.kv.device_cache.idle_blocks(kv.shape), len(kv.blocks)) == (idle - 1, blocks + 1)
+    engine.check()
     engine.close()
 
 

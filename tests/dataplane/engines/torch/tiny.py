@@ -1,6 +1,7 @@
 """Tiny random checkpoints of many architectures, and their tokens by transformers itself."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,14 @@ def adjusted_answer(folder: Path, request: EngineRequest) -> tuple[tuple[int, ..
 def _reference(folder: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
+
+
+@contextlib.contextmanager
+def another_default(dtype: torch.dtype) -> Iterator[None]:
+    """Another default dtype of torch, as while another thread builds a model: it is one for the whole process."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

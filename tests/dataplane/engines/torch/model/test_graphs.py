@@ -5,6 +5,7 @@ with.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from dataplane.engines.torch.settings import TorchEngineSettings
 from ops.local.tiny_adapters import build_tiny_adapter
 from tests.dataplane.engines.torch.drive import Gathered, drain, request
 from tests.dataplane.engines.torch.lora import adapter_spec
-from tests.dataplane.engines.torch.tiny import VOCABULARY, spec_of
+from tests.dataplane.engines.torch.tiny import VOCABULARY, another_default, spec_of
 
 Checkpoint = Callable[[str], Path]
 ONE_MODEL = 12 * 2**15
@@ -266,3 +267,12 @@ def test_a_model_that_is_forgotten_leaves_no_graph(checkpoint: Checkpoint, devic
     assert engine._graphs is not None
     assert list(engine._graphs._models) == [engine.models["model-1"].weights.skeleton]
     assert ask(engine, "1", 2) == without_graphs([checkpoint("llama"), checkpoint("gemma2")], "1", 2)
+
+
+def test_logits_are_numbers_of_32_bits_whatever_another_thread_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    skeleton: Any = SimpleNamespace(geometry=SimpleNamespace(context_tokens=8, vocabulary=4))
+    with another_default(torch.bfloat16):
+        made = DecodeGraphs(torch.device("cpu"), 2)._inputs(skeleton, torch.empty(1, 1, 1, 1, 4))
+    assert made.logits.dtype == torch.float32
