@@ -136,7 +136,8 @@ def main(
     total_s: Annotated[float, typer.Option(min=1, help="Limit of the whole run; on a GPU.")] = 580.0,
     as_json: AsJson = False,
 ) -> None:
-    """All that a GPU is needed for, section by section. Exit status 1 if one or a test failed.
+    """Most of what a GPU is needed for, section by section: not several GPUs for one model, remapping or swapping under
+    load, nor adapters. Exit status 1 if one or a test failed.
 
     \b
     Examples:
