@@ -130,7 +130,7 @@ def past_errors(session: Session, *, until_s: int) -> PeakErrors:
     for row in read_outcomes(session, since_s=until_s - ERRORS_S, until_s=until_s):
         error = peak_error(row.peak_q50, row.peak_upper, row.actual_peak, row.quantile)
         if error is not None:
-            errors[Endpoint(model=row.model, region=row.region)][row.origin_s] = error
+            errors[Endpoint(model=row.model, region=row.region)][row.origin_s // _HOUR_S] = error
     return errors
 
 

@@ -77,7 +77,7 @@ def _solve(grid: Grid, settings: PlacementSettings, should_stop: Callable[[], bo
     late = PlacementStatus.TIME_LIMIT in (solved.status, priced.status)
     cut_off = PlacementStatus.TIME_LIMIT if late else PlacementStatus.BOUNDED
     bound = max(solved.bound, priced.bound)
-    if answer and grid_cost(grid, _fitting(grid, answer, solved.solver)) <= grid_cost(grid, other):
+    if answer and not violations_of(grid, answer) and grid_cost(grid, answer) <= grid_cost(grid, other):
         return answer, replace(solved, bound=bound, status=_status(grid, settings, answer, bound, cut_off))
     message = f"{solved.message}; better by prices: {priced.message}"
     return other, replace(priced, bound=bound, message=message, status=_status(grid, settings, other, bound, cut_off))

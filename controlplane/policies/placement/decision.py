@@ -136,7 +136,7 @@ class Placement:
         solver: "highs" for the integer program, "prices" for the decomposition, "none" where there was
             nothing to solve or none answered.
         objective_per_hour: GPUs, starts, and prices of what is not served (cost.py). None if it failed.
-        bound_per_hour: no plan can be below this; None if the solver reports none.
+        bound_per_hour: no plan can be below this; None if it failed.
         gap: (objective - bound) / gpu_cost_per_hour, as a share of 1; None without a bound.
         gpu_cost_per_hour: price of the placed instances and pool GPUs alone.
         entries: every cell with instances before or after, ordered by endpoint and GPU type.

@@ -1,27 +1,30 @@
 """How far the errors of several endpoints' forecasts go together, from the hours in which they are all known.
 
 An error is what the peak of an hour was above the forecast's median, in standard deviations of that forecast, less the
-mean of its endpoint. Of one correlation r of all pairs, the moments say (Fisher's intraclass correlation), with the
-errors d of the n endpoints of an hour:
+mean of its endpoint. Of one correlation r of all pairs, the moments say, with the errors d of the endpoints of an hour
+and each endpoint's root mean square s:
 
-    r  =  sum over hours of ((sum of d)^2 - sum of d^2)  /  sum over hours of (n - 1) sum of d^2
+    r  =  sum over hours of ((sum of d)^2 - sum of d^2)  /  sum over hours of ((sum of s)^2 - sum of s^2)
 
 So r is the correlation under which the sum of the errors would have varied as it did, which is what a reserve is sized
-by. It is drawn to a setting, which counts as much as `SETTING_HOURS` hours, and lies between 0 and 1.
+by, whatever the endpoints' errors are each. With equal s it is Fisher's intraclass correlation. It is drawn to a
+setting, which counts as much as `SETTING_HOURS` hours, and lies between 0 and 1.
 
-Worked: two endpoints with the errors (1, 1), (-1, -1), (1, -1), (-1, 1) have the sums 2, -2, 0, 0, so that
-r = ((4 - 2) + (4 - 2) - 2 - 2) / (4 x 2) = 0. Without the last two hours r = 4 / 4 = 1.
+Worked: two endpoints with the errors (1, 1), (-1, -1), (1, -1), (-1, 1) have the sums 2, -2, 0, 0 and s = 1, so that
+r = ((4 - 2) + (4 - 2) - 2 - 2) / (4 x (4 - 2)) = 0. Without the last two hours r = 4 / 4 = 1, and so with the second
+endpoint's errors halved: ((2.25 - 1.25) x 2) / ((2.25 - 1.25) x 2).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import sqrt
 from statistics import NormalDist, fmean
 
 from controlplane.policies.facts import Endpoint
 
 PeakErrors = Mapping[Endpoint, Mapping[int, float]]
-"""By endpoint and the Unix time of the forecast: (peak - median) in standard deviations of the forecast."""
+"""By endpoint and hour of the forecast (Unix time / 3600): (peak - median) in standard deviations of the forecast."""
 
 NO_ERRORS: PeakErrors = {}
 
@@ -66,21 +69,28 @@ def estimate_correlation(groups: Iterable[Iterable[Endpoint]], errors: PeakError
     together = apart = 0.0
     hours: set[int] = set()
     for group in groups:
-        by_hour: defaultdict[int, list[float]] = defaultdict(list)
+        by_hour: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for endpoint in group:
-            for hour, error in _centred(errors.get(endpoint, {})).items():
-                by_hour[hour].append(error)
-        for hour, each in by_hour.items():
-            if len(each) > 1:
-                squares = sum(error**2 for error in each)
-                together += sum(each) ** 2 - squares
-                apart += (len(each) - 1) * squares
+            centred = _centred(errors.get(endpoint, {}))
+            usual = sqrt(fmean(error**2 for error in centred.values())) if centred else 0.0
+            for hour, error in centred.items():
+                by_hour[hour].append((error, usual))
+        for hour, known in by_hour.items():
+            if len(known) > 1:
+                together += _of_pairs(error for error, _ in known)
+                apart += _of_pairs(usual for _, usual in known)
                 hours.add(hour)
     if apart <= 0:
         return ErrorCorrelation(setting)
-    known = len(hours)
-    value = (SETTING_HOURS * setting + known * together / apart) / (SETTING_HOURS + known)
-    return ErrorCorrelation(min(1.0, max(0.0, value)), known)
+    count = len(hours)
+    value = (SETTING_HOURS * setting + count * together / apart) / (SETTING_HOURS + count)
+    return ErrorCorrelation(min(1.0, max(0.0, value)), count)
+
+
+def _of_pairs(values: Iterable[float]) -> float:
+    """The sum of products of all ordered pairs."""
+    each = list(values)
+    return sum(each) ** 2 - sum(value**2 for value in each)
 
 
 def _centred(errors: Mapping[int, float]) -> dict[int, float]:

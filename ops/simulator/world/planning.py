@@ -217,7 +217,9 @@ class Planner:
 
 
 def _errors_of(forecast: PeakForecast, settings: ForecastSettings) -> dict[int, float]:
-    """Errors by the time of the forecast: of the combination, or of the baseline where there was none, as chosen."""
+    """Errors by the hour of the forecast: of the combination, or of the baseline where there was none. Live plans know
+    those of the forecast that was chosen, which is another one in the hour after a shift, and of a new series.
+    """
     past = SeriesState.from_json(forecast.state).past
     errors = {}
     for name in (each for each in (LAST_HOUR_MAX, COMBINATION) if each in past.median):
@@ -225,7 +227,7 @@ def _errors_of(forecast: PeakForecast, settings: ForecastSettings) -> dict[int, 
         for origin_s, median, upper, actual in zip(*(column.tolist() for column in columns), strict=True):
             error = peak_error(median, upper, actual, settings.quantile)
             if error is not None and isfinite(error):
-                errors[int(origin_s)] = error
+                errors[int(origin_s // HOUR_S)] = error
     return errors
 
 

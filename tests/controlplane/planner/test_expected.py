@@ -97,7 +97,7 @@ def test_past_errors_are_those_of_hours_that_are_known(world: World) -> None:
         errors = past_errors(session, until_s=NOW_S)
     deviation = 500.0 / 1.2815516
     assert errors == {
-        EAST[0]: {NOW_S - back * hour_s: pytest.approx(200.0 / deviation) for back in (1, 2)},
+        EAST[0]: {NOW_S // hour_s - back: pytest.approx(200.0 / deviation) for back in (1, 2)},
     }, "not of an hour to come, of long ago, without a deviation, or whose peak is not known"
 
 

@@ -215,10 +215,13 @@ def test_an_answer_that_does_not_fit_keeps_the_present_placement(monkeypatch: py
 
 
 @pytest.mark.parametrize("ended", [PlacementStatus.BOUNDED, PlacementStatus.TIME_LIMIT, PlacementStatus.FAILED])
-def test_where_the_program_found_nothing_prices_answer(monkeypatch: pytest.MonkeyPatch, ended: PlacementStatus) -> None:
+@pytest.mark.parametrize("found", [None, Answer(counts={cell("a", "us-west"): 9})])
+def test_where_the_program_found_nothing_that_fits_prices_answer(
+    monkeypatch: pytest.MonkeyPatch, ended: PlacementStatus, found: Answer | None
+) -> None:
     facts = fleet(demand={WEST: (2300.0,), EAST: (1800.0,)}, limits={WEST: (0, 1)})
     exact = place(facts)
-    monkeypatch.setattr(choose, "solve_exactly", _answers(None, ended))
+    monkeypatch.setattr(choose, "solve_exactly", _answers(found, ended))
     placement = place(facts)
     assert placement.solver == "prices"
     assert placement.reason.startswith("HiGHS ended; better by prices: ")

@@ -46,6 +46,14 @@ def test_the_worked_example() -> None:
     assert estimate_correlation([[A, B]], alike, 0.2).value == pytest.approx(weighed(1.0, 2, 0.2))
 
 
+@pytest.mark.parametrize("size", [1.0, 0.5, 0.01, 0.0])
+def test_endpoints_whose_errors_are_small_do_not_count_as_independent(size: float) -> None:
+    alike = drawn(1.0, 200)
+    unequal = {at: {hour: (size if at in (C, D) else 1.0) * error for hour, error in alike[at].items()} for at in alike}
+    found = estimate_correlation([ends], unequal, 0.0)
+    assert found.value == pytest.approx(weighed(1.0, 200, 0.0))
+
+
 @pytest.mark.parametrize(
     "errors",
     [
