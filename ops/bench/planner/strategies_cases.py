@@ -100,7 +100,7 @@ def figures_of(
     served_s: float | None = None,
     load: float = 1.0,
 ) -> StrategyFigures:
-    """What a table says of a run. `tokens_per_s`: `load` times theta, by model, as the planner takes it. `served_s`: for
+    """What a table says of a run. `tokens_per_s`: `load` times theta by model, as the planner takes it. `served_s`: for
     how long requests came.
     """
     hours = result.totals.gpu_hours
