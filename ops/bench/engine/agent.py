@@ -9,11 +9,12 @@ for server-sent events as a gateway does; `lines` for JSON events.
 
 import asyncio
 import contextlib
+import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -42,6 +43,8 @@ PROMPT = (1, 2, 3)
 TEXT_FRAME = ('data: {"id":"c","object":"chat.completion.chunk","choices":[{"delta":{"content":', "}}]}\n\n")
 TEXT_MARK, LINE_MARK = b"data: ", b'"type":"token"'
 READY_MAX_S = 120.0
+HEARTBEATS_MAX_S = 30.0
+"""Within which two heartbeats come, of which there is one each second."""
 Wire = Literal["lines", "records"]
 
 
@@ -149,6 +152,37 @@ class NodeProcess:
     pid: int
     control: Control
 
+    def wait_for(self, happened: Callable[[], bool], lacking: str, limit_s: float) -> None:
+        """Wait until something has happened. `lacking`: what is said where it has not.
+
+        Raises:
+            RuntimeError: the agent ended, an instance failed, or it has not happened in time.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while not happened():
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                raise RuntimeError(f"the agent ended with status {status}")
+            if self.control.failed():
+                raise RuntimeError(f"an instance failed: {self.control.heartbeat}")
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"{lacking} within {limit_s:g} s: {self.control.heartbeat}")
+            time.sleep(0.1)
+
+    def fresh_heartbeat(self) -> Heartbeat:
+        """The second heartbeat from now on: the first may have been written before.
+
+        Raises:
+            RuntimeError: see `wait_for`.
+        """
+        wanted = len(self.control.received_s) + 2
+        self.wait_for(
+            lambda: len(self.control.received_s) >= wanted, "two more heartbeats did not come", HEARTBEATS_MAX_S
+        )
+        assert self.control.heartbeat is not None
+        return self.control.heartbeat
+
 
 @contextlib.contextmanager
 def node_process(
@@ -164,7 +198,7 @@ def node_process(
     here; `environment`: more variables. `log`: what it and its workers print.
 
     Raises:
-        RuntimeError: it ended, or its instances failed or were not ready in time.
+        RuntimeError: it ended, an instance failed, or they were not ready in time.
     """
     with control_plane(wanted) as control:
         port = free_port()
@@ -179,12 +213,9 @@ def node_process(
         command = [python, "-c", "from ops.cli.main import main; main()", "agent"]
         named = {f"TIDEPOOL_AGENT_{name}": value for name, value in given.items()} | dict(environment or {})
         with served_by(command, port, core=None, environment=named, log=log, start_max_s=ready_max_s) as pid:
-            deadline_s = time.monotonic() + ready_max_s
-            while not control.ready():
-                if control.failed() or time.monotonic() > deadline_s:
-                    raise RuntimeError(f"the instances are not ready within {ready_max_s:g} s: {control.heartbeat}")
-                time.sleep(0.1)
-            yield NodeProcess(port=port, pid=pid, control=control)
+            node = NodeProcess(port=port, pid=pid, control=control)
+            node.wait_for(control.ready, "the instances are not ready", ready_max_s)
+            yield node
 
 
 class Stream(asyncio.Protocol):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
 from typing import Annotated, Any
@@ -77,14 +78,16 @@ def _run(name: str, folder: Path, limit_s: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a section, so that it ends its servers, and kill what is left of its session."""
-    for number, patience_s in ((signal.SIGINT, INTERRUPTED_S), (signal.SIGKILL, None)):
-        if process.poll() is None:
-            os.killpg(process.pid, number)
-            try:
-                process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                continue
+    """Interrupt a section, so that it ends its servers, and kill what is left of its process group, also where the
+    section's own process has ended before.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(INTERRUPTED_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _tail(log: Path) -> list[str]:
@@ -133,7 +136,8 @@ def main(
     total_s: Annotated[float, typer.Option(min=1, help="Limit of the whole run; on a GPU.")] = 580.0,
     as_json: AsJson = False,
 ) -> None:
-    """All that a GPU is needed for, section by section. Exit status 1 if one or a test failed.
+    """Most of what a GPU is needed for, section by section: not several GPUs for one model, remapping or swapping under
+    load, nor adapters. Exit status 1 if one or a test failed.
 
     \b
     Examples:

@@ -43,7 +43,7 @@ def measure_node(
     """The streams of one model and of both, how often answers were repeated in the same tokens, switches, heartbeats.
 
     Raises:
-        RuntimeError: the agent or an instance did not start; the agent's log is in the folder.
+        RuntimeError: the agent or an instance did not start, or ended; the agent's log is in the folder.
         StreamError: a request failed, or a greedy answer changed.
     """
     for model in models:
@@ -68,13 +68,14 @@ def measure_node(
         rows = compare(
             arms, loads=loads, draws=draws, prompt_tokens=prompt_tokens, max_tokens=max_tokens, temperature=1.0
         )
-        beats_s, last = node.control.received_s, node.control.heartbeat
+        beats_s = list(node.control.received_s)
+        switches = node.fresh_heartbeat().switches_total
     gaps_s = [after - before for before, after in pairwise(beats_s)]
     return {
         "devices": devices_here(device),
         "streams": rows,
         "greedy_answers_repeated": repeated,
-        "switches": 0 if last is None else last.switches_total,
+        "switches": switches,
         "heartbeats": len(beats_s),
         "heartbeat_gap_longest_s": max(gaps_s, default=None),
     }

@@ -206,8 +206,8 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help=f"The folder with {ARRIVALS} and {WORKLOADS}; else the kept runs are taken.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many, from 0 on.")] = 3,
-    requests: Annotated[int, typer.Option(min=10, help="Requests of each run.")] = 200,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many, from 0 on; 3 if not given.")] = None,
+    requests: Annotated[int | None, typer.Option(min=10, help="Requests of each run; 200 if not given.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Keep the runs, and write the page of results.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -218,6 +218,8 @@ def main(
       python -m ops.bench.papers.remapping_loads --data ../data --seeds 3 --write
       python -m ops.bench.papers.remapping_loads --write
     """
+    if data is None and (seeds is not None or requests is not None):
+        raise typer.BadParameter("need --data: the kept runs have their own", param_hint="--seeds, --requests")
     try:
         for place in (GAPS, MEANS, COSTS) if write else ():
             place.split(PAGE)
@@ -226,7 +228,7 @@ def main(
     if data is None:
         found = json.loads(KEPT.read_text(encoding="utf-8"))
     else:
-        found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), requests, range(seeds))
+        found = runs(Recordings(azure=data / ARRIVALS, aegaeon=data / WORKLOADS), requests or 200, range(seeds or 3))
     rows = compared(found)
     if write:
         KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -148,7 +148,7 @@ def main(
 
     \b
     Example:
-      python -m ops.bench.planner.library --python /tmp/statsforecast/bin/python --data ../shared/data --json
+      python -m ops.bench.planner.library --python /tmp/statsforecast/bin/python --data DATA --json
     """
     kinds = chosen(kind, (*KINDS, *HELD_OUT_KINDS), "--kind")
     work = [] if data is None else recorded(data, held_out=False)
@@ -166,25 +166,26 @@ def main(
     if as_json:
         print_json([_record(row) for row in rows])
         return
-    columns: Columns = {
+    print_table("Weighted errors of the hourly peak", columns_of(rows), [_record(row) for row in rows])
+
+
+def columns_of(rows: Sequence[Compared]) -> Columns:
+    """Errors, and on how many of the hours each of the library's models is nearer than the champion."""
+    names = list(rows[0].library) if rows else []
+    return {
         "series": "series",
         "hours": "hours",
         "champion": lambda row: f"{row['error']:.1%}",
         "best alone": lambda row: f"{min(row['alone'].values()):.1%}",
-        **{name: _percent(name) for name in library_names(rows)},
+        **{name: _percent("library", name) for name in names},
+        **{f"{name} nearer": _percent("nearer", name) for name in names},
         "champion to library's best": lambda row: f"{row['to_library']:.2f}x",
         "best alone to it": lambda row: f"{row['single_to_library']:.2f}x",
     }
-    print_table("Weighted errors of the hourly peak", columns, [_record(row) for row in rows])
 
 
-def library_names(rows: Sequence[Compared]) -> list[str]:
-    """The names of the library's models."""
-    return list(rows[0].library) if rows else []
-
-
-def _percent(name: str) -> Any:
-    return lambda row: f"{row['library'][name]:.1%}"
+def _percent(figure: str, name: str) -> Any:
+    return lambda row: f"{row[figure][name]:.1%}"
 
 
 def _record(row: Compared) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from controlplane.policies.placement.error_correlation import (
     NO_ERRORS,
     PeakErrors,
     estimate_correlation,
-    peak_error,
 )
 from controlplane.policies.placement.pools import PoolLoad
 from controlplane.policies.placement.reserve import choose_reserve
@@ -29,12 +28,13 @@ from forecasts.selection.combination import COMBINATION
 from forecasts.selection.past import PastPeaks, SeriesState
 from forecasts.selection.select import forecast_peak
 from forecasts.settings import ForecastSettings
-from ops.bench.planner.strategies_cases import CASES, SCENARIO, case_scenario
+from ops.bench.planner.strategies_cases import CASES, SCENARIO, case_scenario, thetas_of
 from ops.bench.shared import chosen, work_folder
 from ops.client.screen import AsJson, Columns, print_json, print_table
 from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.scenario import Scenario, ScenarioError
 from ops.simulator.traffic.demand import Demand
+from ops.simulator.world.planning import errors_of
 
 LEARNT_HOURS = 48
 """Errors of so many hours are known before the first reserve is sized."""
@@ -64,11 +64,13 @@ class Hour:
 
 
 Hours = Mapping[Endpoint, Mapping[int, Hour]]
-"""By endpoint and the time of the forecast."""
+"""By endpoint and the hour of the forecast (Unix time / 3600)."""
 
 
-def forecast_hours(scenario: Scenario, seed: int) -> Hours:
-    """The forecasts of every full hour of a scenario's traffic but the last, as far as forecasts remember."""
+def forecast_hours(scenario: Scenario, seed: int) -> tuple[Hours, PeakErrors]:
+    """The forecasts of every full hour of a scenario's traffic but the last, as far as forecasts remember, and their
+    errors as the simulator's plans know them, which also has those of hours that had a baseline's forecast only.
+    """
     demand = Demand.of(traffic_of(scenario, seed))
     whole_s = (scenario.traffic.duration_s or 0.0) // 3600 * 3600
     origins = int(whole_s / 3600) - 5
@@ -77,46 +79,39 @@ def forecast_hours(scenario: Scenario, seed: int) -> Hours:
         forecasters=scenario.planning.forecasters,
         origins_max=min(origins, ForecastSettings().memory),
     )
-    found = {}
+    hours, errors = {}, {}
     for endpoint in demand.endpoints:
-        series = demand.series(endpoint, since_s=0.0, until_s=whole_s)
-        found[endpoint] = hours_of(SeriesState.from_json(forecast_peak(series, settings).state).past)
-    return found
+        forecast = forecast_peak(demand.series(endpoint, since_s=0.0, until_s=whole_s), settings)
+        hours[endpoint] = hours_of(SeriesState.from_json(forecast.state).past)
+        errors[endpoint] = errors_of(forecast, settings)
+    return hours, errors
 
 
 def hours_of(past: PastPeaks) -> dict[int, Hour]:
     """The hours in which the combination gave a forecast, and the peak is known."""
     columns = (past.origins_s, past.median[COMBINATION], past.upper[COMBINATION], past.actual)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return {int(at): Hour(median=m, upper=u, actual=y) for at, m, u, y in rows if not (isnan(m) or isnan(y))}
+    return {int(at_s // 3600): Hour(median=m, upper=u, actual=y) for at_s, m, u, y in rows if not isnan(m + y)}
 
 
-def errors_before(hours: Hours, until_s: int, quantile: float) -> PeakErrors:
-    """Those that are known at a time."""
-    found: dict[Endpoint, dict[int, float]] = {}
-    for endpoint, each in hours.items():
-        known = {
-            at: peak_error(hour.median, hour.upper, hour.actual, quantile)
-            for at, hour in each.items()
-            if at + 3600 <= until_s
-        }
-        found[endpoint] = {at: error for at, error in known.items() if error is not None}
-    return found
+def known_at(errors: PeakErrors, hour: int) -> PeakErrors:
+    """The errors that are known when an hour begins."""
+    return {endpoint: {at: error for at, error in each.items() if at < hour} for endpoint, each in errors.items()}
 
 
-def correlations(hours: Hours, quantile: float, setting: float) -> dict[str, str]:
+def correlations(errors: PeakErrors, setting: float) -> dict[str, str]:
     """What all hours say, by region and by model."""
-    errors = errors_before(hours, max(max(each) for each in hours.values()) + 3600, quantile)
-    groups = {endpoint.region: [one for one in hours if one.region == endpoint.region] for endpoint in hours}
-    groups |= {endpoint.model: [one for one in hours if one.model == endpoint.model] for endpoint in hours}
+    groups = {endpoint.region: [one for one in errors if one.region == endpoint.region] for endpoint in errors}
+    groups |= {endpoint.model: [one for one in errors if one.model == endpoint.model] for endpoint in errors}
     return {name: str(estimate_correlation([group], errors, setting)) for name, group in groups.items()}
 
 
-def sized(hours: Hours, theta: Mapping[str, float], settings: ReserveSettings, *, estimated: bool) -> dict[str, Any]:
+def sized(hours: Hours, errors: PeakErrors, theta: Mapping[str, float], settings: ReserveSettings) -> dict[str, Any]:
     """GPUs that are planned, own and reserve, and the shares of hours in which the reserves of regions did not take
-    epsilon of the demand beyond own instances, and in which all of them did not take all of it.
+    epsilon of the demand beyond own instances, and in which all of them did not take all of it. `errors`: those that
+    the correlation is estimated from; without any it is the one that is set.
     """
-    first = min(min(each) for each in hours.values()) + 3600 * LEARNT_HOURS
+    first = min(min(each) for each in hours.values()) + LEARNT_HOURS
     gpus, short_home, short = [], [], []
     for at in sorted({at for each in hours.values() for at in each if at >= first}):
         came = {endpoint: each[at] for endpoint, each in hours.items() if at in each}
@@ -125,7 +120,7 @@ def sized(hours: Hours, theta: Mapping[str, float], settings: ReserveSettings, *
             places={
                 RegionGpu(region=one.region, gpu_type=""): ReservePlace(slot_gpus=1, free_gpus=_GPUS) for one in came
             },
-            errors=errors_before(hours, at, settings.upper_quantile) if estimated else NO_ERRORS,
+            errors=known_at(errors, at),
         )
         reserve = choose_reserve(facts, 0.0, settings)
         own = {one.key.endpoint: one.instances for one in reserve.endpoints}
@@ -165,7 +160,9 @@ COLUMNS: Columns = {
 }
 
 
-def compared(hours: Hours, theta: Mapping[str, float], scenario: Scenario) -> Sequence[dict[str, Any]]:
+def compared(
+    hours: Hours, errors: PeakErrors, theta: Mapping[str, float], scenario: Scenario
+) -> Sequence[dict[str, Any]]:
     """A row for each quantile, with the correlation that is set and with the estimated one."""
     planning, rows = scenario.planning, []
     for quantile in QUANTILES:
@@ -177,10 +174,8 @@ def compared(hours: Hours, theta: Mapping[str, float], scenario: Scenario) -> Se
             fill=1.0,
             epsilon=planning.epsilon,
         )
-        for name, estimated in (("set", False), ("estimated", True)):
-            rows.append(
-                {"quantile": quantile, "correlation": name, **sized(hours, theta, settings, estimated=estimated)}
-            )
+        for name, known in (("set", NO_ERRORS), ("estimated", errors)):
+            rows.append({"quantile": quantile, "correlation": name, **sized(hours, known, theta, settings)})
     return rows
 
 
@@ -200,13 +195,12 @@ def main(
     try:
         with work_folder() as folder:
             scenario = case_scenario(CASES[name], "lt-d-reserve", data, folder, SCENARIO, ())
-            hours = forecast_hours(scenario, seed)
+            hours, errors = forecast_hours(scenario, seed)
+        theta = thetas_of(scenario)
     except (ScenarioError, ProfileError, DemandFileError) as error:
         raise typer.BadParameter(str(error)) from error
-    planning = scenario.planning
-    found = correlations(hours, planning.quantile, planning.reserve_correlation)
-    theta = {model.name: model.tokens_per_s for model in scenario.models if isinstance(model.tokens_per_s, float)}
-    rows = compared(hours, theta, scenario)
+    found = correlations(errors, scenario.planning.reserve_correlation)
+    rows = compared(hours, errors, theta, scenario)
     if as_json:
         print_json({"correlations": found, "reserves": rows})
         return

@@ -254,8 +254,7 @@ def simulated(
 
     outcome = simulate(scenario, seed=seed, report=report)
     cpu_s, least = time.process_time() - began_s, scenario.scaling.instances_min
-    thetas = {model: theta / load for model, theta in thetas_of(scenario).items()}
-    return outcome, figures_of(outcome.result, thetas, least, cpu_s, until_s - learn_s)
+    return outcome, figures_of(outcome.result, thetas_of(scenario), least, cpu_s, until_s - learn_s, load)
 
 
 def digest_of(scenario: Scenario) -> str:

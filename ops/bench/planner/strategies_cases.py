@@ -31,7 +31,7 @@ _HOUR = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Instance hours by what they were for; they add up to all of them.
+    """Instance hours by what they were for; they add up to all of them. Theta: as the planner takes it (LOADS).
 
     Attributes:
         demand: what interactive requests ask for at theta.
@@ -98,8 +98,11 @@ def figures_of(
     instances_min: int,
     cpu_s: float,
     served_s: float | None = None,
+    load: float = 1.0,
 ) -> StrategyFigures:
-    """What a table says of a run. `tokens_per_s`: theta, by model. `served_s`: for how long requests came."""
+    """What a table says of a run. `tokens_per_s`: `load` times theta by model, as the planner takes it. `served_s`: for
+    how long requests came.
+    """
     hours = result.totals.gpu_hours
     tiers = {row.tier: row for row in result.tiers}
     urgent = tiers.get("IW-F")
@@ -127,7 +130,7 @@ def figures_of(
         cpu_s=cpu_s,
         event_log_hash=result.event_log_hash,
         tail_hours=None if served_s is None else tail_hours(result.series, served_s),
-        work_hours=work_hours(result.rows, tokens_per_s),
+        work_hours=load * work_hours(result.rows, tokens_per_s),
     )
 
 
@@ -324,7 +327,7 @@ late there are long prompts, with any strategy.
 """
 
 LOADS: Mapping[str, float] = {"lt-d-reserve-busy": 1.15}
-"""Strategies that take an instance to serve so many times theta: fewer hours, and more that is late."""
+"""Strategies whose planner takes an instance to serve so many times theta: fewer hours, and more that is late."""
 
 
 def case_scenario(case: Case, variant: str, data: Path, folder: Path, scenario: Path, more: Sequence[str]) -> Scenario:

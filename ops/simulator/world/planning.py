@@ -198,7 +198,7 @@ class Planner:
         """Of past forecasts, as far as each forecast remembers them; none unless reserves are planned."""
         if not self._settings.reserve.enabled:
             return NO_ERRORS
-        return {endpoint: _errors_of(each, self._settings.forecast) for endpoint, each in self._forecasts.items()}
+        return {endpoint: errors_of(each, self._settings.forecast) for endpoint, each in self._forecasts.items()}
 
     def _paths(self, window_start_s: float, *, upper: bool = True) -> dict[Endpoint, tuple[float, ...]]:
         """Upper or median forecasts, or the true demand of the hour, by window."""
@@ -216,7 +216,7 @@ class Planner:
         return self._truth.series(endpoint, since_s=window_start_s, until_s=window_start_s + HOUR_S)
 
 
-def _errors_of(forecast: PeakForecast, settings: ForecastSettings) -> dict[int, float]:
+def errors_of(forecast: PeakForecast, settings: ForecastSettings) -> dict[int, float]:
     """Errors by the hour of the forecast: of the combination, or of the baseline where there was none. Live plans know
     those of the forecast that was chosen, which is another one in the hour after a shift, and of a new series.
     """

@@ -1,6 +1,8 @@
 """The GPU benchmark, whose parts run on a CPU as well, with tiny models."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,20 @@ def test_what_was_left_out_is_told_and_a_failed_test_is_a_failure() -> None:
     assert not gpu.failed([left, late, passed])
     assert gpu.failed([left, broken])
     assert gpu.failed([{"section": "node", "status": "failed", "why": "it ended"}])
+
+
+def test_servers_of_a_section_that_died_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The section is killed. Its server holds the pipe open, and would write into it after a while."""
+    os.mkfifo(tmp_path / "pipe")
+    section = tmp_path / "section"
+    section.write_text(f"#!/bin/sh\nexec > {tmp_path}/pipe\n(sleep 20; echo still there) &\nkill -KILL $$\n")
+    section.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(section))
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as pipe:
+        (result,) = gpu.run_sections(["tests"], plan(), tmp_path, total_s=10_000)
+        os.set_blocking(pipe.fileno(), True)
+        assert not pipe.read()
+    assert result["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -38,5 +38,5 @@ def test_a_node_answers_by_http_while_two_models_take_turns(tmp_path: Path) -> N
     )
     assert [row["arm"] for row in found["streams"]] == ["one model", "two models"]
     assert found["greedy_answers_repeated"] == 4
-    assert found["switches"] > 2
+    assert found["switches"] >= 10, "five before each half of the greedy answers, and some of the streams"
     assert found["heartbeats"] > 0

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import Typer
+from typer.testing import CliRunner
 
 from ops.bench.papers import remapping_loads
 from ops.bench.papers.remapping_load import Recordings
@@ -60,6 +62,15 @@ def test_the_page_shows_the_kept_runs() -> None:
     assert MEANS.split(PAGE)[1] == means_of(rows)
     assert COSTS.split(PAGE)[1] == costs_of(rows)
     assert len(rows) == 12 * len(STEPS)
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--requests"])
+def test_kept_runs_take_no_other_seeds_or_requests(option: str) -> None:
+    commands = Typer()
+    commands.command()(remapping_loads.main)
+    refused = CliRunner().invoke(commands, [option, "10"])
+    assert refused.exit_code == 2
+    assert "need --data" in refused.stderr
 
 
 def test_means_of_requests_are_told_for_each_kind_of_step() -> None:

@@ -53,6 +53,9 @@ def test_both_are_judged_on_the_same_hours(tmp_path: Path, monkeypatch: pytest.M
     assert found.error == pytest.approx(200 / (6 * 100 + 18 * 300))
     assert found.nearer == {"knows": pytest.approx(1 / 24), "nothing": 0.0}
     assert (found.best, found.failures["nothing"]) == ("knows", 2)
+    nearer = library.columns_of([found])["knows nearer"]
+    assert callable(nearer)
+    assert nearer({"nearer": found.nearer}) == "4.2%"
 
 
 def test_each_hour_is_forecast_from_the_hours_before_and_a_failure_is_the_last_peak() -> None:

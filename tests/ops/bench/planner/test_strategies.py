@@ -200,6 +200,7 @@ def test_a_planner_that_takes_instances_for_more_does_not_make_less_work_of_the_
     assert thetas_of(busy) == {name: pytest.approx(1.15 * theta) for name, theta in thetas_of(usual).items()}
     [busy_row, usual_row] = rows_of(data, "--strategy", "lt-d-reserve-busy", "--strategy", "lt-d-reserve-median")
     assert busy_row["work_hours"] == pytest.approx(usual_row["work_hours"])
+    assert 1.15 * busy_row["parts"]["demand"] == pytest.approx(usual_row["parts"]["demand"]), "as the plans take it"
 
 
 def test_rates_that_hang_on_the_gpu_type_are_refused(data: Path) -> None:
