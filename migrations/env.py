@@ -90,7 +90,8 @@ def run() -> None:
 
 class _LockTimeout:
     """Limits how long each statement of a transaction waits for a lock: all together for `_LOCKS_WITHIN_S` after the
-    first that may hold one, and later ones not at all.
+    first that may hold one, and later ones not at all. On a busy machine a server that ends idle transactions would end
+    a migration between two of its statements.
     """
 
     _until_s: float | None = None
@@ -104,7 +105,8 @@ class _LockTimeout:
         if self._until_s is None and not statement.startswith("SELECT"):
             self._until_s = time.monotonic() + _LOCKS_WITHIN_S
         left_s = _LOCKS_WITHIN_S if self._until_s is None else self._until_s - time.monotonic()
-        cursor.execute(f"SET LOCAL lock_timeout = {max(1, round(left_s * 1000))}")  # 0 would be no limit
+        milliseconds = max(1, round(left_s * 1000))  # 0 would be no limit
+        cursor.execute(f"SET LOCAL lock_timeout = {milliseconds}; SET LOCAL idle_in_transaction_session_timeout = 0")
 
 
 def _check_encoding(connection: Connection[Any], _record: object) -> None:

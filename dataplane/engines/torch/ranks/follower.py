@@ -335,16 +335,15 @@ def follow(connection: socket.socket, *, at_end: Callable[[], None]) -> None:
     stream = connection.makefile("rb")
 
     def listen() -> None:
-        try:
+        with suppress(ConnectionError), stream:
             while (command := read_command(stream)) is not None:
                 commands.put(command)
-        except ConnectionError:
-            pass
         commands.put(None)
         at_end()
 
     setup = read_command(stream)
     if setup is None:
+        stream.close()
         return
     assert isinstance(setup, Setup), f"the first command must set up: {setup}"
     connection.sendall(READY)
