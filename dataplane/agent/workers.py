@@ -155,7 +155,7 @@ class WorkerSupervisor:
         self._host_gone = False
         """Whether that host's follower is gone, and not only its ranks."""
         self.replaced = False
-        """Whether the process is ended so that one with another engine can start."""
+        """Whether the process is ended on purpose, so that one with another engine, or without its model, can start."""
         self._process_started_s = time.monotonic()
         self._totals_before = (0, 0.0, 0.0)
         """`switches_total`, `preemptions_total` and `load_s` of former processes."""
@@ -224,9 +224,7 @@ class WorkerSupervisor:
         if usable and self.engine not in usable:
             self.engine = usable[0]
             self.hosted.engine_changed()
-            if self._link is not None:
-                self.replaced = True
-                self._link.hang_up()
+            self._replace_process()
         self.hosted.follow(desired)
 
     def is_ready(self, instance_id: str) -> bool:
@@ -374,13 +372,13 @@ class WorkerSupervisor:
             self.hosts.launch(self._configure, model)
             self.send(command)
         elif isinstance(command, Unload):
-            self._end_process()
+            self.hosted.process_ends()
+            self._replace_process()
 
-    def _end_process(self) -> None:
-        """End the process on purpose; the next one starts at once."""
-        self.hosted.process_ends()
-        self.replaced = True
+    def _replace_process(self) -> None:
+        """End the process on purpose, if there is one; the next one starts at once."""
         if self._link is not None:
+            self.replaced = True
             self._link.hang_up()
 
     def _owes_report(self, engine: EngineKind) -> bool:
@@ -419,7 +417,8 @@ class WorkerSupervisor:
             case LoadFailed():
                 self.hosted.load_failed(report.instance_id, report.serial, report.error)
                 if self.hosts is not None:
-                    self._end_process()
+                    self.hosted.process_ends()
+                    self._replace_process()
             case Refused():
                 error = DataplaneError(report.message, param=report.param)
                 error.status, error.code = report.status, report.code

@@ -7,9 +7,9 @@ from dataplane.worker.frames import Configure
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a follower says twice a second. `host`: its number among those of the slot, the agent's being 0. `boot_id`:
-    of this run of the follower. `check`: the serial of the last CheckOrder, whose answer is `digest`, or `error`, or
-    neither yet. `launch`: the serial of the last LaunchOrder; `ended`: why its ranks run no more.
+    """A follower's report, sent twice a second. `host`: its number among those of the slot, the agent's being 0.
+    `boot_id`: of this run of the follower. `check`: the serial of the last CheckOrder, whose answer is `digest`, or
+    `error`, or neither yet. `launch`: the serial of the last LaunchOrder; `ended`: why its ranks run no more.
     """
 
     slot: int

@@ -224,11 +224,14 @@ def _errors_in(stream: IO[bytes], start: _Position) -> Positioned:
     """The lines of an error file behind `start`; what is before its byte is not read."""
     at = stream.seek(start.byte)
     for written in stream:
+        is_first = start.byte and at == start.byte  # a file that is broken elsewhere is not the cursor's fault
         at += len(written)
         try:
             line = msgspec.json.decode(written)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _no_cursor(str(start)) from error
+            if is_first:
+                raise _no_cursor(str(start)) from error
+            raise
         number = int(line["id"].rpartition("_")[2])
         if number > start.line:
             response = line["response"] or {}
