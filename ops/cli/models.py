@@ -42,6 +42,7 @@ from ops.client.screen import (
 )
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
+Rows = Sequence[Mapping[str, Any]]
 Rates = Annotated[
     list[str] | None,
     typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),

@@ -75,7 +75,7 @@ class Latency(Answer):
 
 
 @router.get("/latency-comparisons", summary="Compare latency with what profiles predict")
-def list_latencies(
+def list_latency_comparisons(
     session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
 ) -> PageOf[Latency]:
     """By model, region and GPU type, as of the last hourly run. Endpoints without requests are left out."""

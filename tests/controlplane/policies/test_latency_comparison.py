@@ -90,11 +90,11 @@ def test_windows_count_by_their_rates() -> None:
 
 def test_the_verdict_and_its_words() -> None:
     right = compare_latency(measured(), [200.0], WORKED, SETTINGS)
-    assert (right.differs, right.reason) == (
-        False,
+    assert not right.differs
+    assert right.reason == (
         "as the profile says: first tokens after 120.0 ms and by the profile after 118.8 ms (1.01 x), tokens after"
         " 25.0 ms and by the profile after 25.0 ms (1.00 x); 500 requests in batches of 2.0, prefills take 20% of the"
-        " time",
+        " time"
     )
     slow = compare_latency(measured(tbt_s=0.0376), [200.0], WORKED, SETTINGS)
     assert (slow.differs, slow.reason.split(":")[0]) == (True, "decode is slower than the profile says")
@@ -161,9 +161,7 @@ def _means(ended: list[Served]) -> MeasuredLatency:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("rate_per_s", [1.0, 5.0, 10.0])
-def test_a_right_profile_predicts_simulated_latency_and_wrong_ones_are_found(
-    rate_per_s: float, *, mixed: bool
-) -> None:
+def test_a_right_profile_predicts_simulated_latency_and_wrong_ones_are_found(rate_per_s: float, *, mixed: bool) -> None:
     """Up to batches of 50. Prompts that are prefilled beside the batch take the time that their objective leaves, so
     that a later first token does not say that prefills are slow.
     """
