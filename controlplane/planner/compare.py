@@ -3,19 +3,23 @@
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from controlplane.planner.correct import profiles_in_force
-from controlplane.policies.facts import EndpointGpu, ModelGpu
+from controlplane.policies.facts import EndpointGpu
 from controlplane.policies.latency_comparison import ComparisonSettings, compare_latency
 from controlplane.policies.profile_correction import WINDOW_S
 from controlplane.policies.step_correction import corrected_latency
 from controlplane.settings import Settings
-from controlplane.store.latency_comparisons import LatencyComparisonRow, comparisons, measure_latency, put_comparisons
+from controlplane.store.latency_comparisons import (
+    LatencyComparisonRow,
+    comparisons,
+    measure_latency,
+    put_comparisons,
+    stated_latencies,
+)
 from controlplane.store.profile_corrections import read_rates
 from controlplane.store.session import Database
-from controlplane.store.tables import Profile
 
 _SPAN_S = 3600
 _NAMED_MAX = 3
@@ -32,9 +36,7 @@ def compare(database: Database, settings: Settings, *, now_s: float) -> dict[End
         measured = measure_latency(session, since_s=since_s, first_token_max_s=first_token_max_s)
         rates = read_rates(session, since_s=int(since_s) // WINDOW_S * WINDOW_S)
         steps = profiles_in_force(session, settings).steps
-        latencies = {
-            ModelGpu(model=row.model, gpu_type=row.gpu_type): row.latency for row in session.scalars(select(Profile))
-        }
+        latencies = stated_latencies(session)
         compared = {}
         for key, each in measured.items():
             if key.pair not in latencies:

@@ -11,9 +11,9 @@ from sqlalchemy import CheckConstraint, Select, delete, func, insert, select, te
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from controlplane.policies.facts import EndpointGpu
+from controlplane.policies.facts import EndpointGpu, ModelGpu
 from controlplane.policies.latency_comparison import LatencyComparison, MeasuredLatency, TierLatency
-from controlplane.store.tables import Base, Json
+from controlplane.store.tables import Base, Json, Profile
 
 READ_MAX = 100_000
 """The newest requests that are read at most: about a second of work for Postgres, however many there were."""
@@ -59,7 +59,9 @@ _MEASURE = text(
         FROM request_log WHERE ended_at >= to_timestamp(:since_s) ORDER BY ended_at DESC LIMIT :read_max
     ), placed AS (
         SELECT instances.model, instances.region, instances.gpu_type, newest.*, p - c AS x, p * p - c * c AS y
-        FROM newest JOIN instances ON instances.id = newest.instance_id WHERE counts AND NOT instances.pooled
+        FROM newest JOIN instances ON instances.id = newest.instance_id
+            JOIN slots ON slots.node = instances.node AND slots.index = instances.slot
+        WHERE counts AND NOT instances.pooled AND slots.workers = 1
     )
     SELECT model, region, gpu_type, tier, count(*) AS requests, avg(ttft_s) AS ttft_s,
            sum(decode_s) FILTER (WHERE later > 0) / nullif(sum(later), 0) AS tbt_s, avg(decode_s) AS decode_s,
@@ -75,7 +77,8 @@ _NOT_MEANS = {"model", "region", "gpu_type", "tier", "ttft_quantiles_s"}
 def measure_latency(
     session: Session, *, since_s: float, first_token_max_s: float | None = None, read_max: int = READ_MAX
 ) -> dict[EndpointGpu, MeasuredLatency]:
-    """What the interactive requests that ended since the Unix time `since_s` had of instances with GPUs of their own.
+    """What the interactive requests that ended since the Unix time `since_s` had of instances with GPUs of their own,
+    on slots of one worker each: several workers of an instance have several queues, or decode elsewhere than prefill.
     `first_token_max_s`: those that waited longer are left out, for where not all others are logged.
     """
     asked = {"since_s": since_s, "first_token_max_s": first_token_max_s, "read_max": read_max}
@@ -89,6 +92,12 @@ def measure_latency(
         p50_s, p95_s = row["ttft_quantiles_s"]
         tiers[key][row["tier"]] = TierLatency(requests=row["requests"], ttft_p50_s=p50_s, ttft_p95_s=p95_s)
     return {key: MeasuredLatency(**means, tiers=tiers[key]) for key, means in whole.items()}
+
+
+def stated_latencies(session: Session) -> dict[ModelGpu, Json | None]:
+    """The step times of all profiles as they are stated; None: a profile has none."""
+    rows = session.execute(select(Profile.model, Profile.gpu_type, Profile.latency))
+    return {ModelGpu(model=model, gpu_type=gpu_type): latency for model, gpu_type, latency in rows}
 
 
 def put_comparisons(

@@ -20,7 +20,7 @@ from controlplane.store.latency_comparisons import LatencyComparisonRow, compari
 from controlplane.store.plans import get_plan, inputs_of
 from controlplane.store.profile_corrections import observe_loads, put_correction
 from controlplane.store.request_log import RequestRecord, write_requests
-from controlplane.store.tables import Instance, Profile
+from controlplane.store.tables import Instance, Profile, Slot
 from tests.controlplane.planner.pool_fleet import LATENCY
 from tests.controlplane.world import MODEL, World
 
@@ -110,11 +110,12 @@ def test_means_are_over_requests_and_tokens(world: World) -> None:
 
 
 def test_requests_whose_times_are_not_of_one_instance_are_left_out(world: World) -> None:
-    """Old, failed, moved, deferred or without tokens, of a shared slot, or of an instance that is not known."""
-    instance_id, pooled = world.serve("n1", URL), world.serve("n2", URL)
+    """Old, failed, moved, deferred or without tokens, of a shared slot or one of two workers, or of an instance that is not known."""
+    instance_id, pooled, split = (world.serve(name, URL) for name in ("n1", "n2", "n3"))
     with world.database.transaction() as session:
         instance = session.get_one(Instance, pooled)
         instance.pooled, instance.gpus = True, 0
+        session.get_one(Slot, ("n3", 0)).workers = 2
     write(
         world,
         ended(instance_id, ended_at=datetime.fromtimestamp(NOW_S - 3601, UTC)),
@@ -125,6 +126,7 @@ def test_requests_whose_times_are_not_of_one_instance_are_left_out(world: World)
         ended(instance_id, completion_tokens=0, first_token_s=None),
         ended(instance_id, prompt_tokens=0),
         ended(pooled),
+        ended(split),
         ended("gone"),
     )
     assert measure(world) == {}
