@@ -2,13 +2,14 @@
 there are none but `tidepool_ready`, `tidepool_server_away` and `tidepool_replica_age_seconds`, this gateway's own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controlplane.policies.readiness import Health, HealthStatus, LoopFacts
+from controlplane.store.latency_comparisons import LatencyComparisonRow
 from controlplane.store.system_facts import PlanningFacts, QueueFacts, SystemFacts
 
 _SERVERS = ("postgres", "replica", "redis")
@@ -36,6 +37,7 @@ class SystemMetrics(Collector):
         yield from self._loop_metrics()
         if self._facts is not None:
             yield from _fleet(self._facts)
+            yield from _latencies(self._facts.latencies)
             yield from _queue(self._facts.queue)
             yield from _planning(self._facts.planning)
 
@@ -63,6 +65,22 @@ def _fleet(facts: SystemFacts) -> Iterator[Metric]:
     yield _gauges("gpus", gpus, facts.gpus.items(), *of_gpu)
     yield _gauges("instances", "Instances that are not stopped.", facts.instances.items(), *of_instance)
     yield _gauges("unplaced_instances", "Instances that have no place.", facts.unplaced.items(), "model", "region")
+
+
+def _latencies(rows: Sequence[LatencyComparisonRow]) -> Iterator[Metric]:
+    at = ("model", "region", "gpu_type")
+    keyed = [((row.model, row.region, row.gpu_type), row) for row in rows]
+    measured = [((*key, name), value) for key, row in keyed
+                for name, value in (("ttft", row.ttft_s), ("tbt", row.tbt_s)) if value is not None]  # fmt: skip
+    predicted = [((*key, name), value) for key, row in keyed
+                 for name, value in (("ttft", row.predicted_ttft_s), ("tbt", row.predicted_tbt_s))
+                 if value is not None]  # fmt: skip
+    text = "Mean time of an hour's requests to the first token after a node had them (ttft), and between tokens (tbt)."
+    yield _gauges("latency_measured_seconds", text, measured, *at, "kind")
+    text = "The same times by the corrected profile, at the load there was."
+    yield _gauges("latency_predicted_seconds", text, predicted, *at, "kind")
+    text = "1 while the time between tokens is not what the corrected profile says."
+    yield _gauges("latency_differs", text, [(key, float(row.differs)) for key, row in keyed], *at)
 
 
 def _queue(facts: QueueFacts) -> Iterator[Metric]:

@@ -1,7 +1,9 @@
 """The rows of a plan from the solver's answer: its inputs, its changes, and whether an operator must approve it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from controlplane.planner import compare
 from controlplane.planner.correct import ProfilesInForce
 from controlplane.planner.expected import Expected
 from controlplane.policies.facts import PoolKey
@@ -19,6 +21,7 @@ from controlplane.policies.plan_approval import (
     choose_approval,
 )
 from controlplane.settings import Settings
+from controlplane.store.latency_comparisons import LatencyComparisonRow
 from controlplane.store.plans import Plan, PlanEntry, new_plan_id
 
 
@@ -41,13 +44,16 @@ class DraftOf:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The inputs of a plan, and what was planned. `index`: the fleet's index when the facts were read."""
+    """The inputs of a plan, and what was planned. `index`: the fleet's index when the facts were read; `latencies`:
+    comparisons whose times are not as the profiles say.
+    """
 
     index: int
     hour: HourPlan
     settings: PlacementSettings
     expected: Expected
     profiles: ProfilesInForce
+    latencies: Sequence[LatencyComparisonRow]
 
 
 def draft_of(problem: Problem, of: DraftOf, *, now_s: float, solve_time_s: float, settings: Settings) -> Draft:
@@ -71,12 +77,19 @@ def draft_of(problem: Problem, of: DraftOf, *, now_s: float, solve_time_s: float
         layouts=layouts_record(hour),
         reason=placement.reason
         if failed
-        else _reason(placement.reason, hour.pools.summary(), problem.profiles.summary(), hour.layouts.summary()),
+        else _reason(
+            placement.reason,
+            hour.pools.summary(),
+            problem.profiles.summary(),
+            compare.summary(problem.latencies),
+            hour.layouts.summary(),
+        ),
         inputs={
             "problem": to_document(hour.facts, problem.settings),
             "forecasts": problem.expected.record(),
             "pools": hour.pools.record() | {"reserve": _reserve_settings(settings)},
             "corrections": problem.profiles.record(),
+            "latencies": compare.record(problem.latencies),
             "layouts": _layout_inputs(hour, settings),
         },
         approval_reason=None if failed else _approval_reason(hour, now_s, settings),

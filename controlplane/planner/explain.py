@@ -65,6 +65,7 @@ def explanation_of(session: Session, plan_id: str) -> str:
             quantile=None if forecasts is None else forecasts["quantile"],
             series=() if forecasts is None else tuple(_series(each) for each in forecasts["series"]),
             corrections=tuple(_correction(each) for each in inputs.get("corrections", ())),
+            latencies=tuple(_latency(each) for each in inputs.get("latencies", ())),
             cells=cells,
             pools=_pools(plan),
             layouts=tuple(_layout(each) for each in plan.layouts),
@@ -104,6 +105,10 @@ def _series(each: Mapping[str, Any]) -> SeriesSummary:
 def _correction(each: Mapping[str, Any]) -> str:
     rate = f"{each['tokens_per_s']:,.0f} instead of {each['stated_tokens_per_s']:,.0f} tokens/s"
     return f"{each['model']} on {each['gpu_type']}: {rate}; {each['reason']}; {each['steps_reason']}"
+
+
+def _latency(each: Mapping[str, Any]) -> str:
+    return f"{each['model']} in {each['region']} on {each['gpu_type']}: {each['reason']}"
 
 
 def _pools(plan: Plan) -> tuple[PoolSummary, ...]:

@@ -5,6 +5,7 @@ import time
 import structlog
 
 from controlplane.errors import StaleIndexError
+from controlplane.planner.compare import differing
 from controlplane.planner.correct import profiles_in_force
 from controlplane.planner.draft import Draft, DraftOf, Problem, draft_of, failed_draft
 from controlplane.planner.expected import expected_demand, past_errors
@@ -109,7 +110,7 @@ def draft_plan(
     with database.one_moment() as session:
         index = fleet_index(session)
         fleet = read_to_plan(session, settings, now_s=now_s, window_start_s=of.window_start_s)
-        profiles = profiles_in_force(session, settings)
+        profiles, latencies = profiles_in_force(session, settings), differing(session)
         errors = past_errors(session, until_s=expected.origin_s) if settings.plan_reserve else NO_ERRORS
     chosen = hour_settings(settings)
     began_s = time.monotonic()
@@ -124,7 +125,14 @@ def draft_plan(
         should_stop=lambda: time.monotonic() > stop_s,
     )
     solve_time_s = time.monotonic() - began_s
-    problem = Problem(index=index, hour=hour, settings=chosen.placement, expected=expected, profiles=profiles)
+    problem = Problem(
+        index=index,
+        hour=hour,
+        settings=chosen.placement,
+        expected=expected,
+        profiles=profiles,
+        latencies=latencies,
+    )
     return draft_of(problem, of, now_s=now_s, solve_time_s=solve_time_s, settings=settings)
 
 

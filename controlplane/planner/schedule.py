@@ -13,6 +13,7 @@ from celery.schedules import crontab, schedule
 from kombu.exceptions import OperationalError
 
 from controlplane.errors import UnavailableError
+from controlplane.planner.compare import compare
 from controlplane.planner.correct import correct, observe
 from controlplane.planner.expire import expire, sweep
 from controlplane.planner.forecast import forecast_one, series_to_forecast
@@ -216,8 +217,11 @@ def run_correct() -> None:
     """Every hour, three minutes before its plan is made."""
     with noted(parts().database, Loop.CORRECT):
         changed = correct(parts().database, parts().live, parts().settings, now_s=_now_s())
+        differing = compare(parts().database, parts().settings, now_s=_now_s())
     for pair, reason in changed.items():
         log.info("profile corrected", model=pair.model, gpu_type=pair.gpu_type, reason=reason)
+    if differing:
+        log.warning("latency is not what profiles say", endpoints=len(differing), first=next(iter(differing.values())))
 
 
 @celery.task(name="plan")

@@ -75,7 +75,8 @@ class PoolSummary:
 @dataclass(frozen=True, kw_only=True)
 class PlanSummary:
     """All that an explanation contains. Times are Unix times; None: not known. `shortfalls`: what is not served,
-    `corrections`: profiles that count otherwise than stated, `layouts`: nodes that are regrouped, as text.
+    `corrections`: profiles that count otherwise than stated, `latencies`: endpoints that were slower or faster than
+    their profiles say, `layouts`: nodes that are regrouped, as text.
     """
 
     plan_id: str
@@ -102,6 +103,7 @@ class PlanSummary:
     day_before: ForecastRecord | None
     outcome: ForecastRecord | None
     corrections: tuple[str, ...] = ()
+    latencies: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
 
 
@@ -121,6 +123,7 @@ def explain_plan(plan: PlanSummary) -> str:
         ("", _head(plan)),
         ("What was expected", _expected(plan)),
         ("Profiles, corrected by what instances do", _listed(plan.corrections)),
+        ("Latency that is not what profiles say", _listed(plan.latencies)),
         ("What changes, and why", _changes(plan.cells)),
         ("What binds", _binds(plan.cells)),
         ("Pools", _pools(plan.pools)),

@@ -11,6 +11,7 @@ from controlplane.errors import ConflictError, InvalidValueError, NotFoundError
 from controlplane.policies.lifecycle import InstanceState, NodeState
 from controlplane.store.adapters import check_adapter, check_base, check_own_endpoint, check_with_base, tell_hosts
 from controlplane.store.alias_tables import Alias, AliasTarget
+from controlplane.store.latency_comparisons import drop_comparisons
 from controlplane.store.profile_corrections import drop_correction
 from controlplane.store.rows import Page, Row, matching, page, require
 from controlplane.store.tables import (
@@ -191,6 +192,7 @@ def put_profile(session: Session, profile: Profile) -> Profile:
     present = session.get(Profile, (profile.model, profile.gpu_type))
     if present is not None and (present.tokens_per_s, present.latency) != (profile.tokens_per_s, profile.latency):
         drop_correction(session, profile.model, profile.gpu_type)
+        drop_comparisons(session, profile.model, profile.gpu_type)
     return _put(session, profile)
 
 

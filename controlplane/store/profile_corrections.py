@@ -109,6 +109,15 @@ def read_windows(session: Session, *, since_s: int) -> Iterator[tuple[ModelGpu, 
         yield pair, [_sums(each).window(each.start_s) for each in windows]
 
 
+def read_rates(session: Session, *, since_s: int) -> dict[EndpointGpu, list[float]]:
+    """Input tokens/s of one instance in each window that began at the Unix time `since_s` or later."""
+    rates: dict[EndpointGpu, list[float]] = {}
+    for row in session.scalars(select(LoadWindowRow).where(LoadWindowRow.start_s >= since_s)):
+        key = EndpointGpu(model=row.model, region=row.region, gpu_type=row.gpu_type)
+        rates.setdefault(key, []).append(row.tokens_per_s / row.instances)
+    return rates
+
+
 def _sums(row: LoadWindowRow) -> LoadSums:
     return LoadSums(instances=row.instances, tokens_per_s=row.tokens_per_s, utilization=row.utilization, late=row.late)
 

@@ -62,7 +62,7 @@ def page(
     session: Session, query: Select[Row], *, after: str | int | None, limit: int, newest_first: bool = False
 ) -> Page[Row]:
     """The rows of `query` in the order of their primary key that follow the cursor `after`: a key, or the names of a
-    key of two with a bar between them.
+    longer key with bars between them.
 
     Raises:
         InvalidValueError: `after` is no such cursor.
@@ -139,7 +139,7 @@ def _start(cursor: str | int, columns: Sequence[Column[Any]]) -> Any:
     """The key that a cursor names, in the type of its columns."""
     if isinstance(cursor, int):
         return cursor
-    names = cursor.split("|", 1) if len(columns) > 1 else [cursor]
+    names = cursor.split("|", len(columns) - 1) if len(columns) > 1 else [cursor]
     is_number = isinstance(columns[0].type, Integer)
     known = len(names) == len(columns)
     if is_number:

@@ -1,7 +1,7 @@
 """What metrics say of the whole system: counts that are cheap to read at every scrape, whatever the fleet's size."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import false, func, select
@@ -14,6 +14,7 @@ from controlplane.store.batch_tables import Batch, QueuedRequest
 from controlplane.store.demand import read_scores
 from controlplane.store.endpoint_summary import count_instances, read_unplaced
 from controlplane.store.fleet import heard_of, node_state
+from controlplane.store.latency_comparisons import LatencyComparisonRow, comparisons
 from controlplane.store.plan_changes import cost_of
 from controlplane.store.plans import SCHEDULE, Plan, plan_in_force
 from controlplane.store.session import server_time_s
@@ -53,13 +54,14 @@ class PlanningFacts:
 @dataclass(frozen=True, kw_only=True)
 class SystemFacts:
     """The whole system at one moment. `nodes` by region and state, `gpus` by region, GPU type and state, `instances` by
-    model, region and state, `unplaced` instances by model and region.
+    model, region and state, `unplaced` instances by model and region, `latencies` as the last hour's run compared them.
     """
 
     nodes: Mapping[tuple[str, str], int]
     gpus: Mapping[tuple[str, str, str], int]
     instances: Mapping[tuple[str, str, str], int]
     unplaced: Mapping[tuple[str, str], int]
+    latencies: Sequence[LatencyComparisonRow]
     queue: QueueFacts
     planning: PlanningFacts
 
@@ -78,6 +80,7 @@ def read_system_facts(session: Session, *, alive_s: float, quantile: float) -> S
             for state, count in states.items()
         },
         unplaced=unplaced,
+        latencies=session.scalars(comparisons()).all(),
         queue=_queue(session),
         planning=_planning(session, quantile),
     )

@@ -1,6 +1,7 @@
 """`model`: checkpoints, their profiles on GPU types and their endpoints in regions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Annotated, Any, get_args
 from urllib.parse import urlencode
@@ -41,6 +42,7 @@ from ops.client.screen import (
 )
 from ops.local.checkpoints import CheckpointError, describe_checkpoint
 
+Rows = Sequence[Mapping[str, Any]]
 Rates = Annotated[
     list[str] | None,
     typer.Option(metavar="GPU=NUMBER", help="Input tokens/s of one instance on a GPU type. May be repeated."),
@@ -249,13 +251,14 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
         summaries = api.pages("/admin/model-summaries", base=name)["data"]
         profiles = [row for row in api.pages("/admin/profiles")["data"] if row["model"] == name]
         corrections = api.pages("/admin/profile-corrections", model=name)["data"]
+        latencies = api.pages("/admin/latency-comparisons", model=name)["data"]
         endpoints = [row for row in api.pages("/admin/endpoints")["data"] if row["model"] == name]
         instances = [row for row in api.pages("/admin/instances")["data"] if row["model"] == name]
         beside = api.pages("/admin/adapter-instances", model=name)["data"] if model.get("with_base") else []
     adapters = [row["name"] for row in summaries if row.get("base") == name]
     if as_json:
         answers = {"profiles": profiles, "corrections": corrections, "endpoints": endpoints, "instances": instances}
-        answers |= {"adapters": adapters, "adapter_instances": beside}
+        answers |= {"adapters": adapters, "adapter_instances": beside, "latencies": latencies}
         print_json({"model": model, **answers})
         return
     suggested = "as its chat template suggests"
@@ -274,6 +277,14 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     if model.get("with_base"):
         print_table(f"On instances of {model['base']}", ON_BASE, beside)
         return
+    _print_profiles(profiles, corrections, latencies)
+    print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
+    columns: Columns = {"node": "node", "slot": "slot", "state": "state", "engine": "engine"}
+    print_table("Instances", {**columns, "why": "engine_reason"}, instances)
+
+
+def _print_profiles(profiles: Rows, corrections: Rows, latencies: Rows) -> None:
+    """What is stated, what plans count instead, and how long requests took beside what that predicts."""
     rates: Columns = {
         "GPU": "gpu_type",
         "tokens/s": "tokens_per_s",
@@ -292,9 +303,18 @@ def show_model(context: typer.Context, name: str, as_json: AsJson = False) -> No
     }
     if corrections:
         print_table("Tokens/s, corrected by what instances do", corrected, corrections)
-    print_table("Endpoints", {"region": "region", "min": "instances_min", "max": "instances_max"}, endpoints)
-    columns: Columns = {"node": "node", "slot": "slot", "state": "state", "engine": "engine"}
-    print_table("Instances", {**columns, "why": "engine_reason"}, instances)
+    compared: Columns = {
+        "region": "region",
+        "GPU": "gpu_type",
+        "first tokens, p50 and p95": lambda row: "; ".join(starmap(_tier_text, row["tiers"].items())),
+        "beside the profile": "reason",
+    }
+    if latencies:
+        print_table("Latency of the last hour, beside what the profile predicts", compared, latencies)
+
+
+def _tier_text(tier: str, times: Mapping[str, Any]) -> str:
+    return f"{tier} {1000 * times['ttft_p50_s']:,.0f} and {1000 * times['ttft_p95_s']:,.0f} ms"
 
 
 @models.command("reset-profile")

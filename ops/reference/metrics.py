@@ -57,7 +57,7 @@ def system_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
     queue = QueueFacts(open={}, finished={}, running=0, batches={}, at_risk=0, late_s=0.0)
     record = ForecastRecord(hours=0, covered=0, error_sum=0.0, actual_sum=0.0)
     planning = PlanningFacts(plan=None, cost_per_hour=None, waiting=0, record=record, quantile=0.0)
-    facts = SystemFacts(nodes={}, gpus={}, instances={}, unplaced={}, queue=queue, planning=planning)
+    facts = SystemFacts(nodes={}, gpus={}, instances={}, unplaced={}, latencies=(), queue=queue, planning=planning)
     for family in SystemMetrics(
         choose_health(HealthFacts(replica_age_s=0.0, term=0, reported_term=0)), (), facts
     ).collect():

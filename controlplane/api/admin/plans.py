@@ -123,6 +123,7 @@ class Inputs(BaseModel):
         None, description="whether pools were planned and how, which models could not be pooled, and why"
     )
     corrections: Any = Field(None, description="profiles that count otherwise than stated, and why")
+    latencies: Any = Field(None, description="endpoints whose time between tokens is not what their profiles say")
     layouts: Any = Field(
         None,
         description="GPUs that are taken by the size of their slots, and slots that are missing; null: not planned",

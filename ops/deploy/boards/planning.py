@@ -105,6 +105,21 @@ PLANNING = Board(
                 page="forecasts",
             ),
         ),
+        "Profiles": (
+            Panel(
+                title="Time between tokens, beside its profile",
+                about="Measured in the last hour, as a multiple of what the corrected profile predicts. Away from 1 for"
+                " hours: measure the profile again; `tidepool model show` has both times.",
+                unit="none",
+                queries={
+                    "{{model}} in {{region}}": "topk(10, max by (model, region)"
+                    ' (tidepool_latency_measured_seconds{model=~"$model", region=~"$region", kind="tbt"}'
+                    " / tidepool_latency_predicted_seconds))"
+                },
+                page="models",
+                width=12,
+            ),
+        ),
         "Loops": (
             Panel(
                 title="Time since a loop's last success",

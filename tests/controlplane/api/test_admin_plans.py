@@ -85,7 +85,7 @@ def test_a_dry_run_shows_and_writes_nothing(ask: Ask, fleet: None) -> None:
     assert ask("GET", "/admin/plans")["data"] == []
     draft = ask("POST", "/admin/plans", json={})
     inputs = ask("GET", f"/admin/plans/{draft['plan']['id']}/inputs", role="viewer")
-    assert set(inputs) == {"problem", "forecasts", "pools", "corrections", "layouts"}
+    assert set(inputs) == {"problem", "forecasts", "pools", "corrections", "latencies", "layouts"}
     assert inputs["forecasts"]["series"] == []
     told = ask("GET", f"/admin/plans/{draft['plan']['id']}/explanation", role="viewer")["text"]
     assert "no endpoint had interactive demand" in told

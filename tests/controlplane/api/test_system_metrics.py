@@ -1,5 +1,6 @@
 """What a gateway's `/metrics` says of the whole system, from rows in Postgres; and with Postgres away."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,13 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 from sqlalchemy import delete, select, text
 
-from controlplane.policies.facts import Endpoint
+from controlplane.policies.facts import Endpoint, EndpointGpu
+from controlplane.policies.latency_comparison import LatencyComparison, PredictedLatency
 from controlplane.store.batch_tables import Batch, BatchCount
 from controlplane.store.demand import IW, DemandRow, put_demand, put_forecasts, score_forecasts
 from controlplane.store.endpoint_summary import note_outcome
+from controlplane.store.latency_comparisons import put_comparisons
 from controlplane.store.tables import Desired
 from ops.local.ports import free_port
 from tests.controlplane.api.gateway import Gateway, running_gateway
+from tests.controlplane.planner.test_compare import a_measurement
 from tests.controlplane.planner.test_expected import a_forecast
 from tests.controlplane.world import FakeAgent, World, until
 
@@ -69,6 +73,23 @@ def test_nodes_gpus_and_instances(world: World) -> None:
     assert value(series, "instances", model="tide", region="us-east", state="pending") == 3
     assert value(series, "unplaced_instances", model="tide", region="us-west") == 3
     assert value(series, "loop_late", loop="plan") == 0
+
+
+def test_latency_beside_what_the_profile_predicts(world: World) -> None:
+    """An infinite or unknown time is no sample."""
+    predicted = PredictedLatency(ttft_s=math.inf, tbt_s=0.02, batch=2.0, prefill_share=1.1)
+    comparison = LatencyComparison(predicted=predicted, differs=True, reason="decode is slower")
+    at = EndpointGpu(model="tide", region="us-east", gpu_type="H800")
+    with world.database.transaction() as session:
+        put_comparisons(session, {at: (a_measurement(), comparison)})
+    with running_gateway(world, FakeAgent()) as gateway:
+        series = scraped(gateway)
+    labels = {"model": "tide", "region": "us-east", "gpu_type": "H800"}
+    assert value(series, "latency_measured_seconds", **labels, kind="ttft") == 0.12
+    assert value(series, "latency_measured_seconds", **labels, kind="tbt") == 0.04
+    assert value(series, "latency_predicted_seconds", **labels, kind="tbt") == 0.02
+    assert value(series, "latency_predicted_seconds", **labels, kind="ttft") is None
+    assert value(series, "latency_differs", **labels) == 1
 
 
 def test_queue(world: World) -> None:

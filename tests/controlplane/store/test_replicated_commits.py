@@ -9,6 +9,13 @@ import controlplane
 LOCAL = {
     "api/nodes.py": {"touch_node", "note_reported", "observe", "desired_of"},
     "dispatcher/release.py": {"renew"},
+    "planner/compare.py": {
+        "measure_latency",
+        "profiles_in_force",
+        "put_comparisons",
+        "read_rates",
+        "stated_latencies",
+    },
     "planner/expected.py": {"make"},
     "planner/predict.py": {"read_progress", "read_speeds", "read_takers", "write_ends", "write_speeds"},
     "planner/runs.py": {"note_failure", "note_success"},

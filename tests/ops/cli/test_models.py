@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.policies.facts import ModelGpu
+from controlplane.policies.facts import EndpointGpu, ModelGpu
+from controlplane.policies.latency_comparison import LatencyComparison
 from controlplane.policies.profile_correction import Correction
 from controlplane.policies.step_correction import StepCorrection
+from controlplane.store.latency_comparisons import put_comparisons
 from controlplane.store.profile_corrections import put_correction
 from controlplane.store.session import Database
+from tests.controlplane.planner.test_compare import a_measurement
 from tests.dataplane.registry import Registry
 from tests.ops.cli.running import Run
 from tests.ops.local.test_checkpoints import write_checkpoint
@@ -71,6 +74,23 @@ def test_a_corrected_profile_is_shown_with_its_reason_and_reset(
     assert served("model", "reset-profile", "m", "H800").err == (
         "error: profile correction 'm in H800' is not registered (404)\n"
     )
+
+
+def test_latency_is_shown_beside_what_the_profile_predicts(served: Run, tmp_path: Path, database: Database) -> None:
+    served("gpu", "add", "H800", "--memory-gib", 80, "--cost-per-hour", 2.5)
+    assert (
+        served("model", "add", "m", "--path", write_checkpoint(tmp_path / "m"), "--tokens-per-s", "H800=1").status == 0
+    )
+    assert "beside what the profile predicts" not in served("model", "show", "m").out
+    comparison = LatencyComparison(predicted=None, differs=False, reason="the profile states no step times")
+    with database.transaction() as session:
+        at = EndpointGpu(model="m", region="us-east", gpu_type="H800")
+        put_comparisons(session, {at: (a_measurement(), comparison)})
+    shown = " ".join(served("model", "show", "m").out.split())
+    assert "beside what the profile predicts" in shown
+    assert "IW-F 100 and 300 ms" in shown
+    assert "the profile states no step times" in shown
+    assert served("model", "show", "m", "--json").json["latencies"][0]["tbt_s"] == 0.04
 
 
 def test_engine_rates_are_kept_with_the_profile(served: Run, tmp_path: Path) -> None:
