@@ -182,13 +182,13 @@ class SlotHosts:
         async with self._checking:
             check = self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
             try:
-                digest = await in_own_thread(lambda: checkpoint_digest(folder))
+                digest = await in_own_thread(lambda: checkpoint_digest(folder, lambda: self._check is check))
                 while not self._agreed(check, digest):
                     self._reported.clear()
                     await self._reported.wait()
                 self._digests[path] = digest
             finally:
-                self._check = None  # a follower that still has it fetched gives that up
+                self._check = None  # whoever still fetches or reads it gives that up
 
     def _agreed(self, check: CheckOrder, digest: str) -> bool:
         """Whether all hosts have answered, and have the digest."""

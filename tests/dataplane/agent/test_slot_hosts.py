@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     folder = write_checkpoint(tmp_path / "tide")
     asked = held(folder).model
     checking = asyncio.create_task(hosts.check(asked.path, folder))
-    check, digest = await next_check(hosts, None), checkpoint_digest(folder)
+    check, digest = await next_check(hosts, None), checkpoint_digest(folder, lambda: True)
     hosts.receive(report(check=check.serial, digest=digest), HERE)
     await checking
     hosts.launch(configure, asked)
@@ -167,7 +167,7 @@ async def test_hosts_with_another_checkpoint_are_named(tmp_path: Path) -> None:
 async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 
-    def digest_of(_: Path) -> str:
+    def digest_of(_folder: Path, _is_wanted: object) -> str:
         assert asked.wait(PATIENCE_S)
         return "f" * 64
 
@@ -178,6 +178,33 @@ async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.
     asked.set()
     hosts.receive(report(check=check.serial, digest="f" * 64), HERE)
     await checking
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_no_host_reads_a_checkpoint_on_that_is_wanted_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = {name: threading.Event() for name in ("agent", "follower")}
+    gave_up = {name: threading.Event() for name in reading}
+
+    def read_by(name: str) -> Callable[[Path, Callable[[], bool]], str]:
+        def read(_: Path, is_wanted: Callable[[], bool]) -> str:
+            reading[name].set()
+            while is_wanted():
+                time.sleep(0.01)
+            gave_up[name].set()
+            raise ModelLoadError("it is not wanted any longer")
+
+        return read
+
+    monkeypatch.setattr(slot_hosts, "checkpoint_digest", read_by("agent"))
+    monkeypatch.setattr(process, "checkpoint_digest", read_by("follower"))
+    async with spanning_node() as node, following(node):
+        node.agent.apply(desired(1, held(write_checkpoint(tmp_path / "tide"))))
+        await until(lambda: all(each.is_set() for each in reading.values()))
+        node.agent.apply(desired(2))
+        await until(lambda: all(each.is_set() for each in gave_up.values()))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +342,7 @@ async def test_a_host_that_comes_back_with_another_checkpoint_loads_nothing(
         async with following(node) as first:
             await node.hold(1, held(write_checkpoint(tmp_path / "tide")))
             await until(lambda: len(first.links) == 1)
-        monkeypatch.setattr(process, "checkpoint_digest", lambda _: "f" * 64)
+        monkeypatch.setattr(process, "checkpoint_digest", lambda *_: "f" * 64)
         async with following(node) as second:
             await node.until(lambda: node.states() == {"i1": "failed"})
             assert f"host 1 of slot 0 has another checkpoint at {tmp_path / 'tide'}" in error_of(node)
