@@ -140,7 +140,7 @@ class WorkerSupervisor:
             refusal=self._refusal,
             in_use=owner.in_use,
             on_change=owner.instance_changed,
-            check_hosts=None if self.hosts is None else self.hosts.check,
+            hosts=self.hosts,
         )
         self._alone = (index,) in settings.groups
         self._link: WorkerLink | None = None

@@ -84,6 +84,7 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     hosts = SlotHosts(3, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     assert not hosts.complete
     assert hosts.missing is None, "it may still begin to report"
+    assert hosts.waits_for("/tide") == "the followers of other hosts report: host 1"
     now_s[0] = 11.0
     assert hosts.missing == "host 1 of slot 3 is missing: its follower has not reported yet"
     assert hosts.receive(report(), HERE) == HostOrders()
@@ -97,8 +98,11 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     asked = held(folder).model
     checking = asyncio.create_task(hosts.check(asked.path, folder))
     check, digest = await next_check(hosts, None), checkpoint_digest(folder, lambda: True)
+    assert hosts.waits_for("another") is None
+    assert hosts.waits_for(asked.path) == "its checkpoint is fetched and read on all hosts: host 1 not done yet"
     hosts.receive(report(check=check.serial, digest=digest), HERE)
     await checking
+    assert hosts.waits_for(asked.path) is None
     hosts.launch(configure, asked)
     launch = hosts.receive(report(), HERE).launch
     assert launch is not None
@@ -203,6 +207,8 @@ async def test_no_host_reads_a_checkpoint_on_that_is_wanted_no_more(
     async with spanning_node() as node, following(node):
         node.agent.apply(desired(1, held(write_checkpoint(tmp_path / "tide"))))
         await until(lambda: all(each.is_set() for each in reading.values()))
+        (report_,) = node.agent.reports()
+        assert report_.waits_for == "its checkpoint is fetched and read on all hosts: host 1 not done yet"
         node.agent.apply(desired(2))
         await until(lambda: all(each.is_set() for each in gave_up.values()))
 
