@@ -64,6 +64,7 @@ def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
             gpus=sum(worker.gpus for worker in group),
             memory_bytes=sum(worker.memory_bytes for worker in group),
             workers=len(group),
+            hosts=max(worker.hosts for worker in group),
             weights_bytes=max(1, min(settings.weights_bytes(worker) for worker in group)),
         )
         for number, group in zip(settings.numbers, groups, strict=True)

@@ -221,6 +221,7 @@ class Agent:
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),
             leaving=self._leaving,
             pools=pool_reports(self.groups),
+            hosts=tuple(state for worker in self.workers for state in worker.host_states),
         )
 
     @property

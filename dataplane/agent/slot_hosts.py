@@ -18,6 +18,7 @@ from dataplane.checkpoints.local import in_own_thread
 from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.version import tidepool_version
 from dataplane.worker.frames import Configure
@@ -129,6 +130,20 @@ class SlotHosts:
             return None
         reading = [host.name for host in self._hosts if not self._has_digest(host, self._check)]
         return f"its checkpoint is fetched and read on all hosts: {', '.join(reading) or 'this one'} not done yet"
+
+    def states(self) -> tuple[HostState, ...]:
+        """Which of the other hosts are connected."""
+        return tuple(
+            HostState(
+                slot=self.slot,
+                host=host.number,
+                connected=host.report is not None and not self._is_silent(host),
+                hostname=None if host.report is None else host.report.hostname,
+                silent_s=None if host.report is None else round(self._now_s() - host.seen_s, 1),
+                refusal=host.refusal,
+            )
+            for host in self._hosts
+        )
 
     def begin(self) -> HostSpan:
         """A new launch, of the followers that report now, without a model yet."""

@@ -29,6 +29,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.engines.vllm.version import check_version
 from dataplane.memory.shared_events import event_file
 from dataplane.protocol.errors import DataplaneError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import DesiredInstance, EngineKind
 from dataplane.worker.frames import (
     Add,
@@ -184,6 +185,11 @@ class WorkerSupervisor:
     def load_s(self) -> float:
         """Seconds for which loads of other models paused requests, of all processes so far."""
         return self._totals_before[2] + self.stats.extra.get("load_s", 0.0)
+
+    @property
+    def host_states(self) -> tuple[HostState, ...]:
+        """Of the other hosts of its GPUs."""
+        return () if self.hosts is None else self.hosts.states()
 
     @property
     def load(self) -> float:

@@ -74,6 +74,7 @@ class Follower:
         self._report = HostReport(
             slot=slot,
             host=rank,
+            hostname=socket.gethostname(),
             boot_id=uuid.uuid4().hex,
             version=tidepool_version(),
             engine_version=installed_version(),

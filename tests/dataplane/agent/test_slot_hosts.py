@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from dataplane.agent import slot_hosts, workers
+from dataplane.agent.heartbeats import join_message
 from dataplane.agent.host_settings import HostSettings
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.slot_hosts import SlotHosts
@@ -30,6 +31,7 @@ from dataplane.engines.vllm.version import TESTED
 from dataplane.follower import process
 from dataplane.follower.process import Follower
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import DesiredInstance
 from dataplane.protocol.version import tidepool_version
 from dataplane.worker.frames import LENGTH, Configure
@@ -59,8 +61,8 @@ def _vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(boot_id: str = "boot", **changes: Any) -> HostReport:
-    values = {"slot": 0, "host": 1, "boot_id": boot_id, "version": tidepool_version(), "engine_version": TESTED[0]}
-    return HostReport(**(values | changes))
+    values = {"slot": 0, "host": 1, "hostname": "second", "boot_id": boot_id, "version": tidepool_version()}
+    return HostReport(**(values | {"engine_version": TESTED[0]} | changes))
 
 
 def write_checkpoint(folder: Path, content: bytes = b"\x00\x00\x80\x3f") -> Path:
@@ -138,9 +140,30 @@ def test_followers_of_no_host_or_of_other_versions_are_refused() -> None:
     now_s[0] = 11.0
     assert hosts.missing is not None
     assert re.search(r"its follower was refused: host 1 of slot 0 has Tidepool .* and vLLM 0\.1; the", hosts.missing)
+    (refused,) = hosts.states()
+    assert (refused.connected, refused.hostname, refused.silent_s) == (False, None, None)
+    assert "and vLLM 0.1; the agent has" in (refused.refusal or "")
     hosts.receive(report(), HERE)
+    there = HostState(slot=0, host=1, connected=True, hostname="second", silent_s=0.0)
+    assert hosts.states() == (there,)
     now_s[0] += 11.0
     assert hosts.missing == "host 1 of slot 0 is missing: its follower has not reported for 11 s"
+    assert hosts.states() == (msgspec.structs.replace(there, connected=False, silent_s=11.0),)
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_operators_and_the_control_plane_see_the_hosts_of_a_slot() -> None:
+    async with spanning_node() as node:
+        (slot,) = join_message(node.agent, "http://n").slots
+        assert (slot.gpus, slot.hosts, slot.memory_bytes) == (2, 2, 2**21), "of all hosts together"
+        for connected in (False, True):
+            if connected:
+                await node.client.post("/hosts", content=msgspec.json.encode(report()))
+            state = (await node.client.get("/state")).json()
+            ((shown,),) = (slot["hosts"] for slot in state["slots"])
+            assert state["heartbeat"]["hosts"] == [shown]
+            assert (shown["slot"], shown["host"], shown["connected"]) == (0, 1, connected)
 
 
 async def next_check(hosts: SlotHosts, before: CheckOrder | None) -> CheckOrder:
