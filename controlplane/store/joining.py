@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, func, select
+from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.declarations import name_fault
@@ -36,7 +36,8 @@ def join_node(session: Session, join: Join) -> Joined:
     Raises:
         InvalidValueError: no new node may have its name.
         NotFoundError: the region or GPU type is not registered.
-        ConflictError: the node has live instances, and joins from another region or with other GPUs.
+        ConflictError: the node has live instances, and joins from another region or with other GPUs; or its GPU type
+            has slots of several hosts and others.
     """
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
@@ -53,6 +54,7 @@ def join_node(session: Session, join: Join) -> Joined:
         present.version, present.engine_version = join.version, join.engine_version
         return Joined(node=present)
     bump_index(session)
+    _check_hosts(session, join, slots)
     lost: tuple[str, ...] = ()
     if present is not None:
         lost = _give_up(session, present, join, slots)
@@ -85,6 +87,23 @@ def _slots_of(session: Session, present: Node | None, join: Join) -> list[Slot]:
         return offered
     layout = present_layout(session, join.node)
     return slots_like(offered[0], layout) if sum(layout) == sum(slot.gpus for slot in offered) else offered
+
+
+def _check_hosts(session: Session, join: Join, slots: Sequence[Slot]) -> None:
+    """Let slots of several hosts have a GPU type of their own, all of one size: a plan counts the GPUs of a type, and
+    a model takes all of such a slot.
+    """
+    kinds = {slot.gpus if slot.hosts > 1 else 0 for slot in slots}
+    kind = case((Slot.hosts > 1, Slot.gpus), else_=0)
+    others = select(Slot.node).join(Node, Node.name == Slot.node)
+    others = others.where(Node.gpu_type == join.gpu_type, Node.name != join.node, kind.not_in(kinds))
+    other = join.node if len(kinds) > 1 else session.scalar(others.limit(1))
+    if kinds and other is not None:
+        raise ConflictError(
+            "slots of several hosts need a GPU type of their own, on which all have as many GPUs:"
+            f" '{join.gpu_type}' has other slots on node '{other}'",
+            param="gpu_type",
+        )
 
 
 def _give_up(session: Session, present: Node, join: Join, slots: Sequence[Slot]) -> tuple[str, ...]:
