@@ -201,10 +201,13 @@ class ControlLink:
                 await self._pause(started_s)
 
     async def _heartbeat(self, client: httpx.AsyncClient) -> None:
+        closing = self._agent.closing
         response = await client.post("/node/heartbeat", content=msgspec.json.encode(self._agent.heartbeat()))
         if response.status_code == httpx.codes.NOT_FOUND:
             raise UnknownNodeError
         self._check(response)
+        if closing:
+            self._agent.said_closing.set()
         try:
             self._agent.apply(_desired_decoder.decode(response.content))
         except StaleGenerationError as error:

@@ -80,6 +80,8 @@ class Agent:
         self.settings = settings
         self.boot_id = boot_id
         self.changed = asyncio.Event()
+        self.said_closing = asyncio.Event()
+        """Whether the control plane has heard that the node takes no requests any more."""
         self.registry = CollectorRegistry()
         self._measures = RequestMeasures(self.registry)
         self.generation = 0
@@ -185,6 +187,11 @@ class Agent:
     def forget_generation(self) -> None:
         """Accept any generation next: the control plane does not know this node and counts from the start again."""
         self.generation = 0
+
+    @property
+    def closing(self) -> bool:
+        """Whether heartbeats say that no instance takes requests any more."""
+        return self._closing
 
     def reports(self) -> tuple[InstanceReport, ...]:
         misplaced = [
