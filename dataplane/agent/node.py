@@ -188,6 +188,10 @@ class Agent:
         """Accept any generation next: the control plane does not know this node and counts from the start again."""
         self.generation = 0
 
+    def drop_measures(self) -> None:
+        """Drop the counters of models that are not here any more, when they have been read."""
+        self._measures.drop({instance.model.name for instance in self._desired.values()})
+
     @property
     def closing(self) -> bool:
         """Whether heartbeats say that no instance takes requests any more."""
