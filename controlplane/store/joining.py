@@ -50,15 +50,22 @@ def join_node(session: Session, join: Join) -> Joined:
     names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
     offered = {name: getattr(join, name) for name in names}
     if present is not None and _is_as_before(session, present, offered, slots):
-        present.last_seen_at, present.leaving = func.now(), False
         present.version, present.engine_version = join.version, join.engine_version
-        return Joined(node=present)
+        joined = Joined(node=present)
+    else:
+        joined = _changed(session, present, join, offered, slots)
+    if present is not None:
+        present.last_seen_at, present.leaving = func.now(), False
+    return joined
+
+
+def _changed(
+    session: Session, present: Node | None, join: Join, offered: Mapping[str, Any], slots: Sequence[Slot]
+) -> Joined:
+    """A node that is new, or another one than before."""
     bump_index(session)
     _check_hosts(session, join, slots)
-    lost: tuple[str, ...] = ()
-    if present is not None:
-        lost = _give_up(session, present, join, slots)
-        present.last_seen_at, present.leaving = func.now(), False
+    lost = () if present is None else _give_up(session, present, join, slots)
     node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
     if node.layout is not None and not (join.regroups and sum(node.layout) == sum(slot.gpus for slot in slots)):
