@@ -73,7 +73,7 @@ def test_the_hosts_of_a_slot_are_shown(fleet: Run, database: Database, settings:
     assert [host["connected"] for host in listed["other_hosts"]] == [True, False]
     shown = fleet("node", "show", "n-1").out
     assert "6 GPUs of 3 hosts with 1 GiB" in shown
-    assert re.search(r"0\s+1\s+second\s+yes\s+0\.2", shown), shown
+    assert re.search(r"second\W+yes\W+0\.2", shown), shown
     assert "it has Tidepool 0.1" in shown
 
 
