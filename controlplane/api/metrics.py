@@ -46,7 +46,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._series: dict[tuple[object, tuple[str, ...]], Counter | Histogram] = {}
+        self._series: dict[tuple[Counter | Histogram, tuple[str, ...]], Counter | Histogram] = {}
+        """By family and labels, of which the first is the model."""
         self._expected: set[str] = set()
         own = ("model", "tier")
         self.requests = self._counter("requests", "Requests by how they ended.", *own, "region", "outcome")
@@ -80,13 +81,13 @@ class Metrics:
         self._limit_refused_tokens = self._counter(
             "limit_refused_input_tokens",
             "Input tokens, as demand estimates them, of requests refused by a tenant's limit; they are not in demand.",
-            "limit",
             "model",
+            "limit",
         )
         self.limits_local = self._gauge("limits_local", "1 while limits are counted in this process alone.")
         self.budget_refusals = self._counter("budget_refusals", "Requests refused by a tenant's budget of tokens.")
         self.alias_requests = self._counter(
-            "alias_requests", "Requests that asked for an alias, by the model that they got.", "alias", "model"
+            "alias_requests", "Requests that asked for an alias, by the model that they got.", "model", "alias"
         )
         self.limit_shares = self._gauge("limit_shares", "Shares of tenants' limits that the region has.")
         self.limit_share_failures = self._counter(
@@ -114,7 +115,6 @@ class Metrics:
         self._instance_cached = self._counter(
             "instance_cached_input_tokens", "Prompt tokens that an instance had cached.", *by_instance
         )
-        self._counted: set[tuple[str, str]] = set()  # model and instance of every prompt
 
     def series(self, family: Family, *labels: str) -> Family:
         """The series of a family with these labels. It is kept, since the library's own way to find it takes a lock."""
@@ -125,16 +125,14 @@ class Metrics:
 
     def expect(self, models: Iterable[str]) -> None:
         """Begin the counters of models that alerts read, at 0: the event that a series begins with is in no rate and no
-        increase. Those of models that were expected before and are not now are dropped.
+        increase. All series of other models are dropped: adapters of a training run would leave some behind each.
         """
         now = set(models)
         for model in now - self._expected:
             for family, labels in self._read_by_alerts(model):
                 self.series(family, *labels)
-        for model in self._expected - now:
-            for family, labels in self._read_by_alerts(model):
-                self._drop(family, labels)
         self._expected = now
+        self._drop(key for key in self._series if key[1][0] not in now)
 
     def _read_by_alerts(self, model: str) -> Iterator[tuple[Counter, tuple[str, ...]]]:
         """Families and labels of a model's series that alerts read; none is of deferred requests."""
@@ -142,9 +140,10 @@ class Metrics:
             yield from ((self.refusals, (model, tier, reason)) for reason in _refusal_reasons())
             yield from ((self.slo_requests, (model, tier, met)) for met in ("true", "false"))
 
-    def _drop(self, family: Counter, labels: tuple[str, ...]) -> None:
-        family.remove(*labels)
-        self._series.pop((family, labels), None)
+    def _drop(self, keys: Iterable[tuple[Counter | Histogram, tuple[str, ...]]]) -> None:
+        for family, labels in list(keys):
+            family.remove(*labels)
+            del self._series[family, labels]
 
     def note_stage(self, stage: Stage, seconds: float) -> None:
         self._stages[stage].observe(seconds)
@@ -156,20 +155,17 @@ class Metrics:
         """Count a request that a limit refused. `model`: None of uploads and new batches, which have no tokens."""
         self._limit_refusals.labels(limit.value).inc()
         if model is not None:
-            self._limit_refused_tokens.labels(limit.value, model).inc(input_tokens)
+            self.series(self._limit_refused_tokens, model, limit.value).inc(input_tokens)
 
     def note_prompt(self, model: str, instance: str, end: Finished) -> None:
         """Count the prompt of an answer for its instance."""
         self.series(self._instance_input, model, instance).inc(end.prompt_tokens)
         self.series(self._instance_cached, model, instance).inc(end.cached_tokens)
-        self._counted.add((model, instance))
 
     def keep_instances(self, present: Container[str]) -> None:
         """Drop the counts of instances that are gone."""
-        for labels in [labels for labels in self._counted if labels[1] not in present]:
-            for family in (self._instance_input, self._instance_cached):
-                self._drop(family, labels)
-            self._counted.remove(labels)
+        families = {self._instance_input, self._instance_cached}
+        self._drop(key for key in self._series if key[0] in families and key[1][1] not in present)
 
     def watch_flex(self, waiting: Callable[[], int]) -> None:
         """Read the number of waiting flex requests from `waiting` at every scrape."""

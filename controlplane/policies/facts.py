@@ -78,7 +78,8 @@ class EndpointGpu(Struct, frozen=True, kw_only=True, order=True):
 @dataclass(frozen=True, kw_only=True)
 class NodeSlot:
     """A slot of a node: its GPUs, the worker processes that share them, and each worker's memory for weights. A worker
-    holds a model; a request runs on any of them. `going`: its GPUs will be regrouped once it is empty.
+    holds a model; a request runs on any of them. `going`: its GPUs will be regrouped once it is empty. `hosts`: that
+    the GPUs are of; a model takes all GPUs of a slot of several, which is neither pooled nor regrouped.
     """
 
     gpus: int
@@ -86,6 +87,7 @@ class NodeSlot:
     workers: int = 1
     weights: WeightsMemory = UNKNOWN_MEMORY
     going: bool = False
+    hosts: int = 1
 
     @property
     def worker_gpus(self) -> int:

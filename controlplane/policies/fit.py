@@ -111,6 +111,26 @@ def why_too_small(model: str, gpus: int, sizes: Collection[int], place: str) -> 
     return f"{model} takes {gpus} GPUs together, the largest slot of {place} has {max(sizes)}"
 
 
+def why_not_over_hosts(model: str, gpus: int, size: ModelSize | None, sizes: Collection[int], place: str) -> str | None:
+    """Why a model runs on no slot of a place whose slots are of several hosts; None: it does, or there are none.
+
+    Args:
+        model: its name.
+        gpus: of an instance of it.
+        size: its weights; None: not known.
+        sizes: GPUs of the slots of several hosts there.
+        place: in words, as "H800x2 in us-east".
+    """
+    if not sizes:
+        return None
+    if size is not None and size.adapter is not None:
+        return f"{model} is a LoRA adapter, the slots of {place} are of several hosts, which serve none"
+    if gpus in sizes:
+        return None
+    whole = " or ".join(str(each) for each in sorted(sizes))
+    return f"{model} takes {gpus} GPUs, the slots of {place} are of several hosts: a model takes all {whole} of one"
+
+
 def _lack(size: ModelSize, memory: WeightsMemory) -> int:
     return (needed_bytes(size, memory) or 0) - (memory.weights_bytes or 0)
 

@@ -26,7 +26,7 @@ from controlplane.policies.facts import (
     PoolKey,
     RegionGpu,
 )
-from controlplane.policies.fit import ModelSize, WeightsMemory, why_too_small, why_unfit
+from controlplane.policies.fit import ModelSize, WeightsMemory, why_not_over_hosts, why_too_small, why_unfit
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.poolable import PoolableFacts, PoolProfile
 from controlplane.policies.routing import is_usable, predicted_wait_s, utilization_of
@@ -138,6 +138,7 @@ class FleetSnapshot:
                 workers=slot.workers,
                 weights=slot.weights,
                 regroups=node.regroups,
+                hosts=slot.hosts,
             )
             for node in self.nodes
             for slot in node.slots
@@ -377,10 +378,18 @@ def poolable_facts(snapshot: FleetSnapshot, demand: Demand, *, stale_s: float) -
         sizes=snapshot.sizes,
         endpoints=frozenset(endpoint for endpoint, (_, most) in snapshot.limits.items() if most),
         demand=demand,
-        nodes=snapshot.serving_nodes(stale_s),
+        nodes=tuple(_of_one_host(snapshot.serving_nodes(stale_s))),
         present=present,
         pooled=frozenset(each.key for each in pooled),
     )
+
+
+def _of_one_host(nodes: Iterable[NodeFacts]) -> Iterable[NodeFacts]:
+    """The nodes without their slots of several hosts."""
+    for node in nodes:
+        slots = tuple(slot for slot in node.slots if slot.hosts == 1)
+        if slots:
+            yield node if len(slots) == len(node.slots) else replace(node, slots=slots)
 
 
 def placement_facts(
@@ -417,8 +426,10 @@ def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
     and why.
     """
     slots: dict[RegionGpu, set[tuple[int, WeightsMemory]]] = defaultdict(set)
+    spanning: dict[RegionGpu, set[int]] = defaultdict(set)
     for node in snapshot.nodes:
         slots[node.place] |= {(slot.worker_gpus, slot.weights) for slot in node.possible_slots}
+        spanning[node.place] |= {slot.gpus for slot in node.slots if slot.hosts > 1}
     unfit = {}
     for pair, gpus in snapshot.gpus.items():
         for at, found in slots.items():
@@ -426,9 +437,9 @@ def _unfit(snapshot: FleetSnapshot) -> dict[EndpointGpu, str]:
                 continue
             memories = {(at.gpu_type, weights) for _, weights in found}
             reason = why_unfit(pair.model, snapshot.sizes[pair.model], memories, at.region)
-            reason = reason or why_too_small(
-                pair.model, gpus, {size for size, _ in found}, f"{at.gpu_type} in {at.region}"
-            )
+            place = f"{at.gpu_type} in {at.region}"
+            reason = reason or why_too_small(pair.model, gpus, {size for size, _ in found}, place)
+            reason = reason or why_not_over_hosts(pair.model, gpus, snapshot.sizes[pair.model], spanning[at], place)
             if reason is not None:
                 unfit[EndpointGpu(model=pair.model, region=at.region, gpu_type=at.gpu_type)] = reason
     return unfit

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from sqlalchemy import delete, func, select
+from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
 
 from controlplane.declarations import name_fault
@@ -36,7 +36,8 @@ def join_node(session: Session, join: Join) -> Joined:
     Raises:
         InvalidValueError: no new node may have its name.
         NotFoundError: the region or GPU type is not registered.
-        ConflictError: the node has live instances, and joins from another region or with other GPUs.
+        ConflictError: the node has live instances, and joins from another region or with other GPUs; or its GPU type
+            has slots of several hosts and others.
     """
     require(session, Region, join.region, param="region")
     require(session, GpuType, join.gpu_type, param="gpu_type")
@@ -49,14 +50,22 @@ def join_node(session: Session, join: Join) -> Joined:
     names = ("region", "gpu_type", "url", "engine", "host_bytes", "dtype", "regroups")
     offered = {name: getattr(join, name) for name in names}
     if present is not None and _is_as_before(session, present, offered, slots):
-        present.last_seen_at, present.leaving = func.now(), False
         present.version, present.engine_version = join.version, join.engine_version
-        return Joined(node=present)
-    bump_index(session)
-    lost: tuple[str, ...] = ()
+        joined = Joined(node=present)
+    else:
+        joined = _changed(session, present, join, offered, slots)
     if present is not None:
-        lost = _give_up(session, present, join, slots)
         present.last_seen_at, present.leaving = func.now(), False
+    return joined
+
+
+def _changed(
+    session: Session, present: Node | None, join: Join, offered: Mapping[str, Any], slots: Sequence[Slot]
+) -> Joined:
+    """A node that is new, or another one than before."""
+    bump_index(session)
+    _check_hosts(session, join, slots)
+    lost = () if present is None else _give_up(session, present, join, slots)
     node = session.merge(Node(name=join.node, **offered, version=join.version, engine_version=join.engine_version))
     session.flush()
     if node.layout is not None and not (join.regroups and sum(node.layout) == sum(slot.gpus for slot in slots)):
@@ -85,6 +94,23 @@ def _slots_of(session: Session, present: Node | None, join: Join) -> list[Slot]:
         return offered
     layout = present_layout(session, join.node)
     return slots_like(offered[0], layout) if sum(layout) == sum(slot.gpus for slot in offered) else offered
+
+
+def _check_hosts(session: Session, join: Join, slots: Sequence[Slot]) -> None:
+    """Let slots of several hosts have a GPU type of their own, all of one size: a plan counts the GPUs of a type, and
+    a model takes all of such a slot.
+    """
+    kinds = {slot.gpus if slot.hosts > 1 else 0 for slot in slots}
+    kind = case((Slot.hosts > 1, Slot.gpus), else_=0)
+    others = select(Slot.node).join(Node, Node.name == Slot.node)
+    others = others.where(Node.gpu_type == join.gpu_type, Node.name != join.node, kind.not_in(kinds))
+    other = join.node if len(kinds) > 1 else session.scalar(others.limit(1))
+    if kinds and other is not None:
+        raise ConflictError(
+            "slots of several hosts need a GPU type of their own, on which all have as many GPUs:"
+            f" '{join.gpu_type}' has other slots on node '{other}'",
+            param="gpu_type",
+        )
 
 
 def _give_up(session: Session, present: Node, join: Join, slots: Sequence[Slot]) -> tuple[str, ...]:

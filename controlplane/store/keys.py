@@ -135,8 +135,11 @@ def _new_secret(role: Role) -> str:
 
 
 def find_key(session: Session, secret: str) -> ApiKey | None:
-    """The key of this secret if it is neither revoked nor expired, and the secret not replaced."""
-    return session.scalar(select(ApiKey).where(*_has_secret(hash_secret(secret))))
+    """The key of this secret if it is neither revoked nor expired, and the secret not replaced. It gets no other secret
+    until the transaction ends: a rotation meanwhile would not see the session that begins with the one it replaces.
+    """
+    found = select(ApiKey).where(*_has_secret(hash_secret(secret)))
+    return session.scalar(found.with_for_update(read=True, key_share=True))
 
 
 def _has_secret(hashed: str) -> tuple[ColumnElement[bool], ...]:

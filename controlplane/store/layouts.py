@@ -43,6 +43,9 @@ def want_layout(session: Session, name: str, layout: Sequence[int], *, held: boo
     """
     node = require(session, Node, name, param="node")
     if not node.regroups:
+        hosts = session.scalar(select(func.max(Slot.hosts)).where(Slot.node == name)) or 1
+        if hosts > 1:
+            raise ConflictError(f"node '{name}' has a slot of {hosts} hosts, which stays as it is", param="layout")
         raise ConflictError(
             f"node '{name}' does not regroup its GPUs; TIDEPOOL_AGENT_REGROUP=true lets it", param="layout"
         )
@@ -157,6 +160,7 @@ def slots_like(slot: Slot, layout: Iterable[int]) -> list[Slot]:
             index=number,
             gpus=gpus,
             workers=1,
+            hosts=1,
             memory_bytes=memory(gpus, slot.memory_bytes),
             weights_bytes=None if slot.weights_bytes is None else memory(gpus, slot.weights_bytes),
         )

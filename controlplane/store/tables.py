@@ -171,7 +171,8 @@ class Node(Base):
 
 class Slot(Base):
     """GPUs of a node that serve as one, in equal shares of its `workers`; an instance is loaded on every worker.
-    `weights_bytes`: memory for weights of each worker; None: its agent is too old to report it.
+    `weights_bytes`: memory for weights of each worker; None: its agent is too old to report it. `hosts`: that the GPUs
+    are of.
     """
 
     __tablename__ = "slots"
@@ -179,6 +180,7 @@ class Slot(Base):
         CheckConstraint("gpus > 0 AND memory_bytes > 0", name="positive"),
         CheckConstraint("workers > 0 AND gpus % workers = 0", name="workers_share_gpus"),
         CheckConstraint("weights_bytes > 0", name="weights_bytes_positive"),
+        CheckConstraint("hosts > 0", name="hosts_positive"),
     )
     node: Mapped[str] = mapped_column(ForeignKey("nodes.name", ondelete="CASCADE"), primary_key=True)
     index: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -186,6 +188,7 @@ class Slot(Base):
     workers: Mapped[int] = mapped_column(default=1, server_default=text("1"))
     memory_bytes: Mapped[int]
     weights_bytes: Mapped[int | None]
+    hosts: Mapped[int] = mapped_column(default=1, server_default=text("1"))
 
 
 class Model(Owned, Base):

@@ -64,6 +64,7 @@ def slot_specs(settings: AgentSettings) -> tuple[SlotSpec, ...]:
             gpus=sum(worker.gpus for worker in group),
             memory_bytes=sum(worker.memory_bytes for worker in group),
             workers=len(group),
+            hosts=max(worker.hosts for worker in group),
             weights_bytes=max(1, min(settings.weights_bytes(worker) for worker in group)),
         )
         for number, group in zip(settings.numbers, groups, strict=True)
@@ -200,10 +201,13 @@ class ControlLink:
                 await self._pause(started_s)
 
     async def _heartbeat(self, client: httpx.AsyncClient) -> None:
+        closing = self._agent.closing
         response = await client.post("/node/heartbeat", content=msgspec.json.encode(self._agent.heartbeat()))
         if response.status_code == httpx.codes.NOT_FOUND:
             raise UnknownNodeError
         self._check(response)
+        if closing:
+            self._agent.said_closing.set()
         try:
             self._agent.apply(_desired_decoder.decode(response.content))
         except StaleGenerationError as error:

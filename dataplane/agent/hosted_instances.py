@@ -11,7 +11,7 @@ An instance fails in one of two ways:
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ import structlog
 
 from dataplane.agent.parsing.families import families_of
 from dataplane.agent.pooled_answers import PoolingRules, read_rules
+from dataplane.agent.slot_hosts import SlotHosts
 from dataplane.agent.tokenization import Tokenizer, TokenizerCache
 from dataplane.checkpoints.adapters import check_adapter
 from dataplane.checkpoints.local import ProgressLog, Sources, in_own_thread, local_checkpoint, read_ahead
@@ -77,8 +78,8 @@ class HostedInstances:
 
     `in_use` tells whether requests of an instance are in flight, `on_change` is called after its state changed.
     `worker_gpus`: a pooled instance runs on all of them. `sources`: rules of remote checkpoints, which a replay fetches
-    without weights. `refusal`: why the worker cannot host an instance, None if it can. `check_hosts`: lets the other
-    hosts of the worker, if it has any, have the checkpoint of a source that is in a folder here; raises ModelLoadError.
+    without weights. `refusal`: why the worker cannot host an instance, None if it can. `hosts`: the other hosts of the
+    worker, if it has any.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class HostedInstances:
         refusal: Callable[[DesiredInstance], str | None],
         in_use: Callable[[str], bool],
         on_change: Callable[[str], None],
-        check_hosts: Callable[[str, Path], Awaitable[None]] | None = None,
+        hosts: SlotHosts | None = None,
     ) -> None:
         self._engine = engine
         self._tokenizers = tokenizers
@@ -102,7 +103,7 @@ class HostedInstances:
         self._refusal = refusal
         self._in_use = in_use
         self._on_change = on_change
-        self._check_hosts = check_hosts
+        self._hosts = hosts
         self._hosted: dict[str, HostedInstance] = {}
         self._send: Callable[[Command], None] | None = None
         """Sends a command to the worker process; None while there is none."""
@@ -131,6 +132,8 @@ class HostedInstances:
         if hosted.fetch is not None:
             done, total = hosted.fetch.done_bytes, hosted.fetch.total_bytes
             return f"its checkpoint is fetched: {10 * (10 * done // total)} %" if total else "its checkpoint is fetched"
+        if self._hosts is not None and (wait := self._hosts.waits_for(hosted.desired.model.path)) is not None:
+            return wait
         if self._send is None:
             return "the worker process is starting"
         if hosted.tokenizer is None:
@@ -162,7 +165,7 @@ class HostedInstances:
         self._send = send
         for hosted in list(self._hosted.values()):
             orphaned = hosted.state == "failed" and hosted.orphaned and hosted.losses <= LOAD_LOSSES_MAX
-            was_checked = self._check_hosts is not None and hosted.state == "loading" and hosted.tokenizer is not None
+            was_checked = self._hosts is not None and hosted.state == "loading" and hosted.tokenizer is not None
             if orphaned or (was_checked and not hosted.drained):
                 self._load(hosted)
             else:
@@ -330,8 +333,8 @@ class HostedInstances:
             hosted.rules = await asyncio.to_thread(read_rules, hosted.desired.model, hosted.folder, self._engine)
             tokenizer = await self._tokenizers.get(hosted.desired.model.checkpoint.path, hosted.folder)
             families_of(hosted.desired.model, tokenizer.template)
-            if self._check_hosts is not None:
-                await self._check_hosts(hosted.desired.model.path, Path(hosted.folder))
+            if self._hosts is not None:
+                await self._hosts.check(hosted.desired.model.path, Path(hosted.folder))
             hosted.tokenizer = tokenizer
         except ModelLoadError as error:
             self._fail(hosted, error.message)

@@ -140,7 +140,9 @@ class AgentApi:
 
     async def metrics(self, request: Request) -> Response:
         """GET the metrics in Prometheus' text format."""
-        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        text = generate_latest(self._registry)
+        self._agent.drop_measures()
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _authorize(self, request: Request) -> None:
         if not hmac.compare_digest(_offered(request), self._authorization):

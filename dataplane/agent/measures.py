@@ -1,7 +1,7 @@
 """Latencies and token counts of requests: histograms and counters by model, under vLLM's names."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -47,6 +47,13 @@ class TokenMeasures(Collector):
     def of(self, model: str) -> ModelTokens:
         return self._models.setdefault(model, ModelTokens())
 
+    def drop(self, present: Container[str]) -> list[str]:
+        """Forget other models; which these were."""
+        gone = [model for model in self._models if model not in present]
+        for model in gone:
+            del self._models[model]
+        return gone
+
     def collect(self) -> Iterator[Metric]:
         count = CounterMetricFamily("vllm:generation_tokens", "Tokens streamed", labels=["model_name"])
         gaps = HistogramMetricFamily(
@@ -89,6 +96,14 @@ class RequestMeasures:
         for reason in _END_REASONS:
             self.success.labels(model, reason)
 
+    def drop(self, present: Container[str]) -> None:
+        """Drop the series of other models: each would stay for as long as the agent runs."""
+        for model in self.tokens.drop(present):
+            for family in (self.prompt_tokens, self.first_token, self.per_token, self.whole):
+                family.remove(model)
+            for reason in _END_REASONS:
+                self.success.remove(model, reason)
+
 
 class RequestMeasure:
     """Records one request from its admission on, and ends the span that is current then. `clock` gives seconds."""
@@ -125,6 +140,7 @@ class RequestMeasure:
         if self._ended:
             return
         self._ended = True
+        self._measures.tokens.of(self._model)  # where it was dropped meanwhile, it is again when this was read
         self._measures.success.labels(self._model, reason).inc()
         self._span.set_attributes({"gen_ai.usage.output_tokens": self._tokens, "tidepool.end": reason})
         if reason == "error":

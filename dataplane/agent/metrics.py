@@ -114,7 +114,11 @@ class AgentCollector(Collector):
         handovers = former["handovers"] + sum(group.dispatcher.handovers_total for group in self._agent.groups)
         counts = (
             ("vllm:num_preemptions", "Requests preempted", preemptions),
-            ("tidepool_switches", "Model switches", self._agent.switches_total),
+            (
+                "tidepool_switches",
+                "Changes of the running model, also to one that is loaded already",
+                self._agent.switches_total,
+            ),
             ("tidepool_load_seconds", "Requests paused by another model's load", load_s),
             ("tidepool_worker_restarts", "Worker processes that died and were restarted", restarts),
             ("tidepool_handovers", "Requests whose KV moved from a prefill worker to a decode worker", handovers),

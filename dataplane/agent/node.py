@@ -80,6 +80,8 @@ class Agent:
         self.settings = settings
         self.boot_id = boot_id
         self.changed = asyncio.Event()
+        self.said_closing = asyncio.Event()
+        """Whether the control plane has heard that the node takes no requests any more."""
         self.registry = CollectorRegistry()
         self._measures = RequestMeasures(self.registry)
         self.generation = 0
@@ -186,6 +188,15 @@ class Agent:
         """Accept any generation next: the control plane does not know this node and counts from the start again."""
         self.generation = 0
 
+    def drop_measures(self) -> None:
+        """Drop the counters of models that are not here any more, when they have been read."""
+        self._measures.drop({instance.model.name for instance in self._desired.values()})
+
+    @property
+    def closing(self) -> bool:
+        """Whether heartbeats say that no instance takes requests any more."""
+        return self._closing
+
     def reports(self) -> tuple[InstanceReport, ...]:
         misplaced = [
             InstanceReport(
@@ -221,6 +232,7 @@ class Agent:
             load=max((worker.load for worker in self.workers if worker.kind != "prefill"), default=0.0),
             leaving=self._leaving,
             pools=pool_reports(self.groups),
+            hosts=tuple(state for worker in self.workers for state in worker.host_states),
         )
 
     @property

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 HANDOVER_DECIDED_S = 3.0
 """A control plane that has started no successor within this time has no capacity for one."""
 CLOSING_S = 1.0
-"""Until gateways know from a heartbeat that no instance of this node takes requests any more."""
+"""Until gateways have read the heartbeat that says that no instance of this node takes requests any more."""
 
 
 class AgentServer(uvicorn.Server):
@@ -72,9 +72,12 @@ async def _serve_agent(settings: AgentSettings) -> None:
 
 async def _hand_over(agent: Agent, leaving: asyncio.Event, *, max_s: float) -> None:
     """On a signal: wait at most `max_s` for successors on other nodes, then until gateways send nothing more to this
-    one.
+    one: the control plane hears so within `control_timeout_s`, or is away.
     """
     await leaving.wait()
     log.info("handing over", node=agent.settings.node, max_s=max_s)
     await agent.hand_over(decided_s=HANDOVER_DECIDED_S, max_s=max_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(agent.settings.control_timeout_s):
+            await agent.said_closing.wait()
     await asyncio.sleep(CLOSING_S)

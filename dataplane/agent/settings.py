@@ -209,7 +209,7 @@ class AgentSettings(HostSettings):
     """how long a request waits for a worker after losing one"""
     worker_start_max_s: float = Field(1800.0, ge=0)
     """how long a worker may take from its start until it can load models, before it is replaced: it imports its engine
-    and allocates and pins its memory; 0: for ever"""
+    and allocates and pins its memory; and how long vLLM may take to load a model; 0: for ever"""
     worker_silent_max_s: float = Field(600.0, ge=0)
     """how long a worker with requests may report nothing before it is replaced; longer than its longest step, 5 at
     least, since it reports every 2; 0: for ever"""

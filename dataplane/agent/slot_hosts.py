@@ -18,6 +18,7 @@ from dataplane.checkpoints.local import in_own_thread
 from dataplane.engines.core.devices import HostSpan
 from dataplane.engines.vllm.version import installed_version
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import ModelSpec
 from dataplane.protocol.version import tidepool_version
 from dataplane.worker.frames import Configure
@@ -121,6 +122,29 @@ class SlotHosts:
                 return f"{host.name} of slot {self.slot} is missing: its follower has not reported {since}"
         return None
 
+    def waits_for(self, path: str) -> str | None:
+        """What a model of this source waits for on the other hosts; None: for nothing there."""
+        if absent := [host.name for host in self._hosts if host.report is None or self._is_silent(host)]:
+            return f"the followers of other hosts report: {', '.join(absent)}"
+        if self._check is None or self._check.path != path:
+            return None
+        reading = [host.name for host in self._hosts if not self._has_digest(host, self._check)]
+        return f"its checkpoint is fetched and read on all hosts: {', '.join(reading) or 'this one'} not done yet"
+
+    def states(self) -> tuple[HostState, ...]:
+        """Which of the other hosts are connected."""
+        return tuple(
+            HostState(
+                slot=self.slot,
+                host=host.number,
+                connected=host.report is not None and not self._is_silent(host),
+                hostname=None if host.report is None else host.report.hostname,
+                silent_s=None if host.report is None else round(self._now_s() - host.seen_s, 1),
+                refusal=host.refusal,
+            )
+            for host in self._hosts
+        )
+
     def begin(self) -> HostSpan:
         """A new launch, of the followers that report now, without a model yet."""
         for host in self._hosts:
@@ -182,30 +206,31 @@ class SlotHosts:
         async with self._checking:
             check = self._check = CheckOrder(serial=uuid.uuid4().hex, path=path)
             try:
-                digest = await in_own_thread(lambda: checkpoint_digest(folder))
+                digest = await in_own_thread(lambda: checkpoint_digest(folder, lambda: self._check is check))
                 while not self._agreed(check, digest):
                     self._reported.clear()
                     await self._reported.wait()
                 self._digests[path] = digest
             finally:
-                self._check = None  # a follower that still has it fetched gives that up
+                self._check = None  # whoever still fetches or reads it gives that up
 
     def _agreed(self, check: CheckOrder, digest: str) -> bool:
         """Whether all hosts have answered, and have the digest."""
-        answers = 0
         for host in self._hosts:
             if host.report is None or host.report.check != check.serial:
                 continue
             if host.report.error is not None:
                 raise ModelLoadError(f"{host.name} of slot {self.slot}: {host.report.error}")
-            if host.report.digest is not None:
-                answers += 1
-                if host.report.digest != digest:
-                    raise ModelLoadError(
-                        f"{host.name} of slot {self.slot} has another checkpoint at {check.path}: the digest of its"
-                        f" files is {host.report.digest[:12]}, here {digest[:12]}"
-                    )
-        return answers == len(self._hosts)
+            if host.report.digest not in (None, digest):
+                raise ModelLoadError(
+                    f"{host.name} of slot {self.slot} has another checkpoint at {check.path}: the digest of its"
+                    f" files is {host.report.digest[:12]}, here {digest[:12]}"
+                )
+        return all(self._has_digest(host, check) for host in self._hosts)
+
+    def _has_digest(self, host: Host, check: CheckOrder) -> bool:
+        report = host.report
+        return report is not None and report.check == check.serial and report.digest is not None
 
     def _is_silent(self, host: Host) -> bool:
         return self._now_s() - host.seen_s > self._silent_max_s

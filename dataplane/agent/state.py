@@ -42,6 +42,7 @@ def _worker_state(worker: WorkerSupervisor, group: WorkerGroup, now_s: float) ->
         "engine": worker.engine,
         "gpus": worker.gpus,
         "ranks": worker.ranks,
+        "hosts": worker.host_states,
         "pid": worker.pid,
         "restarts_total": worker.restarts_total,
         "in_flight": group.dispatcher.count(worker.index),

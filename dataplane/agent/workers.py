@@ -29,6 +29,7 @@ from dataplane.engines.interface import EngineOutput, EngineRequest, EngineStats
 from dataplane.engines.vllm.version import check_version
 from dataplane.memory.shared_events import event_file
 from dataplane.protocol.errors import DataplaneError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import DesiredInstance, EngineKind
 from dataplane.worker.frames import (
     Add,
@@ -140,7 +141,7 @@ class WorkerSupervisor:
             refusal=self._refusal,
             in_use=owner.in_use,
             on_change=owner.instance_changed,
-            check_hosts=None if self.hosts is None else self.hosts.check,
+            hosts=self.hosts,
         )
         self._alone = (index,) in settings.groups
         self._link: WorkerLink | None = None
@@ -184,6 +185,11 @@ class WorkerSupervisor:
     def load_s(self) -> float:
         """Seconds for which loads of other models paused requests, of all processes so far."""
         return self._totals_before[2] + self.stats.extra.get("load_s", 0.0)
+
+    @property
+    def host_states(self) -> tuple[HostState, ...]:
+        """Of the other hosts of its GPUs."""
+        return () if self.hosts is None else self.hosts.states()
 
     @property
     def load(self) -> float:
@@ -325,16 +331,18 @@ class WorkerSupervisor:
 
     async def _watch(self, link: WorkerLink, engine: EngineKind) -> None:
         """Kill the process if it reports nothing for `worker_start_max_s` from its start, or later for
-        `worker_silent_max_s` while it has work: it hangs.
+        `worker_silent_max_s` while it has work: it hangs. Its engine runs on the thread that reports: vLLM builds a
+        model there, which is given as long as a start. Other engines read models on another one.
         """
         looks, limit_s, name = 0, 0.0, ""
         while looks < SILENT_LOOKS:
             ready, before = self._ready.is_set(), self._reports
-            name = "worker_silent_max_s" if ready else "worker_start_max_s"
+            builds = engine == "vllm" and self.hosted.loads
+            name = "worker_silent_max_s" if ready and not builds else "worker_start_max_s"
             limit_s = getattr(self._settings, name)
             look_s = limit_s / SILENT_LOOKS if limit_s else UNLIMITED_LOOK_S
             await (asyncio.sleep(look_s) if ready else self._wait_for_ready(look_s))
-            looks = looks + 1 if limit_s and self._reports == before and self._owes_report(engine) else 0
+            looks = looks + 1 if limit_s and self._reports == before and self._owes_report() else 0
         log.error("worker is silent; ended", worker=self.index, pid=link.pid, **{name: limit_s})
         link.kill()
 
@@ -381,14 +389,10 @@ class WorkerSupervisor:
             self.replaced = True
             self._link.hang_up()
 
-    def _owes_report(self, engine: EngineKind) -> bool:
-        """Whether the process must report something soon: its start, which loads no model, or what it does. Its engine
-        runs on the thread that reports: vLLM builds a model there, which may take any time. Other engines read models
-        on another one.
-        """
-        if self.replaced or (engine == "vllm" and self.hosted.loads):
-            return False
-        return not self._ready.is_set() or self.hosted.loads or self._owner.has_requests(self)
+    def _owes_report(self) -> bool:
+        """Whether the process must report something: its start, which loads no model, or what it does."""
+        busy = not self._ready.is_set() or self.hosted.loads or self._owner.has_requests(self)
+        return busy and not self.replaced
 
     def _process_lost(self, end: str, failures: int) -> None:
         if self.replaced:

@@ -74,6 +74,7 @@ class Follower:
         self._report = HostReport(
             slot=slot,
             host=rank,
+            hostname=socket.gethostname(),
             boot_id=uuid.uuid4().hex,
             version=tidepool_version(),
             engine_version=installed_version(),
@@ -144,14 +145,16 @@ class Follower:
                 await self._start_ranks(orders.launch)
 
     async def _have(self, check: CheckOrder) -> None:
-        """Have a checkpoint on this host, and tell its digest or why it cannot be had. The fetch of one that the head
-        asks for no more ends.
+        """Have a checkpoint on this host, and tell its digest or why it cannot be had. One that the head asks for no
+        more is not fetched or read to its end.
         """
-        progress = ProgressLog(check.path, is_wanted=lambda: self._report.check == check.serial)
+
+        def is_wanted() -> bool:
+            return self._report.check == check.serial
 
         def fetch() -> tuple[Path, str]:
-            folder = local_checkpoint(check.path, self._settings.sources, progress)
-            return folder, checkpoint_digest(folder)
+            folder = local_checkpoint(check.path, self._settings.sources, ProgressLog(check.path, is_wanted))
+            return folder, checkpoint_digest(folder, is_wanted)
 
         try:
             folder, digest = await in_own_thread(fetch)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.pool_reports import PoolReport
 from dataplane.protocol.tiers import InstanceKind, Objective, Tier
 
@@ -402,7 +403,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
     `load` is that of the busiest worker: above 1 it cannot keep up with its decodes (Aegaeon eq. 3, alpha).
     `leaving`: the agent is shutting down and asks for successors of its instances on other nodes. `pools`: its workers
-    that several models share; none from agents of older versions. `term`: the newest that the agent has seen.
+    that several models share; none from agents of older versions. `term`: the newest that the agent has seen. `hosts`:
+    the other hosts of its slots.
     """
 
     node: str
@@ -414,6 +416,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool = False
     pools: tuple[PoolReport, ...] = ()
     term: int = 0
+    hosts: tuple[HostState, ...] = ()
 
 
 def encode_line(event: StreamEvent) -> bytes:

@@ -55,7 +55,30 @@ def _engine_text(node: Mapping[str, Any]) -> str:
 
 def _slot_text(slot: dict[str, Any]) -> str:
     workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
-    return f"{slot['gpus']} GPUs{workers} with {bytes_text(slot['memory_bytes'])}"
+    hosts = f" of {slot['hosts']} hosts" if slot.get("hosts", 1) > 1 else ""
+    return f"{slot['gpus']} GPUs{workers}{hosts} with {bytes_text(slot['memory_bytes'])}"
+
+
+def _hosts_text(node: Mapping[str, Any]) -> str | None:
+    """How many hosts the GPUs of its slots are of, the node included, and which of these are not connected."""
+    more = sum(slot.get("hosts", 1) - 1 for slot in node["slots"])
+    if not more:
+        return None
+    others = node.get("other_hosts")
+    if others is None:
+        return f"{1 + more}, not known which are there"
+    absent = ", ".join(f"{each['host']} of slot {each['slot']}" for each in others if not each["connected"])
+    return f"{1 + more}, without {absent}" if absent else f"{1 + more}"
+
+
+_OTHER_HOSTS: Columns = {
+    "slot": "slot",
+    "host": "host",
+    "name": "hostname",
+    "connected": lambda row: "yes" if row["connected"] else "no",
+    "silent s": "silent_s",
+    "refused": "refusal",
+}
 
 
 def _layout_text(node: Mapping[str, Any]) -> str:
@@ -76,6 +99,7 @@ def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
     columns: Columns = {
         **_NODE,
         "slots": lambda row: len(row["slots"]),
+        "hosts": _hosts_text,
         "engine": _engine_text,
         "version": _version_text,
         "last seen": "last_seen_at",
@@ -110,6 +134,8 @@ def show_node(context: typer.Context, name: str, as_json: AsJson = False) -> Non
     )
     if node["live_error"] is not None:
         notes().print(f"no heartbeat is available: {node['live_error']}", markup=False)
+    if others := (node["live"] or {}).get("other_hosts"):
+        print_table("Other hosts of its slots", _OTHER_HOSTS, others)
     reported = {live["instance_id"]: live for live in (node["live"] or {"instances": []})["instances"]}
     columns: dict[str, Any] = {
         name: field for name, field in INSTANCE_COLUMNS.items() if field not in {"region", "node"}

@@ -70,20 +70,25 @@ class Member:
 
     def promote(self) -> float:
         """Make it the primary; returns after how many seconds it was one. It is asked itself where the answer is no,
-        and until a minute has passed where none comes.
+        and until a minute has passed where none comes. An interrupt does not take a promotion back, which is waited
+        for then too; a second one ends that.
 
         Raises:
             psycopg.Error: it may not, is no standby, or was not heard to be one within a minute.
             TimeoutError: it is not one after a minute. It may become one yet.
         """
-        started_s = time.monotonic()
+        started_s, was_told = time.monotonic(), False
         connection = self._connect()
         try:
             with connection:
                 connection.execute("SET statement_timeout TO 0")
+                was_told = True
                 row = connection.execute("SELECT pg_promote(true, %s)", [PROMOTED_WITHIN_S]).fetchone()
         except psycopg.OperationalError as error:
             if not (_was_cut_off(error) and self._takes_writes_by(started_s + PROMOTED_WITHIN_S)):
+                raise
+        except KeyboardInterrupt:
+            if not (was_told and self._takes_writes_by(started_s + PROMOTED_WITHIN_S)):
                 raise
         else:
             if not (row and row[0]) and not self.facts().takes_writes:

@@ -1,6 +1,6 @@
 """Nodes: the registered ones, their instances and last heartbeats, and draining one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Annotated
 
@@ -22,6 +22,7 @@ from controlplane.policies.lifecycle import NodeState
 from controlplane.store import fleet, layouts, tables
 from controlplane.store.instances import count_of_nodes, instances_of
 from controlplane.store.keys import snapshot
+from controlplane.store.redis.live import NodeView
 from controlplane.store.rows import require
 from dataplane.protocol.version import tidepool_version
 
@@ -36,6 +37,9 @@ class Slot(Answer):
     workers: int = Field(description="worker processes that share the GPUs; a model must fit on those of one")
     memory_bytes: int
     weights_bytes: int | None = Field(description="of these for weights, on each worker; null: its agent does not say")
+    hosts: int = Field(
+        description="that the GPUs are of; of more than one they serve one model at a time, on all of them"
+    )
 
 
 class Node(Answer):
@@ -78,11 +82,23 @@ class Node(Answer):
         return self.version is not None and self.version != tidepool_version()
 
 
+class OtherHost(Answer):
+    """A host but the first of a slot whose GPUs are of several, as the node's last heartbeat says."""
+
+    slot: int
+    host: int = Field(description="its number, from 1: the `--rank` of its `tidepool node follow`")
+    hostname: str | None = Field(description="null: its follower has not reported yet")
+    connected: bool = Field(description="whether its follower reports")
+    silent_s: float | None = Field(description="since its follower reported; null: it has not yet")
+    refusal: str | None = Field(description="why the agent refused its last report, if it did")
+
+
 class NodeRow(Node):
     """A node and how many instances it has."""
 
     instances_live: int = Field(description="that are wanted or still draining")
     instances_leaving: int = Field(description="of these, those that drain")
+    other_hosts: list[OtherHost] | None = Field(description="of its slots; null: its last heartbeat is not known")
 
 
 class InstanceLive(Answer):
@@ -107,6 +123,7 @@ class NodeLive(Answer):
     generation: int = Field(description="the generation it follows")
     switches_total: int
     instances: list[InstanceLive]
+    other_hosts: list[OtherHost] = Field(description="of its slots whose GPUs are of several hosts")
 
 
 class NodeDetail(Node):
@@ -134,13 +151,16 @@ def list_nodes(
     alive_s = state.settings.heartbeat_stale_s
     page = fleet.list_nodes(session, words=words, which=which, state=shown, alive_s=alive_s, after=after, limit=limit)
     counts = count_of_nodes(session, [row.name for row in page.rows])
+    nodes = _nodes(session, state, page.rows)
+    hosts = _other_hosts(state, nodes)
     data = [
         NodeRow(
             **dict(node),
             instances_live=counts.get(node.name, (0, 0))[0],
             instances_leaving=counts.get(node.name, (0, 0))[1],
+            other_hosts=hosts[node.name],
         )
-        for node in _nodes(session, state, page.rows)
+        for node in nodes
     ]
     return PageOf(data=data, has_more=page.has_more, next=page.next)
 
@@ -150,9 +170,9 @@ def get_node(name: NodePath, session: SessionDep, state: StateDep, _: Viewer) ->
     """What the control plane wants of the node (`instances`), and what the node says (`live`)."""
     row = require(session, tables.Node, name, param="node")
     wanted = instances_shown(session, instances_of(session, name), alive_s=state.settings.heartbeat_stale_s)
-    live, error = _live(state, name)
+    live, error = _live(state, [name])
     node = _nodes(session, state, [row])[0]
-    return NodeDetail(**dict(node), instances=wanted, live=live, live_error=error)
+    return NodeDetail(**dict(node), instances=wanted, live=live.get(name), live_error=error)
 
 
 @router.post("/nodes/{name}/drain", summary="Take a node out of service")
@@ -236,21 +256,31 @@ def _nodes(session: Session, state: State, rows: Sequence[tables.Node]) -> list[
     return nodes
 
 
-def _live(state: State, name: str) -> tuple[NodeLive | None, str | None]:
+def _live(state: State, names: Iterable[str]) -> tuple[dict[str, NodeLive], str | None]:
+    """The last heartbeats of nodes, by name, or why there are none."""
     try:
         view = state.live.read_view()
     except UnavailableError as error:
-        return None, error.message
-    node = view.nodes.get(name)
-    if node is None:
-        return None, None
+        return {}, error.message
+    known = {name: view.nodes[name] for name in names if name in view.nodes}
+    return {name: _heard(node, max(0.0, view.read_s - node.received_s)) for name, node in known.items()}, None
+
+
+def _heard(node: NodeView, age_s: float) -> NodeLive:
     beat = node.heartbeat
-    instances = [InstanceLive.model_validate(report) for report in beat.instances]
-    live = NodeLive(
-        age_s=max(0.0, view.read_s - node.received_s),
+    return NodeLive(
+        age_s=age_s,
         boot_id=beat.boot_id,
         generation=beat.generation,
         switches_total=beat.switches_total,
-        instances=instances,
+        instances=[InstanceLive.model_validate(report) for report in beat.instances],
+        other_hosts=[OtherHost.model_validate(host) for host in beat.hosts],
     )
-    return live, None
+
+
+def _other_hosts(state: State, nodes: Sequence[Node]) -> dict[str, list[OtherHost] | None]:
+    """By node. The live view is read only where a slot is of several hosts."""
+    spanning = [node.name for node in nodes if any(slot.hosts > 1 for slot in node.slots)]
+    live = _live(state, spanning)[0] if spanning else {}
+    found: dict[str, list[OtherHost] | None] = {node.name: [] for node in nodes}
+    return found | {name: live[name].other_hosts if name in live else None for name in spanning}

@@ -97,7 +97,7 @@ async def model_for(request: Request, name: str, conversation: bytes = b"") -> M
     require_model(caller, name)  # first: a look-up would tell by its time whether there is such a model
     model = await state.fleet.asked(name, caller.tenant.encode() + b"/" + conversation)
     if name in state.fleet.aliases():
-        state.metrics.series(state.metrics.alias_requests, name, model.name).inc()
+        state.metrics.series(state.metrics.alias_requests, model.name, name).inc()
     return model
 
 

@@ -26,6 +26,7 @@ class SlotRoom(Struct, frozen=True, kw_only=True):
         weights: memory for weights of each of its workers.
         regroups: whether plans may regroup its GPUs: it is then for models of as many GPUs as it has, if others have
             slots of their own size.
+        hosts: that its GPUs are of, see `NodeSlot`.
     """
 
     node_id: str
@@ -40,11 +41,16 @@ class SlotRoom(Struct, frozen=True, kw_only=True):
     workers: int = 1
     weights: WeightsMemory = UNKNOWN_MEMORY
     regroups: bool = False
+    hosts: int = 1
 
     @property
     def worker_gpus(self) -> int:
         """The most GPUs that an instance may take here."""
         return self.gpus // self.workers
+
+    def suits(self, gpus: int) -> bool:
+        """Whether an instance may take so many GPUs here, if they are free."""
+        return gpus == self.gpus if self.hosts > 1 else gpus <= self.worker_gpus
 
     @property
     def pool(self) -> PoolKey:

@@ -2,13 +2,14 @@
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 
 from msgspec.structs import replace
 
 from controlplane.policies.assignment.facts import PlacedInstance, SlotAdd, SlotFacts, SlotRef, SlotRoom, SlotSettings
 from controlplane.policies.facts import Endpoint
-from controlplane.policies.fit import fits, why_unfit
+from controlplane.policies.fit import fits, why_not_over_hosts, why_unfit
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 
 _Room = tuple[int, int, int, int, str, int]
@@ -181,6 +182,8 @@ class Filling:
         words = (
             f"GPUs full in {region}: {free} of {sum(slot.gpus for slot in here)} {names} free, needs {need} in one slot"
         )
+        if reason := why_not_over_hosts(step.endpoint.model, need, size, _spanning(here), f"{names} in {region}"):
+            return reason
         if all(slot.worker_gpus < need for slot in here):
             words += f", whose workers have {max(slot.worker_gpus for slot in here)} at most"
         return f"{words}; {silent} nodes silent or draining" if silent else words
@@ -194,7 +197,7 @@ class Filling:
             if slot.gpu_type not in gpu_types:
                 continue
             need = self._need(step, slot)
-            if need > slot.worker_gpus or not self._holds_weights(step, slot) or self._is_no_better(step, slot, need):
+            if not slot.suits(need) or not self._holds_weights(step, slot) or self._is_no_better(step, slot, need):
                 continue
             spare: tuple[PlacedInstance, ...] = ()
             promised = self._promised.get(ref, 0) if leased else 0
@@ -278,7 +281,7 @@ class Filling:
                 continue  # an outdated entry
             seen.append(room)
             need = self._need(step, slot)
-            if need > min(self._free[slot.ref], slot.worker_gpus) or not self._holds_weights(step, slot):
+            if need > self._free[slot.ref] or not slot.suits(need) or not self._holds_weights(step, slot):
                 continue
             if self._is_no_better(step, slot, need):
                 continue
@@ -301,7 +304,7 @@ class Filling:
 
     def _holds_weights(self, step: ScaleStep, slot: SlotRoom) -> bool:
         size = self._sizes.get(step.endpoint.model)
-        return size is None or fits(size, slot.weights)
+        return size is None or (fits(size, slot.weights) and (slot.hosts == 1 or size.adapter is None))
 
     def _rank(self, step: ScaleStep, slot: SlotRoom) -> tuple[bool, bool, int, _Room]:
         """The smaller the better: nodes where the endpoint's instances are stuck come last, then slots that plans make
@@ -328,6 +331,11 @@ class Filling:
             and each.instance_id not in self._changed
             and not (each.ref in self._open and self._is_no_better(step, self._open[each.ref], each.gpus))
         ]
+
+
+def _spanning(slots: Iterable[SlotRoom]) -> set[int]:
+    """GPUs of slots of several hosts."""
+    return {slot.gpus for slot in slots if slot.hosts > 1}
 
 
 def _is_for_larger(slot: SlotRoom, gpus: int) -> bool:

@@ -141,7 +141,7 @@ class _Filling:
         self._facts = facts
         self._usable: dict[PoolKey, list[SlotRoom]] = defaultdict(list)
         for slot in facts.slots:
-            if slot.accepting and slot.age_s <= stale_s:
+            if slot.accepting and slot.age_s <= stale_s and slot.hosts == 1:
                 self._usable[slot.pool].append(slot)
         self._pooled_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         self._pooled_of: dict[EndpointGpu, list[PlacedInstance]] = defaultdict(list)

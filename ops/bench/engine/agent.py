@@ -285,7 +285,7 @@ async def measure(
     """Figures of each window, all streams running from the first to the last one.
 
     Raises:
-        RuntimeError: a stream ended before.
+        RuntimeError: a stream ended before, or a window is too short to measure.
     """
     loop = asyncio.get_running_loop()
     mark = TEXT_MARK if wire == "records" else LINE_MARK
@@ -304,6 +304,11 @@ async def measure(
         used_s, wall_s = _agent_cpu_s(pid) - used_s, time.monotonic() - began_s
         if any(stream.lost for stream in streams):
             raise RuntimeError("a stream ended")
+        if not (tokens and used_s):
+            raise RuntimeError(
+                f"a window of {window_s:g} s had {tokens} tokens and {used_s:g} CPU seconds of the agent, which are"
+                " counted in ticks of 10 ms: --window-s must be longer, or --sequences more"
+            )
         rows.append(
             Row(
                 wire=wire,

@@ -11,10 +11,11 @@ import pytest
 
 from controlplane.api.metrics import Metrics
 from controlplane.policies.facts import RoutingFacts
+from controlplane.policies.limits import Limit
 from controlplane.serving.admission import AdmissionController
 from controlplane.serving.in_flight import InFlightRequest
 from controlplane.store.tables import Model
-from dataplane.protocol.messages import Generate, Heartbeat, InstanceReport, StreamEvent
+from dataplane.protocol.messages import Finished, Generate, Heartbeat, InstanceReport, StreamEvent
 from tests.controlplane.api.gateway import Gateway, running_gateway
 from tests.controlplane.world import HANGS_S, KV_BYTES, PATIENCE_S, FakeAgent, World, until
 
@@ -54,6 +55,10 @@ def test_no_other_counters_of_a_model_begin_and_those_of_one_that_is_gone_end() 
     assert {line.split("{")[0] for line in begun} == {"tidepool_refusals_total", "tidepool_slo_requests_total"}
     assert not [line for line in begun if 'tier="NIW"' in line], "no alert reads those of deferred requests"
     metrics.series(metrics.refusals, "gone", "IW-F", "busy").inc()
+    metrics.series(metrics.first_token_s, "gone", "IW-F").observe(1.0)
+    metrics.series(metrics.alias_requests, "gone", "the-alias").inc()
+    metrics.note_limit_refusal(Limit.TOKENS, model="gone", input_tokens=1)
+    metrics.note_prompt("gone", "i1", Finished(finish_reason="stop", prompt_tokens=1, completion_tokens=1))
     metrics.expect(["tide"])
     text = metrics.render().decode()
     assert ('model="gone"' in text, 'model="tide"' in text) == (False, True)

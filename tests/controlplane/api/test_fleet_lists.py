@@ -4,15 +4,19 @@ import time
 from collections.abc import Iterator
 from urllib.parse import quote
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
 from controlplane.api.app import make_app
 from controlplane.settings import Settings
-from controlplane.store.fleet import put_model
+from controlplane.store.fleet import put_gpu_type, put_model
 from controlplane.store.instances import add_instance
+from controlplane.store.joining import join_node
 from controlplane.store.objectives import BUCKET_S, Kept, ObjectiveKey, add_objectives
 from controlplane.store.tables import Desired, Model
+from dataplane.protocol.host_states import HostState
+from dataplane.protocol.joining import Join, SlotSpec
 from dataplane.protocol.messages import Heartbeat, InstanceReport
 from dataplane.protocol.pool_reports import KvReport, PoolReport, RunReport, SwitchReport
 from tests.controlplane.api.conftest import Ask
@@ -105,6 +109,23 @@ def test_nodes_are_filtered_and_say_how_many_instances_leave(ask: Ask, world: Wo
     ask("POST", "/admin/nodes/west-1/drain")
     assert names(ask("GET", "/admin/nodes?state=draining")) == ["west-1"]
     assert names(ask("GET", "/admin/nodes?state=alive&gpu_type=H800")) == ["east-1"], "each node is in one state"
+
+
+def test_nodes_say_which_hosts_their_slots_are_of(ask: Ask, world: World) -> None:
+    world.join("east-1")
+    slots = (SlotSpec(gpus=4, memory_bytes=320 << 30, hosts=2),)
+    with world.database.transaction() as session:
+        put_gpu_type(session, name="H800x2", memory_bytes=80 << 30, cost_per_hour=2.5)
+        join = Join(node="east-2", region="us-east", gpu_type="H800x2", url="http://n", slots=slots, engine="vllm")
+        join_node(session, join)
+    assert [row["other_hosts"] for row in ask("GET", "/admin/nodes")["data"]] == [[], None], "nothing was heard yet"
+    other = HostState(slot=0, host=1, connected=False, hostname="second", silent_s=16.0)
+    beat = Heartbeat(node="east-2", boot_id="b", generation=0, instances=(), hosts=(other,))
+    world.live.write_heartbeat(beat, region="us-east", gpu_type="H800x2", url="http://127.0.0.1:9")
+    one, two = ask("GET", "/admin/nodes", role="viewer")["data"]
+    assert ([slot["hosts"] for slot in one["slots"]], one["other_hosts"]) == ([1, 1], [])
+    assert ([slot["hosts"] for slot in two["slots"]], two["other_hosts"]) == ([2], [msgspec.to_builtins(other)])
+    assert ask("GET", "/admin/nodes/east-2")["live"]["other_hosts"] == two["other_hosts"]
 
 
 def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: World) -> None:

@@ -1,5 +1,6 @@
 """What policies take from a snapshot, and what changes in the whole fleet."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,14 @@ from controlplane.policies.fit import ModelSize
 from controlplane.policies.placement.facts import Profile
 from controlplane.policies.scale import ScaleDecision, choose_scale
 from controlplane.policies.scaling.facts import EndpointScaleFacts, ScalingSettings, StrategyName
-from controlplane.policies.snapshot import FleetSnapshot, PlanPools, pool_slot_facts, scaling_facts
+from controlplane.policies.snapshot import (
+    FleetSnapshot,
+    PlanPools,
+    placement_facts,
+    pool_slot_facts,
+    poolable_facts,
+    scaling_facts,
+)
 from dataplane.protocol.tiers import InstanceKind
 
 A, B, C = (Endpoint(model=model, region="east") for model in "abc")
@@ -179,6 +187,24 @@ def test_an_instance_that_serves_again_has_no_successor_any_more() -> None:
         again = (*decision.slots.revives, *decision.slots.reclaims)
         assert [(change.instance_id, change.succeeds) for change in again] == [("b0", "b1")]
         assert decision.successors == {"b0": "b1", "b1": None}
+
+
+def test_a_slot_of_several_hosts_is_planned_for_models_of_its_size_alone() -> None:
+    """`b` takes both GPUs of the slot, `a` one; the models of another GPU type are pooled there alone."""
+    slots = (NodeSlot(gpus=2, hosts=2),)
+    over_hosts = NodeFacts(name="n1", region="east", gpu_type="H800", slots=slots, host_bytes=8)
+    profiles = {ModelGpu(model=model, gpu_type="H800"): Profile(tokens_per_s=1.0, gpus=gpus) for model, gpus in
+                (("a", 1), ("b", 2))}  # fmt: skip
+    priced: dict[str, Any] = {"regions": ("east",), "gpu_cost_per_hour": {"H800": 1.0}}
+    snapshot = fleet(None, nodes=(over_hosts,), profiles=profiles, pools=PlanPools(), **priced)
+    planned = placement_facts(snapshot, {}, pool=None, stale_s=STALE_S)
+    reason = "a takes 1 GPUs, the slots of H800 in east are of several hosts: a model takes all 2 of one"
+    assert planned.unfit == {ON_H800[A]: reason}
+    assert planned.capacity == {RegionGpu(region="east", gpu_type="H800"): 2}
+    both = replace(over_hosts, name="n2", gpu_type="H20", slots=(NodeSlot(gpus=1), *slots))
+    pooled = poolable_facts(replace(snapshot, nodes=(over_hosts, both)), {}, stale_s=STALE_S).nodes
+    assert [(node.name, node.slots) for node in pooled] == [("n2", (NodeSlot(gpus=1),))]
+    assert [room.hosts for room in snapshot.rooms] == [2]
 
 
 def test_an_instance_whose_successor_finds_no_slot_stays_wanted() -> None:

@@ -19,6 +19,10 @@ Size = int | tuple[int, int]
 """GPUs of a slot of one worker, or GPUs and workers."""
 
 
+def over_hosts(gpus: int) -> tuple[SlotSpec, ...]:
+    return (SlotSpec(gpus=gpus, memory_bytes=100 * gpus, hosts=2),)
+
+
 def spec(size: Size) -> SlotSpec:
     gpus, workers = size if isinstance(size, tuple) else (size, 1)
     return SlotSpec(gpus=gpus, memory_bytes=100 * gpus, workers=workers)
@@ -151,3 +155,17 @@ def test_workers_share_the_gpus_equally(world: World, workers: int) -> None:
     join(world, 4)
     with pytest.raises(IntegrityError, match="workers_share_gpus"), world.database.transaction() as session:
         session.add(Slot(node="n1", index=1, gpus=4, workers=workers, memory_bytes=100))
+
+
+def test_slots_of_several_hosts_have_a_gpu_type_of_their_own(world: World) -> None:
+    refused = "slots of several hosts need a GPU type of their own, on which all have as many GPUs: 'H800' has other"
+    join(world, 1)
+    with pytest.raises(ConflictError, match=f"{refused} slots on node 'n1'"):
+        join(world, node="n2", slots=over_hosts(4))
+    join(world, slots=over_hosts(4))
+    with world.database.transaction() as session:
+        assert session.scalars(select(Slot.hosts)).all() == [2]
+    join(world, node="n2", slots=over_hosts(4))
+    for slots in (over_hosts(8), (spec(1),), (*over_hosts(4), spec(1))):
+        with pytest.raises(ConflictError, match=refused):
+            join(world, node="n3", slots=slots)

@@ -4,9 +4,10 @@ from datetime import timedelta
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.exc import OperationalError
 
 from controlplane.errors import ConflictError, NotFoundError
-from controlplane.store.keys import ApiKey, find_key, hash_secret, make_key, revoke_key, snapshot
+from controlplane.store.keys import ApiKey, find_key, hash_secret, make_key, revoke_key, rotate_key, snapshot
 from controlplane.store.rows import list_rows
 from controlplane.store.session import Database
 from controlplane.store.tables import Role
@@ -49,3 +50,21 @@ def test_the_last_admin_key_stays(database: Database) -> None:
         revoke_key(session, first)
         with pytest.raises(ConflictError):
             revoke_key(session, second)
+
+
+def test_a_key_that_somebody_signs_in_with_gets_no_other_secret_meanwhile(database: Database) -> None:
+    """The rotation would end the sessions of the secret that it replaces, and not see the one that begins."""
+    with database.transaction() as session:
+        made = make_key(session, name="boss", role=Role.ADMIN, tenant="acme")
+        key_id = made.row.id
+
+    def rotate() -> None:
+        with database.transaction() as session:
+            session.execute(text("SET LOCAL lock_timeout = '50ms'"))
+            rotate_key(session, key_id, overlap_s=60)
+
+    with database.transaction() as signing_in:
+        assert find_key(signing_in, made.secret) is not None
+        with pytest.raises(OperationalError, match="lock timeout"):
+            rotate()
+    rotate()

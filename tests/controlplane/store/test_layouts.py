@@ -115,6 +115,9 @@ def test_a_node_that_regroups_no_more_has_its_own_slots(world: World) -> None:
     assert present(world) == ((4,), None, None)
     with pytest.raises(ConflictError, match="TIDEPOOL_AGENT_REGROUP"):
         want(world, 2, 2)
+    join(world, (4,), regroups=False, slots=(SlotSpec(gpus=4, memory_bytes=400, hosts=2),))
+    with pytest.raises(ConflictError, match="node 'n1' has a slot of 2 hosts, which stays as it is"):
+        want(world, 2, 2)
 
 
 def test_what_was_wanted_of_a_node_that_regroups_no_more_is_void(world: World) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Span, TracerProvider
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from dataplane.agent.measures import EndReason, RequestMeasure, RequestMeasures
 
@@ -41,6 +41,26 @@ def test_a_request_is_measured_by_vllms_names() -> None:
     assert seen == expected
     ends = {reason: value("request_success_total", finished_reason=reason) for reason in ("length", "error", "abort")}
     assert ends == {"length": 1.0, "error": 1.0, "abort": None}
+
+
+def test_the_series_of_a_model_that_is_gone_end() -> None:
+    registry, clock = CollectorRegistry(), Clock()
+    measures = RequestMeasures(registry)
+    for model in ("stays", "gone"):
+        measures.expect(model)
+    late = RequestMeasure(measures, "gone", 5, clock)
+    for _ in range(2):
+        ended = RequestMeasure(measures, "gone", 5, clock)
+        ended.made(2)
+        ended.made(2)
+        ended.ended("stop")
+    assert 'model_name="gone"' in generate_latest(registry).decode()
+    for end in (None, late.ended):
+        if end is not None:
+            end("stop")
+        measures.drop({"stays"})
+        text = generate_latest(registry).decode()
+        assert ('model_name="gone"' in text, 'model_name="stays"' in text) == (False, True)
 
 
 @pytest.mark.parametrize("reason", ["error", "abort", "stop"])

@@ -17,6 +17,7 @@ import pytest
 from pydantic import ValidationError
 
 from dataplane.agent.host_files import HostFiles
+from dataplane.agent.process import CLOSING_S
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.workers import configure
 from dataplane.protocol.joining import Join
@@ -39,6 +40,10 @@ class Control(ThreadingHTTPServer):
         self.join: Join | None = None
         self.heartbeat: Heartbeat | None = None
         self.wanted = desired(1, instance())
+        self.waiting = 0
+        self.answers = threading.Event()
+        """Whether heartbeats are answered; the others wait, so many of them now."""
+        self.answers.set()
 
     def ready(self) -> bool:
         return self.heartbeat is not None and [one.state for one in self.heartbeat.instances] == ["ready"]
@@ -53,6 +58,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.join = msgspec.json.decode(body, type=Join)
         else:
             self.server.heartbeat = msgspec.json.decode(body, type=Heartbeat)
+            self.server.waiting += 1
+            self.server.answers.wait()
+            self.server.waiting -= 1
         answer = msgspec.json.encode(self.server.wanted)
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
@@ -87,6 +95,7 @@ def agent_process(control: Control) -> Iterator[subprocess.Popen[bytes]]:
         "TIDEPOOL_AGENT_REPLAY_SPEED": "20",
         "TIDEPOOL_AGENT_CONTROL_URL": f"http://127.0.0.1:{control.server_address[1]}",
         "TIDEPOOL_AGENT_NODE_KEY": KEY,
+        "TIDEPOOL_AGENT_CONTROL_TIMEOUT_S": "60",
     }
     with subprocess.Popen([sys.executable, "-c", RUN], env=environment) as process:
         try:
@@ -145,8 +154,12 @@ def test_sigterm_waits_for_successors_and_sigint_says_that_it_leaves() -> None:
     with control_plane() as control, agent_process(control) as process:
         wait_until(control.ready)
         control.wanted = msgspec.structs.replace(control.wanted, handing_over=True)
+        control.answers.clear()
+        wait_until(lambda: control.waiting > 0)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0, "it waits for nobody"
+        time.sleep(2 * CLOSING_S)  # the control plane is slow
+        control.answers.set()
+        assert process.wait(60) == 0, "it waits for no successor"
         assert control.heartbeat is not None
         assert control.heartbeat.leaving
         assert [one.state for one in control.heartbeat.instances] == ["draining"]

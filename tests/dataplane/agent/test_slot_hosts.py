@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from dataplane.agent import slot_hosts, workers
+from dataplane.agent.heartbeats import join_message
 from dataplane.agent.host_settings import HostSettings
 from dataplane.agent.settings import AgentSettings, WorkerSettings
 from dataplane.agent.slot_hosts import SlotHosts
@@ -30,6 +31,7 @@ from dataplane.engines.vllm.version import TESTED
 from dataplane.follower import process
 from dataplane.follower.process import Follower
 from dataplane.protocol.errors import BadRequestError, ModelLoadError
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.messages import DesiredInstance
 from dataplane.protocol.version import tidepool_version
 from dataplane.worker.frames import LENGTH, Configure
@@ -59,8 +61,8 @@ def _vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(boot_id: str = "boot", **changes: Any) -> HostReport:
-    values = {"slot": 0, "host": 1, "boot_id": boot_id, "version": tidepool_version(), "engine_version": TESTED[0]}
-    return HostReport(**(values | changes))
+    values = {"slot": 0, "host": 1, "hostname": "second", "boot_id": boot_id, "version": tidepool_version()}
+    return HostReport(**(values | {"engine_version": TESTED[0]} | changes))
 
 
 def write_checkpoint(folder: Path, content: bytes = b"\x00\x00\x80\x3f") -> Path:
@@ -84,6 +86,7 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     hosts = SlotHosts(3, 2, silent_max_s=10.0, now_s=lambda: now_s[0])
     assert not hosts.complete
     assert hosts.missing is None, "it may still begin to report"
+    assert hosts.waits_for("/tide") == "the followers of other hosts report: host 1"
     now_s[0] = 11.0
     assert hosts.missing == "host 1 of slot 3 is missing: its follower has not reported yet"
     assert hosts.receive(report(), HERE) == HostOrders()
@@ -96,9 +99,12 @@ async def test_a_host_that_is_silent_starts_again_or_fails_is_named(tmp_path: Pa
     folder = write_checkpoint(tmp_path / "tide")
     asked = held(folder).model
     checking = asyncio.create_task(hosts.check(asked.path, folder))
-    check, digest = await next_check(hosts, None), checkpoint_digest(folder)
+    check, digest = await next_check(hosts, None), checkpoint_digest(folder, lambda: True)
+    assert hosts.waits_for("another") is None
+    assert hosts.waits_for(asked.path) == "its checkpoint is fetched and read on all hosts: host 1 not done yet"
     hosts.receive(report(check=check.serial, digest=digest), HERE)
     await checking
+    assert hosts.waits_for(asked.path) is None
     hosts.launch(configure, asked)
     launch = hosts.receive(report(), HERE).launch
     assert launch is not None
@@ -134,9 +140,30 @@ def test_followers_of_no_host_or_of_other_versions_are_refused() -> None:
     now_s[0] = 11.0
     assert hosts.missing is not None
     assert re.search(r"its follower was refused: host 1 of slot 0 has Tidepool .* and vLLM 0\.1; the", hosts.missing)
+    (refused,) = hosts.states()
+    assert (refused.connected, refused.hostname, refused.silent_s) == (False, None, None)
+    assert "and vLLM 0.1; the agent has" in (refused.refusal or "")
     hosts.receive(report(), HERE)
+    there = HostState(slot=0, host=1, connected=True, hostname="second", silent_s=0.0)
+    assert hosts.states() == (there,)
     now_s[0] += 11.0
     assert hosts.missing == "host 1 of slot 0 is missing: its follower has not reported for 11 s"
+    assert hosts.states() == (msgspec.structs.replace(there, connected=False, silent_s=11.0),)
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_operators_and_the_control_plane_see_the_hosts_of_a_slot() -> None:
+    async with spanning_node() as node:
+        (slot,) = join_message(node.agent, "http://n").slots
+        assert (slot.gpus, slot.hosts, slot.memory_bytes) == (2, 2, 2**21), "of all hosts together"
+        for connected in (False, True):
+            if connected:
+                await node.client.post("/hosts", content=msgspec.json.encode(report()))
+            state = (await node.client.get("/state")).json()
+            ((shown,),) = (slot["hosts"] for slot in state["slots"])
+            assert state["heartbeat"]["hosts"] == [shown]
+            assert (shown["slot"], shown["host"], shown["connected"]) == (0, 1, connected)
 
 
 async def next_check(hosts: SlotHosts, before: CheckOrder | None) -> CheckOrder:
@@ -167,7 +194,7 @@ async def test_hosts_with_another_checkpoint_are_named(tmp_path: Path) -> None:
 async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = threading.Event()
 
-    def digest_of(_: Path) -> str:
+    def digest_of(_folder: Path, _is_wanted: object) -> str:
         assert asked.wait(PATIENCE_S)
         return "f" * 64
 
@@ -178,6 +205,35 @@ async def test_all_hosts_read_a_checkpoint_at_the_same_time(monkeypatch: pytest.
     asked.set()
     hosts.receive(report(check=check.serial, digest="f" * 64), HERE)
     await checking
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
+async def test_no_host_reads_a_checkpoint_on_that_is_wanted_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = {name: threading.Event() for name in ("agent", "follower")}
+    gave_up = {name: threading.Event() for name in reading}
+
+    def read_by(name: str) -> Callable[[Path, Callable[[], bool]], str]:
+        def read(_: Path, is_wanted: Callable[[], bool]) -> str:
+            reading[name].set()
+            while is_wanted():
+                time.sleep(0.01)
+            gave_up[name].set()
+            raise ModelLoadError("it is not wanted any longer")
+
+        return read
+
+    monkeypatch.setattr(slot_hosts, "checkpoint_digest", read_by("agent"))
+    monkeypatch.setattr(process, "checkpoint_digest", read_by("follower"))
+    async with spanning_node() as node, following(node):
+        node.agent.apply(desired(1, held(write_checkpoint(tmp_path / "tide"))))
+        await until(lambda: all(each.is_set() for each in reading.values()))
+        (report_,) = node.agent.reports()
+        assert report_.waits_for == "its checkpoint is fetched and read on all hosts: host 1 not done yet"
+        node.agent.apply(desired(2))
+        await until(lambda: all(each.is_set() for each in gave_up.values()))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +371,7 @@ async def test_a_host_that_comes_back_with_another_checkpoint_loads_nothing(
         async with following(node) as first:
             await node.hold(1, held(write_checkpoint(tmp_path / "tide")))
             await until(lambda: len(first.links) == 1)
-        monkeypatch.setattr(process, "checkpoint_digest", lambda _: "f" * 64)
+        monkeypatch.setattr(process, "checkpoint_digest", lambda *_: "f" * 64)
         async with following(node) as second:
             await node.until(lambda: node.states() == {"i1": "failed"})
             assert f"host 1 of slot 0 has another checkpoint at {tmp_path / 'tide'}" in error_of(node)

@@ -4,18 +4,33 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from dataplane.agent import worker_link
 from dataplane.agent.settings import WorkerSettings
+from dataplane.agent.worker_link import WorkerLink
 from dataplane.agent.workers import BACKOFF_MIN_S, SILENT_LOOKS, WorkerSupervisor
+from dataplane.engines.vllm.version import TESTED
 from dataplane.protocol.messages import Finished, Sampling
 from dataplane.worker.frames import LENGTH, Cancel, Configure
-from tests.dataplane.replay_node import Node, OpenLink, generate, instance, running_node, settings
+from tests.dataplane.agent.test_slot_hosts import write_checkpoint
+from tests.dataplane.replay_node import (
+    PROFILE,
+    Node,
+    OpenLink,
+    desired,
+    generate,
+    install_vllm,
+    instance,
+    running_node,
+    settings,
+)
 from tests.dataplane.streams import read, token_ids
 from tests.event_loop import PATIENCE_S
 
@@ -158,6 +173,35 @@ def test_a_worker_that_hangs_at_its_start_is_replaced(monkeypatch: pytest.Monkey
                 await node.hold(1, instance())
         (line,) = [line for line in logs if line["event"] == "worker is silent; ended"]
         assert (line["pid"], line["worker_start_max_s"]) == (started[0], 0.2)
+
+    asyncio.run(scenario())
+
+
+def test_vllm_that_hangs_while_it_loads_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load is given as long as a start, however short the limit of a worker's silence is."""
+    install_vllm(TESTED[0], tmp_path / "site", monkeypatch)
+    long_s = 2 * SILENT_LOOKS * PATIENCE_S
+
+    async def start(asked: Configure, environment: Mapping[str, str]) -> WorkerLink:
+        return await WorkerLink.start(replace(asked, engine="replay", profile=str(PROFILE)), environment)
+
+    async def scenario() -> None:
+        given = settings(engine="vllm", profile=None, worker_start_max_s=long_s, worker_silent_max_s=5.0)
+        async with running_node(given, start_worker=start) as node:
+            (worker,) = node.agent.workers
+            await node.until(lambda: worker.worker_start_s > 0)
+            pid = worker.pid
+            assert pid is not None
+            suspend(pid)
+            node.agent.apply(desired(1, instance(path=str(write_checkpoint(tmp_path / "tide")))))
+            await node.until(lambda: worker.hosted.loads)
+            monkeypatch.setitem(vars(node.agent.settings), "worker_start_max_s", 0.2)
+            with capture_logs() as logs:
+                await node.until(lambda: worker.pid != pid)
+            monkeypatch.setitem(vars(node.agent.settings), "worker_start_max_s", long_s)
+            (line,) = [line for line in logs if line["event"] == "worker is silent; ended"]
+            assert (line["pid"], line["worker_start_max_s"]) == (pid, 0.2)
+            await node.until(lambda: node.states() == {"i1": "ready"})
 
     asyncio.run(scenario())
 

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.checkpoints.digests import checkpoint_digest
+from dataplane.checkpoints import digests
 from dataplane.protocol.errors import ModelLoadError
+
+
+def checkpoint_digest(folder: Path) -> str:
+    return digests.checkpoint_digest(folder, lambda: True)
 
 
 def write(folder: Path, weight: bytes = b"\x00\x00\x80\x3f", config: str = "{}") -> Path:
@@ -41,3 +45,20 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 def test_no_checkpoint_has_none(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="nowhere"):
         checkpoint_digest(tmp_path / "nowhere")
+
+
+def test_a_checkpoint_that_is_wanted_no_more_is_not_read_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 1)
+    folder = write(tmp_path / "one")
+    asked: list[bool] = []
+
+    def is_wanted() -> bool:
+        asked.append(len(asked) < 3)
+        return asked[-1]
+
+    with pytest.raises(ModelLoadError, match="one is not wanted any longer"):
+        digests.checkpoint_digest(folder, is_wanted)
+    assert asked.count(False) <= 2, "each of the two files is read no further"
+    assert checkpoint_digest(folder) == checkpoint_digest(write(tmp_path / "same"))

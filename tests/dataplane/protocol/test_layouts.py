@@ -92,6 +92,18 @@ def test_slots_of_other_nodes_are_not_numbered() -> None:
         Join(node="n", region="r", gpu_type="g", url="http://n", slots=specs, engine="replay")
 
 
+@pytest.mark.parametrize("changes", [{"hosts": 0}, {"hosts": 3}, {"hosts": 2, "workers": 2}])
+def test_slots_of_several_hosts_have_one_worker_with_equal_numbers_of_gpus(changes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="hosts must be at least 1, divide gpus, 4, and be 1 for several workers"):
+        SlotSpec(gpus=4, memory_bytes=1, **changes)
+
+
+def test_slots_of_several_hosts_are_not_regrouped() -> None:
+    specs = (SlotSpec(gpus=4, memory_bytes=4, number=0, hosts=2),)
+    with pytest.raises(ValueError, match="slots of a node that regroups are of one host"):
+        Join(node="n", region="r", gpu_type="g", url="http://n", slots=specs, engine="vllm", regroups=True)
+
+
 def test_slots_have_the_memory_of_their_gpus() -> None:
     assert memory_like(1, of_bytes=403, of_gpus=4) == 100, "whole bytes of a GPU, so that slots fit on it"
     assert memory_like(8, of_bytes=403, of_gpus=4) == 800

@@ -1,6 +1,7 @@
 """Regions, GPU types, endpoints, nodes and instances on the command line."""
 
 import gzip
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,15 @@ from typing import Any
 import pytest
 
 from controlplane.policies.lifecycle import InstanceState
+from controlplane.settings import Settings
 from controlplane.store.alias_tables import Alias
 from controlplane.store.instances import add_instance, set_desired
+from controlplane.store.redis.live import LiveStore
 from controlplane.store.session import Database
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model
+from dataplane.protocol.host_states import HostState
 from dataplane.protocol.joining import SlotSpec
+from dataplane.protocol.messages import Heartbeat
 from ops.client import drains
 from ops.client.api import Api
 from tests.ops.cli.running import GIB, Run, join
@@ -52,6 +57,24 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     status = served("status").out
     assert "0 of 1" in status
     assert served("status", "--json").json["models"] == 1
+
+
+def test_the_hosts_of_a_slot_are_shown(fleet: Run, database: Database, settings: Settings) -> None:
+    join(database, "n-1", SlotSpec(gpus=6, memory_bytes=GIB, hosts=3))
+    assert "3, not known which are there" in fleet("node", "list").out
+    silent = HostState(slot=0, host=2, connected=False, refusal="it has Tidepool 0.1")
+    others = (HostState(slot=0, host=1, connected=True, hostname="second", silent_s=0.2), silent)
+    beat = Heartbeat(node="n-1", boot_id="b", generation=0, instances=(), hosts=others)
+    live = LiveStore(settings)
+    live.write_heartbeat(beat, region="us-east", gpu_type="H800", url="http://n")
+    live.close()
+    assert "3, without 2 of slot 0" in fleet("node", "list").out
+    [listed] = fleet("node", "list", "--json").json["data"]
+    assert [host["connected"] for host in listed["other_hosts"]] == [True, False]
+    shown = fleet("node", "show", "n-1").out
+    assert "6 GPUs of 3 hosts with 1 GiB" in shown
+    assert re.search(r"second\W+yes\W+0\.2", shown), shown
+    assert "it has Tidepool 0.1" in shown
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ class Promoting:
     is the primary after all; None: at none.
     """
 
-    def __init__(self, *, error: psycopg.Error | None, primary_at: int | None) -> None:
+    def __init__(self, *, error: BaseException | None, primary_at: int | None) -> None:
         self.error, self.primary_at = error, primary_at
         self.looks = 0
         self.row: tuple[object, ...] = ()
@@ -211,6 +211,14 @@ def test_a_promotion_whose_connection_broke_is_waited_for(
     monkeypatch.setattr(members, "PROMOTED_WITHIN_S", 0)
     with pytest.raises(psycopg.OperationalError, match="was cut"):
         promote(monkeypatch, Promoting(error=error, primary_at=None))
+
+
+def test_an_interrupt_takes_no_promotion_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_ASK_EVERY_S", 0.0)
+    assert promote(monkeypatch, Promoting(error=KeyboardInterrupt(), primary_at=3)) >= 0.0
+    monkeypatch.setattr(members, "PROMOTED_WITHIN_S", 0)
+    with pytest.raises(KeyboardInterrupt):
+        promote(monkeypatch, Promoting(error=KeyboardInterrupt(), primary_at=None))
 
 
 def test_a_promotion_that_succeeds_after_all_is_none_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

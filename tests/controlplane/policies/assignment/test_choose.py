@@ -19,7 +19,7 @@ from controlplane.policies.assignment.facts import (
     SlotSettings,
 )
 from controlplane.policies.facts import Endpoint, ModelGpu
-from controlplane.policies.fit import ModelSize, WeightsMemory
+from controlplane.policies.fit import AdapterSize, ModelSize, WeightsMemory
 from controlplane.policies.scaling.facts import KindStep, ScaleStep
 from dataplane.protocol.tiers import InstanceKind
 
@@ -112,6 +112,24 @@ def test_an_instance_fits_on_one_worker() -> None:
     assert not full.redeploys
     words = "GPUs full in west: 0 of 4 H free, needs 2 in one slot, whose workers have 1 at most"
     assert full.unplaced[0].reason == words
+
+
+def test_a_slot_of_several_hosts_is_for_models_of_its_size_alone() -> None:
+    """`b` takes two GPUs, the slot has four."""
+    spanning = structs.replace(slot("n1"), hosts=2)
+    whole = structs.replace(spanning, gpus=2, gpus_free=2)
+    decision = decide([step(B, 1)], [spanning])
+    assert not decision.adds
+    words = "b takes 2 GPUs, the slots of H in west are of several hosts: a model takes all 4 of one"
+    assert decision.unplaced[0].reason == words
+    spare = donated("s", node_id="n1", gpus=4)
+    assert not decide([step(B, 1)], [structs.replace(spanning, gpus_free=0)], [spare]).redeploys
+    assert [add.gpus for add in decide([step(B, 1)], [whole]).adds] == [2]
+    adapter = {"b": ModelSize(weights_bytes=1, adapter=AdapterSize(base="a", weights_bytes=1))}
+    facts = SlotFacts(steps=(step(B, 1),), slots=(whole,), instances=(), gpus=GPUS, sizes=adapter)
+    refused = choose_slots(facts, 0.0, SlotSettings())
+    assert not refused.adds
+    assert "b is a LoRA adapter, the slots of H in west are of several hosts" in refused.unplaced[0].reason
 
 
 def test_slots_that_serve_together_are_left_to_pools_as_long_as_there_are_others() -> None:

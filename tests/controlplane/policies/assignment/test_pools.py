@@ -99,6 +99,12 @@ def test_a_slot_with_dedicated_instances_never_joins_the_pool() -> None:
     assert "no free slot of H800 in east" in decision.unplaced[0].reason
 
 
+def test_a_slot_of_several_hosts_never_joins_the_pool() -> None:
+    decision = choose(facts(1, {"a": 0.5}, (structs.replace(room("n1"), hosts=2),)))
+    assert not decision.adds
+    assert "no free slot of H800 in east" in decision.unplaced[0].reason
+
+
 def test_what_stands_stays_and_the_new_goes_where_there_is_room() -> None:
     slots = (room("n1", free=0), room("n2"))
     decision = choose(facts(2, {"a": 0.7, "b": 0.6}, slots, (pooled("a", "n1"),)))

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from dataplane.protocol.messages import DesiredInstances
-from ops.bench.engine.agent import NodeProcess, node_process
+from ops.bench.engine import agent
+from ops.bench.engine.agent import NodeProcess, measure, node_process
+from tests.event_loop import asynchronous
 
 LISTENS = """#!{python}
 import json, os, socket, time
@@ -48,6 +50,13 @@ def start(tmp_path: Path) -> Start:
 def test_an_agent_that_ends_and_an_instance_that_fails_are_told_apart(start: Start, goes_on: str, message: str) -> None:
     with pytest.raises(RuntimeError, match=message), start(goes_on):
         pass
+
+
+@asynchronous
+async def test_a_window_that_is_too_short_to_measure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "_agent_cpu_s", lambda _: 1.25)
+    with pytest.raises(RuntimeError, match="a window of 0 s had 0 tokens and 0 CPU seconds of the agent"):
+        await measure(0, 0, wire="lines", workers=0, sequences=0, windows=1, window_s=0.0)
 
 
 def test_what_does_not_happen_in_time_is_named(start: Start) -> None:
