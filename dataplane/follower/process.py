@@ -204,11 +204,13 @@ class Follower:
         self._tell(ended=error)
 
     async def _end_ranks(self) -> None:
-        """End the ranks, if there are any, and wait until that is in the report."""
-        link, ranks, self._link, self._ranks = self._link, self._ranks, None, None
-        if link is not None and ranks is not None:
-            link.hang_up()
-            await ranks
+        """End the ranks, if there are any, and wait until that is in the report. Where this wait is cancelled, their
+        process is still waited for.
+        """
+        if self._link is not None and self._ranks is not None:
+            self._link.hang_up()
+            await asyncio.shield(self._ranks)
+        self._link = self._ranks = None
 
     def _environment(self, gpus: int) -> dict[str, str]:
         """Of the process of the ranks, which sees its GPUs alone."""

@@ -100,8 +100,8 @@ def ready(gateway: Gateway) -> Any:
 
 
 def is_behind(told: Any) -> bool:
-    """Whether one answer says that the copy is too old (more than 2 s, told in tenths) and what that makes of the whole.
-    A machine that stands still makes it too old for a moment, so that two answers need not agree.
+    """Whether one answer says that the copy is too old (more than 2 s, told in tenths), and what follows of it. A
+    machine that stands still makes it too old for a moment, so that two answers need not agree.
     """
     return told["behind"] == ["replica"] and told["status"] == "degraded" and (told["replica_age_s"] or 0.0) > 2.0
 

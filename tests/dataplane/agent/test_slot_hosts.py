@@ -475,6 +475,23 @@ async def test_ranks_whose_report_cannot_be_read_have_ended() -> None:
 
 @pytest.mark.usefixtures("_vllm")
 @asynchronous
+async def test_ranks_that_a_stopped_follower_was_ending_have_ended() -> None:
+    """Their process is waited for though the first wait for it was cancelled."""
+    follower = Follower(HostSettings(node_key=KEY), head="http://127.0.0.1:1", slot=0, rank=1)
+    given = workers.configure(settings(), 0, None, workers.HostFiles(settings(), "boot"), "replay")
+    link = follower._link = await start_replay(given, {})
+    follower._ranks = asyncio.create_task(follower._watch(link))
+    ending = asyncio.create_task(follower._end_ranks())
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    await follower._end_ranks()
+    assert not is_running(link.pid)
+    assert (follower._report.ended or "").startswith("the process of its ranks ended with status ")
+
+
+@pytest.mark.usefixtures("_vllm")
+@asynchronous
 async def test_only_the_nodes_key_follows_it() -> None:
     async with spanning_node() as node:
         body = msgspec.json.encode(report())
