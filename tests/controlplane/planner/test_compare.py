@@ -110,7 +110,7 @@ def test_means_are_over_requests_and_tokens(world: World) -> None:
 
 
 def test_requests_whose_times_are_not_of_one_instance_are_left_out(world: World) -> None:
-    """Old, failed, moved, deferred or without tokens, of a shared slot or one of two workers, or of an instance that is not known."""
+    """Old, failed, moved, deferred or without tokens; of a shared slot, one of two workers, or an unknown instance."""
     instance_id, pooled, split = (world.serve(name, URL) for name in ("n1", "n2", "n3"))
     with world.database.transaction() as session:
         instance = session.get_one(Instance, pooled)
