@@ -344,7 +344,7 @@ def build_skeleton(
     model.eval().requires_grad_(False)
     if device.type == "cpu":
         speed_up(model)
-    if device.type == "cuda" or dtype == torch.float32:
+    if device.type == "cuda":
         fuse_norms(model)
     if rank is not None and splits:
         parallelize(model, splits, rank, geometry.vocabulary)
