@@ -29,7 +29,7 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def _has_fast_mkl() -> bool:
     """Whether the CPU is one of those for which MKL has kernels of its own."""
     is_intel = _CPU_INFO.is_file() and "GenuineIntel" in _CPU_INFO.read_text()
-    return is_intel and torch.backends.mkl.is_available()
+    return is_intel and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
 
 
 HAS_FAST_MKL = _has_fast_mkl()

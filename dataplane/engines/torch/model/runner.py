@@ -123,11 +123,10 @@ def _make_batch(
     decodes = [index for index in order if chunks[index].count == 1]
     places = None
     if batch_kv is not None and decodes:
-        places = batch_kv.arrange(
-            cache, [lists[index] for index in decodes], [chunks[index].start for index in decodes]
-        )
-        for place, index in zip(places or (), decodes, strict=False):
-            order[place] = index
+        starts = [chunks[index].start for index in decodes]
+        places = batch_kv.arrange(cache, [lists[index] for index in decodes], starts)
+    for place, index in zip(places or (), decodes, strict=False):
+        order[place] = index
     ordered = [chunks[index] for index in order]
     rows, written = row_inputs(ordered, per_slab=cache.shape[1], block_tokens=cache.shape[4])
     last = np.empty(len(chunks), dtype=np.int64)
@@ -150,9 +149,7 @@ def _make_batch(
         batch_kv = None
     copied = None if batch_kv is None else batch_kv.rows(len(decodes), tables[0].shape[1] * cache.shape[4])
     step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], on_device), copied=copied)
-    return _Batch(
-        order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step, batch_kv=batch_kv
-    )
+    return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step, batch_kv=batch_kv)
 
 
 def _groups(chunks: Sequence[ChunkInput]) -> list[list[ChunkInput]]:
