@@ -14,6 +14,7 @@ from dataplane.engines.interface import TokenScore
 from dataplane.engines.torch.memory.kv import KvStore, SequenceKv
 from dataplane.engines.torch.memory.models import TorchModel
 from dataplane.engines.torch.memory.weights import WeightStore
+from dataplane.engines.torch.model.batch_kv import BatchKv
 from dataplane.engines.torch.model.graphs import DecodeGraphs
 from dataplane.engines.torch.model.inputs import next_inputs
 from dataplane.engines.torch.model.pooling import Pooler
@@ -71,6 +72,7 @@ class Steps:
         self._evict_kv_for = evict_kv
         self._draws: SequenceDraws[SequenceKv] = SequenceDraws()
         self._graphs = graphs
+        self._batch_kv = BatchKv() if settings.device == "cpu" and settings.ranks == 1 else None
         self._prepared: PreparedStep | None = None
         """The step that is likely to be the next one."""
 
@@ -109,8 +111,10 @@ class Steps:
         return made
 
     def forget(self, skeleton: Skeleton) -> None:
-        """Free what was captured or prepared of a model that is forgotten."""
+        """Free what was captured, prepared or copied of a model that is forgotten."""
         self._prepared = None
+        if self._batch_kv is not None:
+            self._batch_kv = BatchKv()
         if self._graphs is not None:
             self._graphs.forget(skeleton)
 
@@ -162,7 +166,8 @@ class Steps:
         if self._graphs is not None and self._graphs.may_run(skeleton, chunks):
             launch = self._graphs.prepare(skeleton, cache, inputs, tokens)
         else:
-            launch = prepare_logits(skeleton, cache, inputs, tokens)
+            lists = [sequence.kv.blocks for sequence in sequences]
+            launch = prepare_logits(skeleton, cache, inputs, tokens, self._batch_kv, lists)
         return None if launch is None else PreparedStep(rows=next_rows(sequences), launch=launch)
 
     @property
@@ -171,7 +176,7 @@ class Steps:
 
     def _logits(self, skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
         logits = None if self._graphs is None else self._graphs.run(skeleton, cache, chunks)
-        return run_chunks(skeleton, cache, chunks) if logits is None else logits
+        return run_chunks(skeleton, cache, chunks, self._batch_kv) if logits is None else logits
 
     def _pool(self, pooler: Pooler, model: TorchModel, chunks: list[Chunk]) -> Sampled:
         skeleton = model.weights.skeleton

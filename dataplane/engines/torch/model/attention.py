@@ -2,7 +2,8 @@
 
 A forward pass runs on flattened tokens `[1, T]` of several sequences: first those with one new token (decodes), one row
 each, attended together; then the spans of longer ones (prefill chunks), one after another. Each sequence attends to its
-own blocks only. On a GPU kernels read the blocks where they are (`paged_kernels.py`); elsewhere they are gathered.
+own blocks only. On a GPU kernels read the blocks where they are (`paged_kernels.py`); elsewhere they are gathered, or
+those of decodes are kept gathered (`batch_kv.py`).
 """
 
 from dataclasses import dataclass, field
@@ -36,11 +37,13 @@ class KvStep:
 
     `cache` is `[slabs, blocks_per_slab, layers, 2, block_tokens, kv_heads, head_dim]`: a block is contiguous over all
     layers. The new token of row `r` is written to slab `write[0, r]`, block `write[1, r]` in it, offset `write[2, r]`.
+    `copied`: the KV of the decodes, if a copy of it is kept: `[n, layers, 2, s, kv_heads, head_dim]`.
     """
 
     cache: torch.Tensor
     write: torch.Tensor
     spans: tuple[Span, ...]
+    copied: torch.Tensor | None = None
     masks: dict[tuple[int, int | None, int], torch.Tensor] = field(default_factory=dict)
     places: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -49,6 +52,12 @@ class KvStep:
         """`write` as an index of one layer of the cache, for keys and values together."""
         slabs, blocks, offsets = self.write
         return slabs, blocks, slice(None), offsets
+
+    @cached_property
+    def copies(self) -> tuple[torch.Tensor | slice, ...]:
+        """Where the new tokens of decodes are, as an index of one layer of the copy."""
+        positions = self.spans[0].positions[:, 0]
+        return torch.arange(len(positions)), slice(None), positions
 
     @cached_property
     def rows(self) -> torch.Tensor:
@@ -66,6 +75,8 @@ class KvStep:
         """A copy of the keys and values of span `index` in a layer: `[2, n, s, kv_heads, head_dim]`. To copy whole rows
         takes half to two thirds of the time of indexing the cache, whose cost is per element.
         """
+        if self.copied is not None and index == 0:
+            return self.copied[:, layer].transpose(0, 1)
         apart = self.rows.stride(0)
         tables = self.spans[index].tables
         if index not in self.places:
@@ -75,6 +86,12 @@ class KvStep:
         first = layer * (self.cache.stride(2) // apart)
         copied = self.rows.index_select(0, self.places[index] + first)
         return copied.view(2, len(tables), -1, *self.cache.shape[5:])
+
+    def write_new(self, layer: int, new: torch.Tensor) -> None:
+        """Write new keys and values `[T, 2, kv_heads, head_dim]` of a layer to their blocks, and to the copy."""
+        self.cache[:, :, layer][self.written] = new
+        if self.copied is not None:
+            self.copied[:, layer][self.copies] = new[: len(self.copied)]
 
     def mask(self, index: int, window: int | None, groups: int) -> torch.Tensor:
         """What is added to the scores of span `index`: 0 where a token sees another one, else minus infinity,
@@ -117,7 +134,7 @@ def paged_attention(
     layer_index: Any = module.layer_idx
     if query.is_cuda:
         return _by_kernels(layer_index, query[0], key[0], value[0], kv_step, scaling, sliding_window, softcap), None
-    kv_step.cache[:, :, layer_index][kv_step.written] = torch.stack((key[0], value[0])).permute(2, 0, 1, 3)
+    kv_step.write_new(layer_index, torch.stack((key[0], value[0])).permute(2, 0, 1, 3))
     rows = query[0].transpose(0, 1)
     groups = query.shape[1] // key.shape[1]
     outputs = []

@@ -14,18 +14,24 @@ import torch
 
 from dataplane.engines.core.uploads import upload
 from dataplane.engines.torch.model.attention import KvStep, Span
+from dataplane.engines.torch.model.batch_kv import BatchKv
 from dataplane.engines.torch.model.inputs import ChunkInput, block_tables, chunk_inputs, row_inputs
 from dataplane.engines.torch.model.skeleton import Skeleton
 from dataplane.engines.torch.sequences import Chunk
 
 
-def run_chunks(skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+def run_chunks(
+    skeleton: Skeleton, cache: torch.Tensor, chunks: Sequence[Chunk], batch_kv: BatchKv | None = None
+) -> torch.Tensor:
     """Run the chunks' tokens through the model, filling their KV blocks.
 
-    The skeleton must be bound; `cache` is `KvStep.cache`. Returns the logits `[len(chunks), vocabulary]` after each
-    chunk's last token, float32.
+    The skeleton must be bound; `cache` is `KvStep.cache`; `batch_kv`: where KV of decodes is kept copied, on a CPU.
+    Returns the logits `[len(chunks), vocabulary]` after each chunk's last token, float32.
     """
     inputs = chunk_inputs(chunks, cache.shape[4])
+    if batch_kv is not None:
+        lists = [chunk.sequence.kv.blocks for chunk in chunks]
+        return _run_batch(skeleton, inputs, _make_batch(cache, inputs, batch_kv, lists))
     with nullcontext() if skeleton.mirror is None else skeleton.mirror.step("logits", inputs):
         return forward_logits(skeleton, cache, inputs)
 
@@ -45,13 +51,19 @@ def forward_logits(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[Chu
 
 @torch.inference_mode()
 def prepare_logits(
-    skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[ChunkInput], tokens: torch.Tensor
+    skeleton: Skeleton,
+    cache: torch.Tensor,
+    inputs: Sequence[ChunkInput],
+    tokens: torch.Tensor,
+    batch_kv: BatchKv | None,
+    lists: Sequence[list[int]],
 ) -> Callable[[], torch.Tensor]:
     """Make and upload the inputs of `forward_logits`, and return what runs the pass. The chunks have one token each,
-    those of `tokens` `[len(inputs)]`, int64, which are on the device already.
+    those of `tokens` `[len(inputs)]`, int64, which are on the device already. `lists`: the blocks of the sequences.
     """
-    batch = replace(_make_batch(cache, inputs), tokens=tokens.unsqueeze(0))
-    return partial(_run_batch, skeleton, inputs, batch)
+    batch = _make_batch(cache, inputs, batch_kv, lists)
+    ordered = tokens if batch.batch_kv is None else tokens[batch.order]
+    return partial(_run_batch, skeleton, inputs, replace(batch, tokens=ordered.unsqueeze(0)))
 
 
 @torch.inference_mode()
@@ -64,6 +76,8 @@ def _run_batch(skeleton: Skeleton, inputs: Sequence[ChunkInput], batch: "_Batch"
         logits_to_keep=batch.last,
         kv_step=batch.step,
     ).logits[0]
+    if batch.batch_kv is not None:
+        batch.batch_kv.written()
     return logits.float()
 
 
@@ -83,7 +97,8 @@ def forward_states(skeleton: Skeleton, cache: torch.Tensor, inputs: Sequence[Chu
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
     """The inputs of a forward pass. `order`: the chunks' indices as their rows follow each other; `last`: the last row
-    of each chunk, in the order that they were given; `tokens` and `positions` are `[1, rows]`.
+    of each chunk, in the order that they were given; `tokens` and `positions` are `[1, rows]`. `batch_kv`: where KV of
+    the decodes is copied, if it is.
     """
 
     order: list[int]
@@ -91,11 +106,27 @@ class _Batch:
     positions: torch.Tensor
     last: torch.Tensor
     step: KvStep
+    batch_kv: BatchKv | None
 
 
-def _make_batch(cache: torch.Tensor, chunks: Sequence[ChunkInput]) -> _Batch:
-    """All inputs are made on the host and uploaded together: the host waits for nothing."""
+@torch.inference_mode()
+def _make_batch(
+    cache: torch.Tensor,
+    chunks: Sequence[ChunkInput],
+    batch_kv: BatchKv | None = None,
+    lists: Sequence[list[int]] = (),
+) -> _Batch:
+    """All inputs are made on the host and uploaded together: the host waits for nothing. `lists`: the blocks of each
+    sequence, where there is a `batch_kv`.
+    """
     order = sorted(range(len(chunks)), key=lambda index: chunks[index].count != 1)
+    decodes = [index for index in order if chunks[index].count == 1]
+    places = None
+    if batch_kv is not None and decodes:
+        starts = [chunks[index].start for index in decodes]
+        places = batch_kv.arrange(cache, [lists[index] for index in decodes], starts)
+    for place, index in zip(places or (), decodes, strict=False):
+        order[place] = index
     ordered = [chunks[index] for index in order]
     rows, written = row_inputs(ordered, per_slab=cache.shape[1], block_tokens=cache.shape[4])
     last = np.empty(len(chunks), dtype=np.int64)
@@ -114,8 +145,11 @@ def _make_batch(cache: torch.Tensor, chunks: Sequence[ChunkInput]) -> _Batch:
     # entries by zero, and zero times a NaN of an earlier owner would be NaN. Kernels do not read those entries.
     if begun.numel() and not cache.is_cuda:
         cache[tuple(begun)] = 0
-    step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], on_device))
-    return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step)
+    if places is None:
+        batch_kv = None
+    copied = None if batch_kv is None else batch_kv.rows(len(decodes), tables[0].shape[1] * cache.shape[4])
+    step = KvStep(cache=cache, write=write, spans=_spans(groups, inputs[1], on_device), copied=copied)
+    return _Batch(order=order, tokens=inputs[:1], positions=inputs[1:], last=last_rows, step=step, batch_kv=batch_kv)
 
 
 def _groups(chunks: Sequence[ChunkInput]) -> list[list[ChunkInput]]:

@@ -84,6 +84,7 @@ def move(engine: TorchEngine, model: TorchModel, monkeypatch: pytest.MonkeyPatch
     for name, adapter in held.items():
         layers = {at: Factors(down=FakeTensor(one.down), up=FakeTensor(one.up)) for at, one in adapter.layers.items()}
         held[name] = replace(adapter, layers=layers)
+    engine._steps._batch_kv = None  # a device reads blocks where they are
     view = engine.kv.view
     monkeypatch.setattr(engine.kv, "view", lambda *given: FakeTensor(view(*given)))
 

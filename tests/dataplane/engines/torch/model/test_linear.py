@@ -1,11 +1,20 @@
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from dataplane.engines.torch.model.linear import FastLinear, FirstLinear, NextLinear, merge_products, product, speed_up
+from dataplane.engines.torch.model.linear import (
+    FastLinear,
+    FirstLinear,
+    NextLinear,
+    _has_fast_mkl,
+    merge_products,
+    product,
+    speed_up,
+)
 
 INPUTS, OUTPUTS = 24, {"q_proj": 40, "k_proj": 8, "v_proj": 16}
 
@@ -51,6 +60,39 @@ def test_without_onednn_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> Non
     x, weight = torch.randn(3, INPUTS), torch.randn(40, INPUTS)
     monkeypatch.setattr("dataplane.engines.torch.model.linear.HAS_ONEDNN", False)
     assert torch.equal(product(x, weight), linear(x, weight))
+
+
+@pytest.mark.parametrize("fast_mkl", [False, True])
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 2048), (3, 2048), (4, 2048), (1, 1024), (4, 1024), (64, 640)])
+def test_mkl_multiplies_few_rows_or_inputs_where_it_is_fast(
+    monkeypatch: pytest.MonkeyPatch, rows: int, inputs: int, fast_mkl: bool
+) -> None:
+    """And oneDNN the rest."""
+    x, weight = torch.randn(1, rows, inputs), torch.randn(8, inputs)
+    by_mkl = []
+
+    def counted(*given: torch.Tensor) -> torch.Tensor:
+        by_mkl.append(given)
+        return linear(*given)
+
+    monkeypatch.setattr("dataplane.engines.torch.model.linear.HAS_ONEDNN", True)
+    monkeypatch.setattr("dataplane.engines.torch.model.linear.HAS_FAST_MKL", fast_mkl)
+    monkeypatch.setattr("dataplane.engines.torch.model.linear.linear", counted)
+    torch.testing.assert_close(product(x, weight), linear(x, weight), atol=1e-3, rtol=1e-3)
+    assert len(by_mkl) == (fast_mkl and (rows <= 3 or inputs < 1024))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("vendor_id\t: GenuineIntel", True), ("AuthenticAMD", False), (None, False)]
+)
+def test_mkl_is_fast_on_an_intel_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, expected: bool
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr("dataplane.engines.torch.model.linear._CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert _has_fast_mkl() == expected
 
 
 @pytest.mark.parametrize("rows", [1, 5])
