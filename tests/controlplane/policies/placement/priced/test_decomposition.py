@@ -25,7 +25,7 @@ from controlplane.policies.placement.priced.dual import Dual, climb, configurati
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
-from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
+from controlplane.policies.placement.priced.repair import pool_gpus
 from controlplane.policies.placement.priced.search import search
 from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
@@ -150,8 +150,8 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
     assert chooser.cost(choice) <= chooser.cost(near.choice)
-    found = incumbent_of(near.columns, choice)
-    gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
+    found = near.columns.at(choice)
+    gpus = tables.pool_gpus_by_key(pool_gpus(tables, found))
     answer = Answer(counts=tables.counts_by_key(found.counts), pooled=tables.pooled_keys(found.pooled), pool_gpus=gpus)
     assert violations_of(grid, answer) == ()
     if not any(facts.donated.values()):
