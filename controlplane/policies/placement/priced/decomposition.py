@@ -4,7 +4,7 @@ Capacity and a model's whole demand are all that endpoints share. Priced, the pr
 search per endpoint, whatever the size of the fleet; the prices that make those answers fit best also bound the cost
 from below. Whole regions and whole models, which mix no two configurations of an endpoint, raise that bound. Then one
 configuration is chosen for each endpoint so that all fit: by an integer program over the configurations that cost least
-at those prices, for the whole fleet, and region by region.
+at those prices, for the whole fleet, region by region, and model by model.
 
     tables.py   the problem as arrays              neighbourhood.py  the columns nearest to the best
     search.py   one endpoint, exactly              regions.py        a better bound for one region, by HiGHS
@@ -195,17 +195,18 @@ class _Search:
         return bool(np.bincount(self._tables.model_of, weights=self._cells()).max() <= self._limits.part_cells_max)
 
     def _chosen(self, rows: Rows, near: Neighbourhood, number: int, effort: Effort) -> Configurations:
-        """Choose for the whole fleet, with so many more columns open, then for one region after the other, with all
-        its columns open.
+        """Choose for the whole fleet, with so many more columns open; then for one region after the other, with all its
+        columns open; then for one model after the other, where no more is missing than the first choice may leave.
         """
-        tables = self._tables
-        chooser = Chooser(tables=tables, rows=rows, columns=near.columns)
+        chooser, endpoint = Chooser(tables=self._tables, rows=rows, columns=near.columns), near.columns.endpoint
         choice = chooser.better(near.choice, near.nearest(number), effort)
-        regions, region = len(tables.regions), tables.region_of[near.columns.endpoint]
-        for j in range(regions):
-            if chooser.cost(choice) <= effort.target or self._should_stop():
-                break
-            choice = chooser.better(choice, region == j, replace(effort, gap_abs=effort.gap_abs / (5 * regions)))
+        for part, missing_most in ((self._tables.region_of, np.inf), (self._tables.model_of, effort.gap_abs)):
+            parts = 1 + int(part.max())
+            for at in range(parts):
+                if not 0 < chooser.cost(choice) - effort.target <= missing_most or self._should_stop():
+                    break
+                within = replace(effort, gap_abs=effort.gap_abs / parts)
+                choice = chooser.better(choice, part[endpoint] == at, within)
         return near.columns.at(choice)
 
     def _solution(self, bound: float, incumbent: Configurations, how: str) -> PricedSolution:
