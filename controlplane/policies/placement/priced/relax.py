@@ -1,5 +1,6 @@
 """One endpoint at given prices, and its linear relaxation: a lower bound, and answers made by rounding it."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +10,8 @@ from controlplane.policies.placement.priced.tables import Floats, Ints
 TOLERANCE = 1e-9
 COUNT_PRICE_DOUBLINGS = 12
 COUNT_PRICE_HALVINGS = 14
+IMPROVEMENTS = 20
+STEPS = (-3, -1, 1, 3)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,6 +132,28 @@ def round_off(cells: Cells, relaxed: Relaxed) -> tuple[Floats, Ints]:
             found = best_last(cells, rows, np.full(len(rows), kind), rest)
             better = found < value - TOLERANCE
             value[better], counts[better] = found[better], rest[better]
+    return value, counts
+
+
+def improve(cells: Cells, value: Floats, counts: Ints) -> tuple[Floats, Ints]:
+    """Change the count of one type by a few and find the best of another for it, while that helps."""
+    types = cells.speed.shape[1]
+    moves = np.array([(*pair, step) for pair in itertools.permutations(range(types), 2) for step in STEPS])
+    for _ in range(IMPROVEMENTS if types > 1 else 0):
+        at = np.repeat(np.arange(len(value)), len(moves))
+        changed, other, step = np.tile(moves, (len(value), 1)).T
+        rest = counts[at]
+        rows = np.arange(len(at))
+        most = cells.segment_max[at, changed].sum(axis=1)
+        rest[rows, changed] = np.clip(rest[rows, changed] + step, 0, most)
+        rest[rows, other] = 0
+        found = best_last(cells, at, other, rest).reshape(len(value), -1)
+        best = found.argmin(axis=1) + np.arange(len(value)) * len(moves)
+        better = found.min(axis=1) < value - TOLERANCE
+        if not better.any():
+            break
+        value = np.where(better, found.min(axis=1), value)
+        counts = np.where(better[:, None], rest[best], counts)
     return value, counts
 
 

@@ -23,6 +23,7 @@ from controlplane.policies.placement.priced.relax import (
     Relaxed,
     best_last,
     cost_of_counts,
+    improve,
     relax,
     round_off,
 )
@@ -57,8 +58,18 @@ class _Listed:
     value: Floats
     cut: Ints
 
+    def joined(self, later: "_Listed") -> "_Listed":
+        return _Listed(
+            endpoint=np.concatenate([self.endpoint, later.endpoint]),
+            counts=np.concatenate([self.counts, later.counts]),
+            value=np.concatenate([self.value, later.value]),
+            cut=later.cut,
+        )
 
-def search(cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_max: int = 4000) -> Found:
+
+def search(
+    cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_max: int = 4000, exact: bool = True
+) -> Found:
     """The best answer of each endpoint, and others that cost a little more.
 
     Args:
@@ -66,25 +77,38 @@ def search(cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_m
         spare: how much worse than the best known an answer may be to be enumerated, as a cost per hour.
         keep: answers given back per endpoint at most.
         labels_max: combinations of an endpoint at which its search is cut off.
+        exact: False = rounding only, no enumeration.
     """
     relaxed = relax(cells)
     value, counts = round_off(cells, relaxed)
     near = value - relaxed.bound <= TOLERANCE * np.maximum(1.0, np.abs(value)) - spare
     others = bool(np.any(np.asarray(spare) > 0))
+    if not exact:
+        bound = np.minimum(relaxed.bound, value)
+        return Found(
+            bound=bound,
+            value=value,
+            known=bound,
+            endpoint=np.arange(len(value)),
+            counts=counts,
+        )
     listed = _enumerate(cells, relaxed, np.flatnonzero(~near), value + spare, labels_max, others)
-    endpoint = np.concatenate([listed.endpoint, np.arange(len(value))])
-    counts, cost = np.concatenate([listed.counts, counts]), np.concatenate([listed.value, value])
-    order = np.lexsort((*counts.T, cost, endpoint))
-    size = np.bincount(endpoint, minlength=len(value))
+    if len(cut := listed.cut):
+        value[cut], counts[cut] = improve(cells.take(cut), value[cut], counts[cut])
+        listed = listed.joined(_enumerate(cells, relaxed, cut, value + spare, labels_max, others))
+    listed = listed.joined(_Listed(endpoint=np.arange(len(value)), counts=counts, value=value, cut=listed.cut))
+    order = np.lexsort((*listed.counts.T, listed.value, listed.endpoint))
+    size = np.bincount(listed.endpoint, minlength=len(value))
     first = np.cumsum(size) - size
-    last = cost[order][first + np.minimum(size, keep) - 1]
+    last = listed.value[order][first + np.minimum(size, keep) - 1]
     known = np.where(size > keep, last, value + spare)
-    value = cost[order][first]
+    value = listed.value[order][first]
     bound = value.copy()
     bound[listed.cut] = np.minimum(relaxed.bound, value)[listed.cut]
     known[listed.cut] = bound[listed.cut]
-    kept = order[np.arange(len(order)) - first[endpoint[order]] < keep]
-    return Found(bound=bound, value=value, known=known, endpoint=endpoint[kept], counts=counts[kept])
+    rank = np.arange(len(order)) - first[listed.endpoint[order]]
+    kept = order[rank < keep]
+    return Found(bound=bound, value=value, known=known, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
 
 
 def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, others: bool) -> _Listed:
