@@ -27,7 +27,7 @@ from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.repair import pool_gpus
 from controlplane.policies.placement.priced.search import search
-from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
+from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables, build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
 from tests.controlplane.policies.placement.priced.climbed import climbed
 from tests.controlplane.policies.placement.problems import EXACT, small_facts, turned
@@ -161,6 +161,22 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
         assert chooser.cost(choice) == pytest.approx(cost, rel=1e-9, abs=1e-6)
     closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
     assert np.array_equal(closed, choice), "with every other column closed all stays"
+
+
+def test_after_the_fleet_each_region_chooses_and_then_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its columns alone, while the gap is not reached."""
+    opened: list[tuple[int, int]] = []
+    better = Chooser.better
+
+    def watched(self: Chooser, choice: Ints, open_: Bools, effort: Effort) -> Ints:
+        endpoints = self.columns.endpoint[open_]
+        opened.append((len(set(self.tables.model_of[endpoints])), len(set(self.tables.region_of[endpoints]))))
+        return better(self, choice, open_, effort)
+
+    monkeypatch.setattr(Chooser, "better", watched)
+    facts = make_problem(ProblemShape(models=4, regions=6, gpu_types=3, seed=1))
+    _solved(facts, PlacementSettings(gap=0.005), PriceSettings(choices=((500, 1.0),)))
+    assert opened == [(4, 6)] + 6 * [(4, 1)] + 4 * [(1, 6)]
 
 
 @settings(max_examples=10)
