@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import optimize, sparse
 
+from controlplane.policies.placement.priced.columns import served_by
 from controlplane.policies.placement.priced.dual import Dual, priced_out
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import Neighbourhood
-from controlplane.policies.placement.priced.repair import served_by
 from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
 
 WIDTH, GROWTH = 0.01, 1.5
@@ -66,7 +66,7 @@ def _tried(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood])
     near, none, rows = near_at(dual), np.zeros(len(tables.regions)), dual.rows.models
     gains, chosen = whole_models(tables, near, dual.rows.of_places(dual.prices)[2], (none, none))
     columns, solved = near.columns, [each for each in chosen if len(each)]
-    served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
+    served = served_by(tables, columns)
     model = np.array([tables.model_of[columns.endpoint[each[0]]] for each in solved], np.int64)
     short = np.maximum(tables.total[model] - [served[each].sum() for each in solved], 0.0)
     use = [np.asarray(columns.use_by_column[each, :rows].sum(axis=0)).ravel() for each in solved]
@@ -83,10 +83,8 @@ def _promising(tables: Tables, seen: list[_Tried], dual: Dual, width: float) -> 
     """The prices in the box at which the placements seen bound the fleet most."""
     rows, every = dual.rows.models, np.arange(len(tables.models))
     model, cost, use = (np.concatenate([getattr(each, name) for each in seen]) for name in ("model", "cost", "use"))
-    kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
-    gpu = np.concatenate([np.tile(tables.gpu_price[of], len(tables.regions)) for of in (slice(None), kinds)])
-    now = dual.prices[:rows]
-    low, high = np.maximum(now - width * gpu, 0.0), np.minimum(now + width * gpu, dual.rows.price_most[:rows])
+    now, step = dual.prices[:rows], width * dual.rows.gpu_price
+    low, high = np.maximum(now - step, 0.0), np.minimum(now + step, dual.rows.price_most[:rows])
     free = np.where(np.isin(every, model), np.inf, 0.0)
     found = optimize.linprog(
         np.concatenate([-np.ones(len(every)), dual.rows.limit[:rows]]),

@@ -11,7 +11,7 @@ what they take is taken off the limits: so the same program improves a fleet, a 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import highspy
 import numpy as np
@@ -19,7 +19,7 @@ from scipy import sparse
 
 from controlplane.policies.placement.highs import make_program, run_program
 from controlplane.policies.placement.priced.columns import Columns, Rows
-from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus, pooled_gpus
+from controlplane.policies.placement.priced.repair import free_gpus, pool_gpus
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 LEAST_PART = 0.5
@@ -37,11 +37,21 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chooser:
-    """The problem, and the columns to choose among."""
+    """The problem, and the columns to choose among. `shares`: GPUs that each column takes of each pool, [M, JP]."""
 
     tables: Tables
     rows: Rows
     columns: Columns
+    shares: sparse.csr_matrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Add up what pools give."""
+        tables, columns = self.tables, self.columns
+        at = np.flatnonzero(columns.pooled >= 0)
+        endpoint, kind = columns.endpoint[at], columns.pooled[at]
+        pool = tables.region_of[endpoint] * len(tables.pools.gpu_type) + kind
+        taken, shape = tables.pools.share[endpoint, kind], (len(columns), self.rows.pools)
+        object.__setattr__(self, "shares", sparse.csr_matrix((taken, (at, pool)), shape=shape))
 
     def cost(self, choice: Ints) -> float:
         """Cost per hour of a choice of one column per endpoint, [E], as if there were donated GPUs enough."""
@@ -52,15 +62,9 @@ class Chooser:
         return float(cost + tables.constant)
 
     def _beyond(self, choice: Ints) -> Floats:
-        """Price of the GPUs that pools have beyond the shares taken of them, [J, P]."""
-        tables, pooled = self.tables, self.columns.pooled[choice]
-        beyond = pool_gpus(tables, np.arange(len(choice)), pooled).astype(float)
-        if tables.pools is None:
-            return beyond
-        at = np.flatnonzero(pooled >= 0)
-        share = tables.pools.occupancy[at, pooled[at]] / tables.pools.fill
-        np.subtract.at(beyond, (tables.region_of[at], pooled[at]), share)
-        return np.asarray(beyond * tables.gpu_price[tables.pools.gpu_type])
+        """Price of the GPUs that pools have beyond the shares taken of them, [JP]."""
+        whole, taken = pool_gpus(self.tables, self.columns.at(choice)).ravel(), self.shares[choice].sum(axis=0)
+        return np.asarray(whole - taken).ravel() * self.rows.gpu_price[self.rows.places :]
 
     def better(self, choice: Ints, open_: Bools, effort: Effort) -> Ints:
         """A choice that fits and costs no more, from the columns that are open [M] and those chosen now."""
@@ -81,12 +85,9 @@ class Chooser:
         return changed if better else choice
 
     def _fits(self, choice: Ints) -> bool:
-        tables, incumbent = self.tables, incumbent_of(self.columns, choice)
-        pools = pool_gpus(tables, np.arange(len(choice)), incumbent.pooled)
-        taken = pooled_gpus(tables, pools)
-        np.add.at(taken, tables.region_of, incumbent.counts * tables.gpus[tables.model_of])
-        within = tables.pools is None or (pools <= tables.pools.most).all()
-        return bool(within and (taken <= tables.capacity).all())
+        tables, placement = self.tables, self.columns.at(choice)
+        within = (pool_gpus(tables, placement) <= tables.pools.most).all()
+        return bool(within and (free_gpus(tables, placement) >= 0).all())
 
 
 class _Program:
@@ -102,7 +103,7 @@ class _Program:
         places = touched[touched < rows.places]
         pools, of_place = _pools_at(tables, places)
         models = touched[touched >= rows.models]
-        shares = _shares(tables, columns, rows.pools)[:, pools]
+        shares = chooser.shares[:, pools]
         self._share = sparse.csr_matrix(shares[at].T)
         self._share_fixed = np.asarray(shares[fixed].sum(axis=0)).ravel()
         self._at_place = sparse.csr_matrix(
@@ -113,10 +114,9 @@ class _Program:
         self._left = [left[places], left[rows.places + pools], left[models]]
         self._model_price = (tables.total_price * rows.scale)[models - rows.models]
         self._pool_price = tables.gpu_price[of_place % len(tables.gpu_types)]
-        whole = pool_gpus(tables, np.arange(len(choice)), columns.pooled[choice]).ravel()
-        self._pool_now = whole[pools].astype(float)
-        self._step = tables.pools.step.ravel()[pools].astype(float) if tables.pools else self._pool_now
-        self._slots_most = tables.pools.most.ravel()[pools] // self._step if tables.pools else self._pool_now
+        self._pool_now = pool_gpus(tables, columns.at(choice)).ravel()[pools].astype(float)
+        self._step = tables.pools.step.ravel()[pools].astype(float)
+        self._slots_most = tables.pools.most.ravel()[pools] // self._step
 
     def solved(self, current: Bools, effort: Effort, cost_now: float) -> Ints | None:
         """The columns chosen, one for each free endpoint in order; None if HiGHS has none. `cost_now`: of the whole
@@ -144,18 +144,18 @@ class _Program:
         endpoints, which = np.unique(columns.endpoint[at], return_inverse=True)
         size, shorts, pools = len(at), len(self._left[2]), len(self._pool_now)
         one = sparse.csr_matrix((np.ones(size), (which, np.arange(size))), shape=(len(endpoints), size))
-        of_pool, none = sparse.identity(pools), sparse.csr_matrix((len(self._left[0]), pools))
-        blocks = [[one, None, None, None], [self._blocks[0], None, self._at_place, none]]
-        if pools:
-            blocks += [[self._blocks[1], None, -of_pool, None], [self._share, None, of_pool, -sparse.diags(self._step)]]
-        blocks.append([self._blocks[2], -sparse.identity(shorts), None, None])
-        ones, below = np.ones(len(endpoints)), [self._left[0], *([self._left[1], -self._share_fixed] if pools else [])]
-        upper = np.concatenate([ones, *below, self._left[2]])
-        lower = np.full(len(upper), -np.inf)
-        lower[: len(ones)] = 1.0
-        if pools:
-            exact = slice(len(upper) - shorts - pools, len(upper) - shorts)
-            lower[exact] = upper[exact]
+        of_pool = sparse.identity(pools)
+        blocks = [
+            [one, None, None, None],
+            [self._blocks[0], None, self._at_place, None],
+            [self._blocks[1], None, -of_pool, None],
+            [self._share, None, of_pool, -sparse.diags(self._step, shape=(pools, pools))],
+            [self._blocks[2], -sparse.identity(shorts), None, None],
+        ]
+        ones, of_slots = np.ones(len(endpoints)), -self._share_fixed
+        upper = np.concatenate([ones, self._left[0], self._left[1], of_slots, self._left[2]])
+        below = np.full(len(self._left[0]) + pools, -np.inf)
+        lower = np.concatenate([ones, below, of_slots, np.full(shorts, -np.inf)])
         return make_program(
             sparse.bmat(blocks),
             cost=np.concatenate([columns.cost[at], self._model_price, self._pool_price, np.zeros(pools)]),
@@ -169,20 +169,7 @@ class _Program:
 
 def _pools_at(tables: Tables, places: Ints) -> tuple[Ints, Ints]:
     """The pools of these places, numbered region by region, and the place of each."""
-    if tables.pools is None:
-        return places[:0], places[:0]
     regions, kinds = len(tables.regions), tables.pools.gpu_type
     place = (np.arange(regions)[:, None] * len(tables.gpu_types) + kinds).ravel()
     pools = np.flatnonzero(np.isin(place, places))
     return pools, place[pools]
-
-
-def _shares(tables: Tables, columns: Columns, pools: int) -> sparse.csr_matrix:
-    """GPUs that each column takes of each pool, [M, JP]."""
-    at = np.flatnonzero(columns.pooled >= 0)
-    if tables.pools is None or not len(at):
-        return sparse.csr_matrix((len(columns), pools))
-    endpoint, kind = columns.endpoint[at], columns.pooled[at]
-    share = tables.pools.occupancy[endpoint, kind] / tables.pools.fill
-    pool = tables.region_of[endpoint] * len(tables.pools.gpu_type) + kind
-    return sparse.csr_matrix((share, (at, pool)), shape=(len(columns), pools))

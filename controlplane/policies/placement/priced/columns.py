@@ -1,4 +1,4 @@
-"""Columns: configurations of one endpoint, each with what it costs and what it takes of what endpoints share.
+"""Configurations of endpoints, and columns: configurations with what they cost and take of what endpoints share.
 
 Shared are the rows: GPUs of a place (J x K), host memory for the weights of a pool (J x P), and the demand of a model
 over all regions (I). A pooled endpoint takes its occupancy over the fill in GPUs, as if pools came in parts of a GPU
@@ -18,11 +18,12 @@ from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, T
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
     """The shared rows: use <= `limit`, price between 0 and `price_most`; `scale`: tokens/s per unit of demand, [I].
-    `places`, `pools`: rows of GPUs, and of host memory.
+    `places`, `pools`: rows of GPUs, and of host memory; `gpu_price` per hour of a GPU in each of them, [JK + JP].
     """
 
     limit: Floats
     price_most: Floats
+    gpu_price: Floats
     scale: Floats
     places: int
     pools: int
@@ -43,34 +44,48 @@ def rows_of(tables: Tables) -> Rows:
     scale = np.where(tables.total_price > 0, tables.speed.max(axis=1), 1.0)
     scale = np.where(scale > 0, scale, 1.0)
     places = tables.capacity.size
-    kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
-    host_most = np.tile(tables.gpu_price[kinds], len(tables.regions))
-    no_host = np.zeros(len(host_most))
+    gpu, host = (
+        np.tile(price, len(tables.regions)) for price in (tables.gpu_price, tables.gpu_price[tables.pools.gpu_type])
+    )
     return Rows(
-        limit=np.concatenate([tables.capacity.ravel().astype(float), no_host, -tables.total / scale]),
-        price_most=np.concatenate([np.full(places, np.inf), host_most, tables.total_price * scale]),
+        limit=np.concatenate([tables.capacity.ravel().astype(float), 0.0 * host, -tables.total / scale]),
+        price_most=np.concatenate([np.full(places, np.inf), host, tables.total_price * scale]),
+        gpu_price=np.concatenate([gpu, host]),
         scale=scale,
         places=places,
-        pools=len(host_most),
+        pools=len(host),
     )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Columns:
-    """M configurations of endpoints, ordered by endpoint, none twice.
+class Configurations:
+    """M configurations; a placement has one of each endpoint, in order.
 
     Attributes:
         endpoint: whose it is, [M].
         counts: instances, [M, K]; all zero where pooled.
         pooled: kind of the pool, -1 = none, [M].
-        cost: per hour, prices of what lacks at home included, [M].
-        use: of the shared rows by each column, [rows, M].
-        first: the first column of each endpoint that has any.
     """
 
     endpoint: Ints
     counts: Ints
     pooled: Ints
+
+    def at(self, chosen: Ints) -> "Configurations":
+        """Some of them, by their numbers."""
+        return Configurations(endpoint=self.endpoint[chosen], counts=self.counts[chosen], pooled=self.pooled[chosen])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Columns(Configurations):
+    """M configurations, ordered by endpoint, none twice.
+
+    Attributes:
+        cost: per hour, prices of what lacks at home included, [M].
+        use: of the shared rows by each column, [rows, M].
+        first: the first column of each endpoint that has any.
+    """
+
     cost: Floats
     use: sparse.csr_matrix
     first: Ints = field(init=False)
@@ -104,43 +119,36 @@ class Columns:
         return np.asarray(self.cost + self.use_by_column @ prices)
 
 
-def make_columns(tables: Tables, rows: Rows, endpoint: Ints, counts: Ints, pooled: Ints) -> Columns:
-    """Columns of these answers, doubles left out."""
-    distinct = np.unique(np.column_stack([endpoint, pooled, counts]).astype(np.int32), axis=0).astype(np.int64)
+def served_by(tables: Tables, configurations: Configurations) -> Floats:
+    """Tokens/s that configurations take off their models' rows, [M]."""
+    endpoint, counts = configurations.endpoint, configurations.counts
+    served = (counts * tables.speed[tables.model_of[endpoint]]).sum(axis=1)
+    return np.where(configurations.pooled >= 0, tables.pools.served[endpoint], served)
+
+
+def make_columns(tables: Tables, rows: Rows, *parts: Configurations) -> Columns:
+    """Columns of all these configurations, doubles left out."""
+    tall = [np.column_stack([part.endpoint, part.pooled, part.counts]).astype(np.int32) for part in parts]
+    distinct = np.unique(np.concatenate(tall), axis=0).astype(np.int64)
     endpoint, pooled, counts = distinct[:, 0], distinct[:, 1], distinct[:, 2:]
     size, types = len(endpoint), tables.capacity.shape[1]
     model, region = tables.model_of[endpoint], tables.region_of[endpoint]
+    served = served_by(tables, Configurations(endpoint=endpoint, counts=counts, pooled=pooled))
     at, kind = np.nonzero(counts)
     of, many = endpoint[at], counts[at, kind]
-    served, cost = np.zeros(size), np.zeros(size)
-    np.add.at(served, at, many * tables.speed[model[at], kind])
+    cost, alone = np.zeros(size), pooled < 0
     np.add.at(cost, at, cost_of_counts(many, tables.segment_max[of, kind], tables.price[of, kind]))
-    alone = pooled < 0
     cost += alone * np.maximum(tables.home[endpoint] - served, 0.0) * tables.home_price[endpoint]
     cost += alone * np.maximum(tables.fewest[endpoint] - counts.sum(axis=1), 0) * tables.fewest_price[endpoint]
-    uses: list[tuple[Ints, Ints, Floats]] = [
-        (region[at] * types + kind, at, (many * tables.gpus[model[at], kind]).astype(float))
-    ]
-    if tables.pools and len(at := np.flatnonzero(~alone)):
-        kind, of = pooled[at], endpoint[at]
-        gpu_type, share = tables.pools.gpu_type[kind], tables.pools.occupancy[of, kind] / tables.pools.fill
-        host = rows.places + region[at] * len(tables.pools.gpu_type) + kind
-        uses += [(region[at] * types + gpu_type, at, share), (host, at, tables.pools.weights[of, kind] - share)]
-        cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[gpu_type] * share
-        served[at] = tables.pools.served[of]
+    uses = [(region[at] * types + kind, at, (many * tables.gpus[model[at], kind]).astype(float))]
+    at = np.flatnonzero(~alone)
+    kind, of = pooled[at], endpoint[at]
+    gpu_type, share = tables.pools.gpu_type[kind], tables.pools.share[of, kind]
+    host = rows.places + region[at] * len(tables.pools.gpu_type) + kind
+    uses += [(region[at] * types + gpu_type, at, share), (host, at, tables.pools.weights[of, kind] - share)]
+    cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[gpu_type] * share
     uses.append((rows.models + model, np.arange(size), -served / rows.scale[model]))
     row, number, amount = (np.concatenate(each) for each in zip(*uses, strict=True))
     use = sparse.csr_matrix((amount, (row, number)), shape=(len(rows.limit), size))
     use.eliminate_zeros()
     return Columns(endpoint=endpoint, counts=counts, pooled=pooled, cost=cost, use=use)
-
-
-def joined(tables: Tables, rows: Rows, columns: Columns, endpoint: Ints, counts: Ints, pooled: Ints) -> Columns:
-    """These columns and more."""
-    return make_columns(
-        tables,
-        rows,
-        np.concatenate([columns.endpoint, endpoint]),
-        np.concatenate([columns.counts, counts]),
-        np.concatenate([columns.pooled, pooled]),
-    )

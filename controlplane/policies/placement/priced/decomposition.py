@@ -4,7 +4,7 @@ Capacity and a model's whole demand are all that endpoints share. Priced, the pr
 search per endpoint, whatever the size of the fleet; the prices that make those answers fit best also bound the cost
 from below. Whole regions and whole models, which mix no two configurations of an endpoint, raise that bound. Then one
 configuration is chosen for each endpoint so that all fit: by an integer program over the configurations that cost least
-at those prices, for the whole fleet, and region by region.
+at those prices, for the whole fleet, region by region, and model by model.
 
     tables.py   the problem as arrays              neighbourhood.py  the columns nearest to the best
     search.py   one endpoint, exactly              regions.py        a better bound for one region, by HiGHS
@@ -24,7 +24,7 @@ from controlplane.policies.placement.cost import fleet_cost, gap_of, grid_cost
 from controlplane.policies.placement.grid import Answer, Grid
 from controlplane.policies.placement.priced.ascent import ascend
 from controlplane.policies.placement.priced.choice import Chooser, Effort
-from controlplane.policies.placement.priced.columns import Rows
+from controlplane.policies.placement.priced.columns import Configurations, Rows
 from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual, soft_choice
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import (
@@ -33,7 +33,7 @@ from controlplane.policies.placement.priced.neighbourhood import (
     neighbourhood_of,
 )
 from controlplane.policies.placement.priced.regions import region_bound
-from controlplane.policies.placement.priced.repair import Incumbent, incumbent_of, moved, pool_gpus, relieved, rounded
+from controlplane.policies.placement.priced.repair import moved, pool_gpus, relieved, rounded
 from controlplane.policies.placement.priced.tables import Ints, Tables, build_tables
 
 SAFETY = 0.98
@@ -156,12 +156,12 @@ class _Search:
     def _ends_with(self, best: PricedSolution) -> bool:
         return best.gap <= self._gap or self._should_stop()
 
-    def _rounded(self, dual: Dual) -> Incumbent:
+    def _rounded(self, dual: Dual) -> Configurations:
         """A column for each endpoint, made to fit."""
         tables, columns = self._tables, dual.columns
         weights = soft_choice(columns, dual.prices, TAU * float(tables.gpu_price.max(initial=0.0) or 1.0))[1]
         choice = relieved(tables, columns, rounded(tables, dual.rows, columns, weights, dual.prices), dual.prices)
-        return moved(tables, incumbent_of(columns, choice), self._limits.moves_max)
+        return moved(tables, columns.at(choice), self._limits.moves_max)
 
     def _gain(self, dual: Dual, near: Neighbourhood, fleet: float) -> float:
         """What whole regions and whole models raise the bound by. What endpoints cost above their least is divided
@@ -194,26 +194,27 @@ class _Search:
     def _small_models(self) -> bool:
         return bool(np.bincount(self._tables.model_of, weights=self._cells()).max() <= self._limits.part_cells_max)
 
-    def _chosen(self, rows: Rows, near: Neighbourhood, number: int, effort: Effort) -> Incumbent:
-        """Choose for the whole fleet, with so many more columns open, then for one region after the other, with all
-        its columns open.
+    def _chosen(self, rows: Rows, near: Neighbourhood, number: int, effort: Effort) -> Configurations:
+        """Choose for the whole fleet, with so many more columns open; then for one region after the other, with all its
+        columns open; then for one model after the other, where no more is missing than the first choice may leave.
         """
-        tables = self._tables
-        chooser = Chooser(tables=tables, rows=rows, columns=near.columns)
+        chooser, endpoint = Chooser(tables=self._tables, rows=rows, columns=near.columns), near.columns.endpoint
         choice = chooser.better(near.choice, near.nearest(number), effort)
-        regions, region = len(tables.regions), tables.region_of[near.columns.endpoint]
-        for j in range(regions):
-            if chooser.cost(choice) <= effort.target or self._should_stop():
-                break
-            choice = chooser.better(choice, region == j, replace(effort, gap_abs=effort.gap_abs / (5 * regions)))
-        return incumbent_of(near.columns, choice)
+        for part, missing_most in ((self._tables.region_of, np.inf), (self._tables.model_of, effort.gap_abs)):
+            parts = 1 + int(part.max())
+            for at in range(parts):
+                if not 0 < chooser.cost(choice) - effort.target <= missing_most or self._should_stop():
+                    break
+                within = replace(effort, gap_abs=effort.gap_abs / parts)
+                choice = chooser.better(choice, part[endpoint] == at, within)
+        return near.columns.at(choice)
 
-    def _solution(self, bound: float, incumbent: Incumbent, how: str) -> PricedSolution:
+    def _solution(self, bound: float, incumbent: Configurations, how: str) -> PricedSolution:
         tables = self._tables
         answer = Answer(
             counts=tables.counts_by_key(incumbent.counts),
             pooled=tables.pooled_keys(incumbent.pooled),
-            pool_gpus=tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), incumbent.pooled)),
+            pool_gpus=tables.pool_gpus_by_key(pool_gpus(tables, incumbent)),
         )
         cost = grid_cost(self._grid, answer)
         found = PricedSolution(**vars(answer), objective=cost, bound=bound, gap=0.0, reason=how)

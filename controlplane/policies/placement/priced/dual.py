@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import optimize
 
-from controlplane.policies.placement.priced.columns import Columns, Rows, joined, make_columns, rows_of
+from controlplane.policies.placement.priced.columns import Columns, Configurations, Rows, make_columns, rows_of
 from controlplane.policies.placement.priced.relax import Cells
 from controlplane.policies.placement.priced.search import search
-from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
+from controlplane.policies.placement.priced.tables import Floats, Tables
 
 CHUNK, CHUNK_SPARE = 4096, 512
 """Endpoints searched at a time: it bounds the memory."""
@@ -42,19 +42,13 @@ class Dual:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Configurations:
-    """Configurations of N endpoints, as columns are made of.
-
-    Attributes:
-        least: proven least cost of each endpoint, [N]. `known`: every configuration that costs less is listed, [N].
-        endpoint: whose each way is, [M], with `counts` [M, K] and `pooled` [M].
+class Cheapest(Configurations):
+    """Configurations of N endpoints: `least`, the proven least cost of each endpoint, [N]; `known`, every configuration
+    that costs less is listed, [N].
     """
 
     least: Floats
     known: Floats
-    endpoint: Ints
-    counts: Ints
-    pooled: Ints
 
 
 def configurations_at(
@@ -65,7 +59,7 @@ def configurations_at(
     keep: int = 1,
     spare: Floats | None = None,
     exact: bool = True,
-) -> Configurations:
+) -> Cheapest:
     """The cheapest configurations to serve each endpoint at these prices.
 
     Args:
@@ -99,24 +93,21 @@ def configurations_at(
         answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
         least[part], known[part] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
-    if tables.pools:
-        cost = _pool_costs(tables, gpu, host, token)
-        least = np.minimum(least, cost.min(axis=1))
-        limit = least + (0.0 if spare is None else spare)
-        known = np.minimum(known, limit)
-        number, kind = np.nonzero(cost <= limit[:, None])
-        found.append((number, np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
+    cost = _pool_costs(tables, gpu, host, token)
+    least = np.minimum(least, cost.min(axis=1, initial=np.inf))
+    limit = least + (0.0 if spare is None else spare)
+    known = np.minimum(known, limit)
+    number, kind = np.nonzero(cost <= limit[:, None])
+    found.append((number, np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Configurations(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)
+    return Cheapest(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)
 
 
 def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Floats:
     """What each pool costs each endpoint at these prices, [E, P]; infinite where it cannot be pooled."""
-    assert tables.pools is not None
     region, gpu_type = tables.region_of, tables.pools.gpu_type
-    share = tables.pools.occupancy / tables.pools.fill
-    pooled = np.isfinite(share)
-    share = np.where(pooled, share, 0.0)
+    pooled = np.isfinite(tables.pools.share)
+    share = np.where(pooled, tables.pools.share, 0.0)
     value = tables.pools.extra + ((tables.gpu_price + gpu[region])[:, gpu_type] - host[region]) * share
     value += host[region] * tables.pools.weights - (token[tables.model_of] * tables.pools.served)[:, None]
     return np.where(pooled, value, np.inf)
@@ -126,25 +117,25 @@ def first_dual(tables: Tables) -> Dual:
     """Columns to begin with: nothing, each GPU type alone where it is the only cheap one; prices of zero."""
     rows, (regions, types) = rows_of(tables), tables.capacity.shape
     size = len(tables.home)
-    parts = [(np.arange(size), np.zeros((size, types), np.int64), np.full(size, -1))]
+    nothing = Configurations(
+        endpoint=np.arange(size), counts=np.zeros((size, types), np.int64), pooled=np.full(size, -1)
+    )
+    parts = [nothing]
     dear = 2.0 * np.tile(tables.gpu_price, (regions, 1))
     for kind in range(types):
         gpu = dear.copy()
         gpu[:, kind] = 0.0
         prices = np.concatenate([gpu.ravel(), np.zeros(len(rows.limit) - gpu.size)])
-        configurations = configurations_at(tables, rows, prices, exact=False)
-        parts.append((configurations.endpoint, configurations.counts, configurations.pooled))
-    endpoint, counts, pooled = (np.concatenate(part) for part in zip(*parts, strict=True))
-    columns = make_columns(tables, rows, endpoint, counts, pooled)
-    none = np.zeros(len(rows.limit))
-    return Dual(rows=rows, columns=columns, bound=-np.inf, prices=none)
+        parts.append(configurations_at(tables, rows, prices, exact=False))
+    columns = make_columns(tables, rows, *parts)
+    return Dual(rows=rows, columns=columns, bound=-np.inf, prices=np.zeros(len(rows.limit)))
 
 
 def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
     """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
     the share `least_gain`.
     """
-    step = _step_of_prices(tables)
+    step = _step_of_prices(tables, dual.rows)
     width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
     for turn in range(rounds):
         dual = priced_out(tables, dual, prices)
@@ -165,21 +156,15 @@ def priced_out(tables: Tables, dual: Dual, prices: Floats) -> Dual:
     """The bound that these prices prove, if it is better, and the columns that are cheapest at them."""
     configurations = configurations_at(tables, dual.rows, prices, keep=KEPT)
     bound = float(configurations.least.sum() - dual.rows.limit @ prices) + tables.constant
-    columns = joined(
-        tables, dual.rows, dual.columns, configurations.endpoint, configurations.counts, configurations.pooled
-    )
     if bound > dual.bound:
         dual = replace(dual, bound=bound, prices=prices)
-    return replace(dual, columns=columns)
+    return replace(dual, columns=make_columns(tables, dual.rows, dual.columns, configurations))
 
 
-def _step_of_prices(tables: Tables) -> Floats:
+def _step_of_prices(tables: Tables, rows: Rows) -> Floats:
     """What a price may change by in a round: that of a GPU; of the model's cheapest instance per unit of its demand."""
     instance = np.where(tables.speed > 0, tables.gpu_price * tables.gpus, np.inf).min(axis=1)
-    gpus = np.tile(tables.gpu_price, len(tables.regions))
-    kinds = tables.pools.gpu_type if tables.pools else np.zeros(0, np.int64)
-    host = np.tile(tables.gpu_price[kinds], len(tables.regions))
-    return np.concatenate([gpus, host, np.where(np.isfinite(instance), instance, 0.0)])
+    return np.concatenate([rows.gpu_price, np.where(np.isfinite(instance), instance, 0.0)])
 
 
 def _climb_smoothed(dual: Dual, start: Floats, low: Floats, high: Floats, tau: float) -> Floats:

@@ -13,8 +13,8 @@ the answer is never too high; a configuration that is not known costs at least w
 
 import numpy as np
 
+from controlplane.policies.placement.priced.columns import served_by
 from controlplane.policies.placement.priced.neighbourhood import Neighbourhood
-from controlplane.policies.placement.priced.repair import served_by
 from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
 
 STEPS = 1_000_000
@@ -35,7 +35,7 @@ def whole_models(
         regions: the gain of each region, [J], and the share of it that is counted already, [J].
     """
     columns = neighbourhood.columns
-    served = served_by(tables, columns.endpoint, columns.counts, columns.pooled)
+    served = served_by(tables, columns)
     excess = _kept(tables, neighbourhood.excess, columns.endpoint, regions)
     first = np.append(columns.first, len(columns))
     reached = _kept(tables, neighbourhood.complete, np.arange(len(tables.home)), regions)

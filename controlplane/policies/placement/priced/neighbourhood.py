@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controlplane.policies.placement.priced.columns import Columns, joined
+from controlplane.policies.placement.priced.columns import Columns, Configurations, make_columns, served_by
 from controlplane.policies.placement.priced.dual import Dual, configurations_at
 from controlplane.policies.placement.priced.relax import TOLERANCE
-from controlplane.policies.placement.priced.repair import Incumbent, served_by
 from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
 
 MORE = np.array([1, 2, 4, 8])
@@ -43,58 +42,45 @@ class Neighbourhood:
 
 
 def neighbourhood_columns(
-    tables: Tables, dual: Dual, incumbent: Incumbent, *, spare: float, each_max: int
+    tables: Tables, dual: Dual, incumbent: Configurations, *, spare: float, each_max: int
 ) -> Neighbourhood:
     """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; the incumbent; and what
     would serve more where too little is served.
     """
     every = np.arange(len(tables.home))
     configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
-    columns = joined(
-        tables, dual.rows, dual.columns, configurations.endpoint, configurations.counts, configurations.pooled
-    )
+    columns = make_columns(tables, dual.rows, dual.columns, configurations)
     complete = np.minimum(np.maximum(configurations.known - configurations.least, 0.0), spare)
     return neighbourhood_of(tables, dual, columns, incumbent, complete, spare=spare)
 
 
 def neighbourhood_of(
-    tables: Tables, dual: Dual, columns: Columns, incumbent: Incumbent, complete: Floats, *, spare: float
+    tables: Tables, dual: Dual, columns: Columns, incumbent: Configurations, complete: Floats, *, spare: float
 ) -> Neighbourhood:
     """Those of these columns that are near, the incumbent's, and what would serve more where too little is served."""
-    every = np.arange(len(tables.home))
-    endpoint, counts = _serving_more(tables, incumbent)
-    columns = joined(
-        tables,
-        dual.rows,
-        columns,
-        np.concatenate([endpoint, every]),
-        np.concatenate([counts, incumbent.counts]),
-        np.concatenate([np.full(len(endpoint), -1), incumbent.pooled]),
-    )
+    serving_more = _serving_more(tables, incumbent)
+    columns = make_columns(tables, dual.rows, columns, serving_more, incumbent)
     value = columns.priced(dual.prices)
     excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
     now = incumbent.counts[columns.endpoint]
     stands = (columns.counts == now).all(axis=1) & (columns.pooled == incumbent.pooled[columns.endpoint])
-    more = np.isin(columns.endpoint, endpoint) & (columns.counts >= now).all(axis=1)
+    more = np.isin(columns.endpoint, serving_more.endpoint) & (columns.counts >= now).all(axis=1)
     kept = stands | more | (excess <= spare)
     return Neighbourhood(
         columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete
     )
 
 
-def _serving_more(tables: Tables, incumbent: Incumbent) -> tuple[Ints, Ints]:
+def _serving_more(tables: Tables, incumbent: Configurations) -> Configurations:
     """Some instances more of one GPU type, for each endpoint that serves too little, or whose model does; others may
-    make room. Endpoints, and counts [., K].
+    make room.
     """
-    every, types = np.arange(len(tables.home)), tables.capacity.shape[1]
-    served = served_by(tables, every, incumbent.counts, incumbent.pooled)
+    types, served = tables.capacity.shape[1], served_by(tables, incumbent)
     lacks = np.bincount(tables.model_of, weights=served) < tables.total * (1 - TOLERANCE)
     short = lacks[tables.model_of] | (served < tables.home * (1 - TOLERANCE))
     at = np.flatnonzero(short & (incumbent.pooled < 0))
     endpoint, kind, step = (each.ravel() for each in np.meshgrid(at, np.arange(types), MORE, indexing="ij"))
-    counts = incumbent.counts[endpoint]
-    counts[np.arange(len(endpoint)), kind] += step
-    fits = (counts <= tables.segment_max[endpoint].sum(axis=2)).all(axis=1) & (
-        counts.sum(axis=1) <= tables.most[endpoint]
-    )
-    return endpoint[fits], counts[fits]
+    more = incumbent.at(endpoint)
+    more.counts[np.arange(len(endpoint)), kind] += step
+    fits = (more.counts <= tables.segment_max[endpoint].sum(axis=2)).all(axis=1)
+    return more.at(fits & (more.counts.sum(axis=1) <= tables.most[endpoint]))

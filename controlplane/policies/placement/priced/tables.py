@@ -23,26 +23,26 @@ SEGMENTS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoolTables:
-    """What pools can take: E endpoints, P kinds of pools (a GPU type and a size of workers), J regions.
+    """What pools can take: E endpoints, P kinds of pools (a GPU type and a size of workers), J regions. P = 0 without
+    pools.
 
     Attributes:
         gpu_type: of each kind, its number, [P]; in rising order. worker_gpus: of each kind, [P].
-        occupancy: share of one GPU, [E, P]; infinite where the endpoint cannot be pooled.
+        share: GPUs that an endpoint takes, its occupancy over what may be occupied, [E, P]; infinite where it cannot be
+            pooled.
         weights: bytes in units of the host memory per GPU of that type, [E, P].
         extra: cost per hour of pooling there, the move, [E, P].
         served: tokens/s it takes off its model's row, [E].
-        fill: share of a pool GPU that may be occupied.
         step: GPUs by which a pool grows, [J, P].
         most: GPUs that it may have, [J, P].
     """
 
     gpu_type: Ints
     worker_gpus: Ints
-    occupancy: Floats
+    share: Floats
     weights: Floats
     extra: Floats
     served: Floats
-    fill: float
     step: Ints
     most: Ints
 
@@ -82,7 +82,7 @@ class Tables:
     capacity: Ints
     gpu_price: Floats
     constant: float
-    pools: PoolTables | None
+    pools: PoolTables
     model_of: Ints = field(init=False)
     region_of: Ints = field(init=False)
 
@@ -98,16 +98,12 @@ class Tables:
 
     def pooled_keys(self, pooled: Ints) -> frozenset[EndpointGpu]:
         """Kind of pool that each endpoint is in, [E], -1 = none, as keys."""
-        if self.pools is None:
-            return frozenset()
         kinds = self.pools.gpu_type
         return frozenset(self._cell(e, int(kinds[pooled[e]])) for e in np.flatnonzero(pooled >= 0).tolist())
 
     def pool_gpus_by_key(self, gpus: Ints) -> Mapping[PoolKey, int]:
         """Pool GPUs [J, P] by pool; none where there are none."""
         pools = self.pools
-        if pools is None:
-            return {}
         return {
             PoolKey(
                 region=self.regions[j],
@@ -169,7 +165,7 @@ def build_tables(grid: Grid) -> Tables:
         capacity=capacity,
         gpu_price=gpu_price,
         constant=stops + unpooled,
-        pools=_pools(grid, type_at, region_at) if grid.options else None,
+        pools=_pools(grid, type_at, region_at),
     )
 
 
@@ -193,8 +189,8 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
     size = len(grid.models) * len(region_at)
     kinds = sorted({(type_at[option.key.gpu_type], option.pool.worker_gpus) for option in grid.options})
     kind_at = {kind: at for at, kind in enumerate(kinds)}
-    occupancy = np.full((size, len(kinds)), np.inf)
-    weights, extra = np.zeros(occupancy.shape), np.zeros(occupancy.shape)
+    share = np.full((size, len(kinds)), np.inf)
+    weights, extra = np.zeros(share.shape), np.zeros(share.shape)
     host = {row.place: row.host_bytes_per_gpu for row in grid.places}
     step = np.ones((len(region_at), len(kinds)), np.int64)
     most = np.zeros(step.shape, np.int64)
@@ -208,17 +204,16 @@ def _pools(grid: Grid, type_at: Mapping[str, int], region_at: Mapping[str, int])
             brings = host[option.key.place]
             if option.weights_bytes and not brings:
                 continue
-            occupancy[number, kind] = option.occupancy
+            share[number, kind] = option.occupancy / grid.fill
             weights[number, kind] = option.weights_bytes / brings if brings else 0.0
             extra[number, kind] = -grid.move_price if option.before else grid.move_price
     return PoolTables(
         gpu_type=np.array([gpu_type for gpu_type, _ in kinds], np.int64),
         worker_gpus=np.array([gpus for _, gpus in kinds], np.int64),
-        occupancy=occupancy,
+        share=share,
         weights=weights,
         extra=extra,
         served=np.array([endpoint.busiest for endpoint in endpoints]),
-        fill=grid.fill,
         step=step,
         most=most,
     )

@@ -6,7 +6,6 @@ from typing import Any
 from controlplane.policies.placement.grid import Grid
 from controlplane.policies.placement.priced.dual import Dual, climb, first_dual
 from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
-from controlplane.policies.placement.priced.repair import incumbent_of
 from controlplane.policies.placement.priced.tables import Tables, build_tables
 
 
@@ -18,5 +17,5 @@ def climbed(
     """
     tables = build_tables(grid)
     dual = climb(tables, first_dual(tables), rounds, least_gain, lambda: False)
-    nothing = incumbent_of(dual.columns, dual.columns.first)
+    nothing = dual.columns.at(dual.columns.first)
     return tables, dual, partial(neighbourhood_columns, tables, incumbent=nothing, spare=spare, each_max=each_max)

@@ -25,9 +25,9 @@ from controlplane.policies.placement.priced.dual import Dual, climb, configurati
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
-from controlplane.policies.placement.priced.repair import incumbent_of, pool_gpus
+from controlplane.policies.placement.priced.repair import pool_gpus
 from controlplane.policies.placement.priced.search import search
-from controlplane.policies.placement.priced.tables import Floats, Tables, build_tables
+from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables, build_tables
 from ops.bench.planner.placement_problems import ProblemShape, make_problem
 from tests.controlplane.policies.placement.priced.climbed import climbed
 from tests.controlplane.policies.placement.problems import EXACT, small_facts, turned
@@ -150,8 +150,8 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     effort = Effort(target=-np.inf, gap_abs=0.0, nodes_max=1000, should_stop=lambda: False)
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
     assert chooser.cost(choice) <= chooser.cost(near.choice)
-    found = incumbent_of(near.columns, choice)
-    gpus = tables.pool_gpus_by_key(pool_gpus(tables, np.arange(len(tables.home)), found.pooled))
+    found = near.columns.at(choice)
+    gpus = tables.pool_gpus_by_key(pool_gpus(tables, found))
     answer = Answer(counts=tables.counts_by_key(found.counts), pooled=tables.pooled_keys(found.pooled), pool_gpus=gpus)
     assert violations_of(grid, answer) == ()
     if not any(facts.donated.values()):
@@ -161,6 +161,22 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
         assert chooser.cost(choice) == pytest.approx(cost, rel=1e-9, abs=1e-6)
     closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
     assert np.array_equal(closed, choice), "with every other column closed all stays"
+
+
+def test_after_the_fleet_each_region_chooses_and_then_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its columns alone, while the gap is not reached."""
+    opened: list[tuple[int, int]] = []
+    better = Chooser.better
+
+    def watched(self: Chooser, choice: Ints, open_: Bools, effort: Effort) -> Ints:
+        endpoints = self.columns.endpoint[open_]
+        opened.append((len(set(self.tables.model_of[endpoints])), len(set(self.tables.region_of[endpoints]))))
+        return better(self, choice, open_, effort)
+
+    monkeypatch.setattr(Chooser, "better", watched)
+    facts = make_problem(ProblemShape(models=4, regions=6, gpu_types=3, seed=1))
+    _solved(facts, PlacementSettings(gap=0.005), PriceSettings(choices=((500, 1.0),)))
+    assert opened == [(4, 6)] + 6 * [(4, 1)] + 4 * [(1, 6)]
 
 
 @settings(max_examples=10)

@@ -5,7 +5,7 @@ import numpy as np
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PoolFacts, Profile
 from controlplane.policies.placement.grid import grid_of
-from controlplane.policies.placement.priced.columns import make_columns, rows_of
+from controlplane.policies.placement.priced.columns import Configurations, make_columns, rows_of
 from controlplane.policies.placement.priced.repair import pool_gpus, relieved
 from controlplane.policies.placement.priced.tables import build_tables
 from tests.controlplane.policies.placement.problems import EXACT
@@ -44,15 +44,14 @@ def two_full_pools() -> PlacementFacts:
 def test_a_model_does_not_go_to_and_fro_between_full_pools() -> None:
     """It would for ever: it is small where it leaves, and the pool it joins grows by a whole slot."""
     tables = build_tables(grid_of(two_full_pools(), EXACT))
-    assert tables.pools is not None
     rows = rows_of(tables)
     pools = [(MODELS.index(name), "GH".index(at), 0) for name, at in SHARES]
     nothing = [(number, -1, 0) for number in range(len(MODELS))]
     endpoint, pooled, instances = np.array([*pools, *nothing, (0, -1, 1)]).T
     counts = np.stack([0 * instances, instances], axis=1)
-    columns = make_columns(tables, rows, endpoint, counts, pooled)
+    columns = make_columns(tables, rows, Configurations(endpoint=endpoint, counts=counts, pooled=pooled))
     wanted = [(0, -1, 1), (1, 1, 0), (2, 0, 0), (3, 0, 0)]
     known = list(zip(columns.endpoint, columns.pooled, columns.counts[:, 1], strict=True))
     choice = relieved(tables, columns, np.array([known.index(one) for one in wanted]), np.zeros(len(rows.limit)))
-    gpus = pool_gpus(tables, columns.endpoint[choice], columns.pooled[choice])[0]
+    gpus = pool_gpus(tables, columns.at(choice))[0]
     assert (gpus + 3 * columns.counts[choice].sum(axis=0) <= [1, 8]).all()
