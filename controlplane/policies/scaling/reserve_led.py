@@ -1,9 +1,10 @@
 """Endpoints that a reserve holds: beyond their plan while the reserve does not keep up.
 
 Their plan is for the median peak, and the reserve takes what is beyond it. Where even the reserve would begin requests
-late, instances start at once for all requests in flight, each for as many as it runs at once below the upper threshold
-of utilization; and as many again as are lacking, since more requests come while they start. They go once nobody is late
-and nothing was scaled for a while.
+late, and as many wait as are half of an instance's, instances start at once for all requests in flight, each for as
+many as it runs at once below the upper threshold of utilization; and as many again as are lacking, since more requests
+come while they start. They go once nobody is late, none starts and nothing was scaled for a while, as far as those that
+are left serve what arrives: deferred requests fill instances that are there, and would keep them.
 """
 
 import math
@@ -18,14 +19,24 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     if facts.reserve is None or facts.planned is None or not facts.batch_max:
         return facts
     settings, working = moment.settings, facts.working
-    needed = math.ceil(facts.in_flight / (settings.out_above * facts.batch_max))
-    if facts.wait_s is not None and facts.wait_s > settings.late_s:
+    each = settings.out_above * facts.batch_max
+    needed, late = math.ceil(facts.in_flight / each), facts.wait_s is not None and facts.wait_s > settings.late_s
+    held = facts.last_scaled_s is not None and moment.now_s - facts.last_scaled_s < settings.hold_s
+    if late and 2 * facts.waiting >= each:
         count = max(working, 2 * needed - working)
-    elif facts.last_scaled_s is not None and moment.now_s - facts.last_scaled_s < settings.hold_s:
+    elif late or held or facts.ready < working:
         count = working
     else:
-        count = min(working, needed)
+        count = min(working, needed, _enough(facts, moment))
     more = count - sum(facts.planned.values())
     if more <= 0:
         return facts
     return replace(facts, planned=Counter(facts.planned) + Counter({facts.reserve: more}))
+
+
+def _enough(facts: EndpointScaleFacts, moment: Moment) -> int:
+    """Instances that serve the observed demand with LT-D's larger headroom; all where it or the profile is not known."""
+    tokens_per_s = facts.tokens_per_s.get(facts.reserve or "")
+    if facts.observed_tokens_per_s is None or not tokens_per_s:
+        return facts.working
+    return math.ceil(moment.settings.room_in * facts.observed_tokens_per_s / tokens_per_s)

@@ -15,6 +15,7 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         "planned": {"H": 4},
         "reserve": "H",
         "in_flight": in_flight,
+        "waiting": max(0, in_flight - 10 * present),
         "batch_max": 10,
         "wait_s": wait_s,
     }
@@ -29,7 +30,8 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(4, 70, 1.1), {"H": 12}),  # 70 / 7 = 10, six lack, and six more are to come
         (held(4, 70, math.inf), {"H": 12}),
         (held(4, 20, 1.1), {}),  # late, and three would do: what is there stays
-        (held(10, 84, 1.1, starting={"H": 6}), {"H": 4}),  # those that start count: 12 + 2
+        (held(10, 84, 1.1, waiting=44, starting={"H": 6}), {"H": 4}),  # those that start count: 12 + 2
+        (held(4, 70, 1.1, waiting=3), {}),  # they wait for a long prompt: not even half of an instance lacks
         (held(4, 500, 1.1), {"H": 26}),  # never past the maximum
         (held(4, 200, None), {}),
         (held(4, 200, 1.1, batch_max=None), {}),  # not reported
@@ -37,6 +39,8 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(20, 20, 0.0, last_scaled_s=NOW - 100), {}),  # not so soon after it was scaled
         (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -16}),
         (held(20, 50, 0.0, last_scaled_s=NOW - 130), {"H": -12}),  # those of 50 requests stay
+        (held(20, 20, 0.0, starting={"H": 3}), {}),  # a start that was begun is not wasted
+        (held(20, 50, 0.0, tokens_per_s={"H": 100.0}, observed_tokens_per_s=390.0), {"H": -14}),  # 1.4 x 390 by 6
         (held(3, 70, 1.1, planned={}), {"H": 14}),
     ],
 )
