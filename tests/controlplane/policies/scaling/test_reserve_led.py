@@ -9,6 +9,9 @@ from controlplane.policies.scaling.facts import EndpointScaleFacts
 from tests.controlplane.policies.scaling.endpoints import NOW, decide, deltas, endpoint
 
 
+OBSERVED = {"tokens_per_s": {"H": 100.0}, "observed_tokens_per_s": 390.0}
+
+
 def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> EndpointScaleFacts:
     """A plan of four, instances that run 10 requests at once; so each is for 7 below the upper threshold."""
     values: dict[str, Any] = {
@@ -18,6 +21,7 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         "waiting": max(0, in_flight - 10 * present),
         "batch_max": 10,
         "wait_s": wait_s,
+        "donated_same": {"H": 30},
     }
     return endpoint({"H": present}, limits=(0, 30), **values | changes)
 
@@ -40,8 +44,12 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -16}),
         (held(20, 50, 0.0, last_scaled_s=NOW - 130), {"H": -12}),  # those of 50 requests stay
         (held(20, 20, 0.0, starting={"H": 3}), {}),  # a start that was begun is not wasted
-        (held(20, 50, 0.0, tokens_per_s={"H": 100.0}, observed_tokens_per_s=390.0), {"H": -14}),  # 1.4 x 390 by 6
+        (held(20, 50, 0.0, **OBSERVED), {"H": -14}),  # 1.4 x 390 by 6
         (held(3, 70, 1.1, planned={}), {"H": 14}),
+        (held(4, 70, 1.1, donated_same={"H": 5}), {"H": 6}),  # as many as 70 requests need, whatever a start takes
+        (held(4, 70, 1.1, donated_same={"H": 9}), {"H": 9}),  # and beyond that those that come back in a minute
+        (held(4, 70, 1.1, donated_same={}, **OBSERVED | {"observed_tokens_per_s": 360.0}), {}),  # 1.1 x 360 is for four
+        (held(4, 70, 1.1, donated_same={}, **OBSERVED | {"observed_tokens_per_s": 500.0}), {"H": 2}),
     ],
 )
 def test_it_leaves_the_plan_while_nobody_begins_in_time(facts: EndpointScaleFacts, expected: dict[str, int]) -> None:
