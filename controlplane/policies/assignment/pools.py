@@ -7,9 +7,10 @@ their slots, so that host copies of weights are reused; an instance that moves i
 ready.
 
 A pool grows by slots that are in it already, then by free slots, then by slots that hold only instances of endpoints
-that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last, those of models
-that have most of them first: these are stopped, or get notice first. A pool takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves
-the pool is to have instances of its own, its pooled instance gets the GPUs of the slot.
+that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last, those of
+models that have most of them first: these are stopped, or get notice first. A pool takes slots whole, see `pool_sizes`.
+Where the last endpoint on a slot that leaves the pool is to have instances of its own, its pooled instance gets the
+GPUs of the slot.
 
 A pool that is the reserve of its region has an instance of every endpoint that it holds on each of its slots, beside
 the endpoints' own instances, which scaling goes on to scale. A slot that it leaves is not emptied: one of its instances

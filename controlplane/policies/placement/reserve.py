@@ -33,8 +33,8 @@ from controlplane.policies.placement.reserve_facts import (
 from controlplane.policies.placement.shortfall import ReserveLoad, ReserveSum, quantile_z, shortfall_of, slots_for
 
 _Score = tuple[int, int, int, int]
-"""GPUs that own instances, then the reserve lack; then GPUs taken; then those of slots that the reserve takes or leaves,
-since models are loaded for minutes there.
+"""GPUs that own instances, then the reserve lack; then GPUs taken; then those of slots that the reserve gains or loses,
+since loading models there takes minutes.
 """
 
 

@@ -88,7 +88,7 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
 
 
 def _stay_in_memory(pool: PoolKey, held: Iterable[ReserveEndpoint], facts: CandidateFacts) -> bool:
-    """Whether all models of a pool are known to fit together in the memory for weights of each slot that it may have."""
+    """Whether all models of a pool are known to fit together in the memory for weights of each of its slots."""
     poolable = facts.poolable
     here = {one.key.model for one in held if one.key.place == pool.place}
     here |= {one.endpoint.model for one in facts.placed.pooled if one.key.place == pool.place}

@@ -85,9 +85,7 @@ def operate(
     return fleet
 
 
-def _nodes(
-    scenario: Scenario, profiles: Mapping[str, GpuProfile], means: Mapping[str, Means]
-) -> Iterator[FleetNode]:
+def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile], means: Mapping[str, Means]) -> Iterator[FleetNode]:
     """The nodes; those of reserves tell their memory for weights."""
     numbers = dict.fromkeys(scenario.regions, 0)
     for part in scenario.fleet.nodes:

@@ -8,7 +8,6 @@ import pytest
 from controlplane.policies.scaling.facts import EndpointScaleFacts
 from tests.controlplane.policies.scaling.endpoints import NOW, decide, deltas, endpoint
 
-
 OBSERVED = {"tokens_per_s": {"H": 100.0}, "observed_tokens_per_s": 390.0}
 
 
