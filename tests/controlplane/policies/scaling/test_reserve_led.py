@@ -34,7 +34,8 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(4, 70, math.inf), {"H": 12}),
         (held(4, 20, 1.1), {}),  # late, and three would do: what is there stays
         (held(10, 84, 1.1, waiting=44, starting={"H": 6}), {"H": 4}),  # those that start count: 12 + 2
-        (held(4, 70, 1.1, waiting=3), {}),  # they wait for a long prompt: not even half of an instance lacks
+        (held(4, 250, 1.1, batch_max=64, waiting=5), {}),  # they wait for a long prompt
+        (held(4, 250, 1.1, batch_max=64, waiting=6), {"H": 4}),  # 64 x 0.7 / 8 = 5.6; 250 / 44.8 is for six
         (held(4, 500, 1.1), {"H": 26}),  # never past the maximum
         (held(4, 200, None), {}),
         (held(4, 200, 1.1, batch_max=None), {}),  # not reported
