@@ -15,7 +15,6 @@ from dataclasses import replace
 
 from controlplane.policies.scaling.facts import EndpointScaleFacts, Moment
 
-
 _WAITING_SHARE = 1 / 8
 """Of an instance's requests. Fewer wait for one long prompt."""
 
