@@ -14,8 +14,8 @@ x = p - c are prefilled, and y = p^2 - c^2 is the growth of squared lengths:
 
 TTFT is the mean wait of an M/G/1 queue (Pollaczek-Khinchine), which over all tiers is the same in any order that does
 not look at lengths; the prefill; and half of the decode step under way, if anything decodes. D is as it was measured,
-so that only the times of steps are in question, and not how much there was to do. Windows count by their rates. As lambda
-is input tokens/s by the mean prompt of the logged requests, nothing is predicted where others have many of the tokens.
+so that only the times of steps are in question, and not how much there was to do. Windows count by their rates. As many
+requests arrive as input tokens/s by the mean logged prompt, so nothing is predicted where others have many of these.
 
 Worked: a prefill of 0.1 s whatever its length, 200 tokens/s in prompts of 100, so lambda = 2/s and rho = 0.2; D of
 0.5 s, so N = 1 and B = 2; a step of 0.02 s. TBT = 0.02 / 0.8 = 0.025 s, and TTFT = 2 x 0.01 / 1.6 + 0.1 + 0.632 x 0.01

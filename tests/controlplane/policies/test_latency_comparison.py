@@ -120,7 +120,9 @@ def test_the_verdict_and_its_words() -> None:
 def test_where_a_difference_tells_nothing_none_is_reported(
     changes: dict[str, float], rate: float, latency: Mapping[str, float] | None, reason: str
 ) -> None:
-    found = compare_latency(replace(measured(tbt_s=9.0), **changes), load(rate), latency, SETTINGS)
+    means = replace(measured(tbt_s=9.0), **changes)
+    reported = ReportedLoad(rates=[rate], input_tokens=means.requests * means.prompt_tokens)
+    found = compare_latency(means, reported, latency, SETTINGS)
     assert (found.differs, found.reason.split(":")[0]) == (False, reason)
     assert (found.predicted is None) == (latency is None)
 
