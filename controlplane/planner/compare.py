@@ -11,6 +11,7 @@ from controlplane.policies.latency_comparison import ComparisonSettings, Reporte
 from controlplane.policies.step_correction import corrected_latency
 from controlplane.settings import Settings
 from controlplane.store.latency_comparisons import (
+    READ_MAX,
     LatencyComparisonRow,
     comparisons,
     measure_latency,
@@ -26,16 +27,18 @@ _NAMED_MAX = 3
 """Endpoints that the reason of a plan names."""
 
 
-def compare(database: Database, settings: Settings, *, now_s: float) -> dict[EndpointGpu, str]:
-    """Compare the last hour of every endpoint with GPUs of its own, and store it; returns the reasons of those whose
-    times are not as their profiles say.
+def compare(
+    database: Database, settings: Settings, *, now_s: float, read_max: int = READ_MAX
+) -> dict[EndpointGpu, str]:
+    """Compare the last hour of every endpoint with GPUs of its own, or as much of it as the newest `read_max` requests
+    are of, and store it; returns the reasons of those whose times are not as their profiles say.
     """
     all_logged = settings.request_log == "all" and settings.request_log_sample >= 1
     first_token_max_s = None if all_logged else settings.request_log_slow_s
     how = ComparisonSettings(logged_share=settings.request_log_sample)
     with database.transaction(replicated=False) as session:
-        since_s = measured_since_s(session, since_s=now_s - _SPAN_S)
-        measured = measure_latency(session, since_s=since_s, first_token_max_s=first_token_max_s)
+        since_s = measured_since_s(session, since_s=now_s - _SPAN_S, read_max=read_max)
+        measured = measure_latency(session, since_s=since_s, first_token_max_s=first_token_max_s, read_max=read_max)
         loads = read_loads(session, since_s=since_s)
         steps = profiles_in_force(session, settings).steps
         latencies = stated_latencies(session)

@@ -265,6 +265,18 @@ def test_loads_are_of_the_time_in_which_the_requests_ended(world: World) -> None
     assert found.input_tokens == pytest.approx(30 * 400.0 + 60 * 200.0)
 
 
+def test_requests_that_were_not_read_are_no_other_requests(world: World, settings: Settings) -> None:
+    """The newest 120 are of five minutes, in which they explain all tokens; those before were as many."""
+    instance_id = world.serve("n1", URL)
+    state(world, LATENCY)
+    at = [datetime.fromtimestamp(NOW_S - age_s, UTC) for age_s in (900, 300)]
+    write(world, *(ended(instance_id, ended_at=each) for each in at for _ in range(120)))
+    for age_s in (900, 300):
+        load(world, 400.0, age_s=age_s)
+    assert list(compare(world.database, settings, now_s=NOW_S, read_max=120)) == [AT]
+    assert [row.requests for row in rows(world)] == [120]
+
+
 def test_an_old_comparison_is_shown_no_more(world: World, settings: Settings) -> None:
     write(world, ended(world.serve("n1", URL)))
     compare(world.database, settings, now_s=NOW_S)
