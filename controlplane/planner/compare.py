@@ -7,18 +7,19 @@ from sqlalchemy.orm import Session
 
 from controlplane.planner.correct import profiles_in_force
 from controlplane.policies.facts import EndpointGpu
-from controlplane.policies.latency_comparison import ComparisonSettings, compare_latency
-from controlplane.policies.profile_correction import WINDOW_S
+from controlplane.policies.latency_comparison import ComparisonSettings, ReportedLoad, compare_latency
 from controlplane.policies.step_correction import corrected_latency
 from controlplane.settings import Settings
 from controlplane.store.latency_comparisons import (
+    READ_MAX,
     LatencyComparisonRow,
     comparisons,
     measure_latency,
+    measured_since_s,
     put_comparisons,
     stated_latencies,
 )
-from controlplane.store.profile_corrections import read_rates
+from controlplane.store.profile_corrections import read_loads
 from controlplane.store.session import Database
 
 _SPAN_S = 3600
@@ -26,15 +27,19 @@ _NAMED_MAX = 3
 """Endpoints that the reason of a plan names."""
 
 
-def compare(database: Database, settings: Settings, *, now_s: float) -> dict[EndpointGpu, str]:
-    """Compare the last hour of every endpoint with GPUs of its own, and store it; returns the reasons of those whose
-    times are not as their profiles say.
+def compare(
+    database: Database, settings: Settings, *, now_s: float, read_max: int = READ_MAX
+) -> dict[EndpointGpu, str]:
+    """Compare the last hour of every endpoint with GPUs of its own, or as much of it as the newest `read_max` requests
+    are of, and store it; returns the reasons of those whose times are not as their profiles say.
     """
-    since_s = now_s - _SPAN_S
+    all_logged = settings.request_log == "all" and settings.request_log_sample >= 1
+    first_token_max_s = None if all_logged else settings.request_log_slow_s
+    how = ComparisonSettings(logged_share=settings.request_log_sample)
     with database.transaction(replicated=False) as session:
-        first_token_max_s = settings.request_log_slow_s if settings.request_log_sample < 1 else None
-        measured = measure_latency(session, since_s=since_s, first_token_max_s=first_token_max_s)
-        rates = read_rates(session, since_s=int(since_s) // WINDOW_S * WINDOW_S)
+        since_s = measured_since_s(session, since_s=now_s - _SPAN_S, read_max=read_max)
+        measured = measure_latency(session, since_s=since_s, first_token_max_s=first_token_max_s, read_max=read_max)
+        loads = read_loads(session, since_s=since_s)
         steps = profiles_in_force(session, settings).steps
         latencies = stated_latencies(session)
         compared = {}
@@ -44,7 +49,7 @@ def compare(database: Database, settings: Settings, *, now_s: float) -> dict[End
             latency, (prefill, decode) = latencies[key.pair], steps.get(key.pair, (1.0, 1.0))
             if latency is not None:
                 latency = corrected_latency(latency, prefill=prefill, decode=decode)
-            compared[key] = each, compare_latency(each, rates.get(key, []), latency, ComparisonSettings())
+            compared[key] = each, compare_latency(each, loads.get(key, ReportedLoad()), latency, how)
         put_comparisons(session, compared)
     return {key: comparison.reason for key, (_, comparison) in compared.items() if comparison.differs}
 

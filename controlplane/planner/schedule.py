@@ -216,12 +216,15 @@ def run_forecast_some(series: list[tuple[str, str]], origin_s: int) -> None:
 def run_correct() -> None:
     """Every hour, three minutes before its plan is made."""
     with noted(parts().database, Loop.CORRECT):
-        changed = correct(parts().database, parts().live, parts().settings, now_s=_now_s())
-        differing = compare(parts().database, parts().settings, now_s=_now_s())
+        try:
+            changed = correct(parts().database, parts().live, parts().settings, now_s=_now_s())
+        finally:  # the comparison needs no Redis
+            differing = compare(parts().database, parts().settings, now_s=_now_s())
+            if differing:
+                first = next(iter(differing.values()))
+                log.warning("latency is not what profiles say", endpoints=len(differing), first=first)
     for pair, reason in changed.items():
         log.info("profile corrected", model=pair.model, gpu_type=pair.gpu_type, reason=reason)
-    if differing:
-        log.warning("latency is not what profiles say", endpoints=len(differing), first=next(iter(differing.values())))
 
 
 @celery.task(name="plan")

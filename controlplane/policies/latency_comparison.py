@@ -14,7 +14,8 @@ x = p - c are prefilled, and y = p^2 - c^2 is the growth of squared lengths:
 
 TTFT is the mean wait of an M/G/1 queue (Pollaczek-Khinchine), which over all tiers is the same in any order that does
 not look at lengths; the prefill; and half of the decode step under way, if anything decodes. D is as it was measured,
-so that only the times of steps are in question, and not how much there was to do. Windows count by their rates.
+so that only the times of steps are in question, and not how much there was to do. Windows count by their rates. As many
+requests arrive as input tokens/s by the mean logged prompt, so nothing is predicted where others have many of these.
 
 Worked: a prefill of 0.1 s whatever its length, 200 tokens/s in prompts of 100, so lambda = 2/s and rho = 0.2; D of
 0.5 s, so N = 1 and B = 2; a step of 0.02 s. TBT = 0.02 / 0.8 = 0.025 s, and TTFT = 2 x 0.01 / 1.6 + 0.1 + 0.632 x 0.01
@@ -22,7 +23,7 @@ Worked: a prefill of 0.1 s whatever its length, 200 tokens/s in prompts of 100, 
 
 In simulated time, with right step times, TBT is within 7 % of this up to rho = 0.3, and TTFT at most 14 % above it, but
 several times as long where prompts are prefilled beside the batch (`mixed_batches`), in the time that their objective
-leaves. So TBT alone tells whether a profile is wrong, and only while prefills leave most of the time.
+leaves. So TBT alone tells whether a profile is wrong, and only while prefills leave most of the time in every window.
 """
 
 import math
@@ -68,26 +69,41 @@ class MeasuredLatency:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportedLoad:
+    """What instances of an endpoint on a GPU type received while the requests were logged. `rates`: input tokens/s of
+    one instance, window by window; `input_tokens`: of all instances over all windows.
+    """
+
+    rates: Sequence[float] = ()
+    input_tokens: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PredictedLatency:
-    """Means over the requests. `prefill_share`: of an instance's time. Where that reaches 1 an instance cannot keep up,
-    and `ttft_s` and `tbt_s` are infinite.
+    """Means over the requests. `prefill_share`: of an instance's time, `prefill_share_max`: in the busiest window.
+    Where that reaches 1 an instance cannot keep up, and `ttft_s` and `tbt_s` are infinite.
     """
 
     ttft_s: float
     tbt_s: float
     batch: float
     prefill_share: float
+    prefill_share_max: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonSettings:
     """`requests_min`: fewer tell nothing. `ratio_max`: a TBT so many times the predicted one, or its reciprocal, is not
-    what the profile says. `prefill_share_max`: above it queues and full batches make TBT, and not the steps alone.
+    what the profile says. `prefill_share_max`: above it in any window queues and full batches make TBT, and not the
+    steps alone. `explained_min`: the share of the input tokens that the requests have to explain, where the share
+    `logged_share` of all requests is logged.
     """
 
     requests_min: int = 100
     ratio_max: float = 1.5
     prefill_share_max: float = 0.4
+    explained_min: float = 2 / 3
+    logged_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +116,10 @@ class LatencyComparison:
 
 
 def compare_latency(
-    measured: MeasuredLatency, rates: Sequence[float], latency: Mapping[str, float] | None, settings: ComparisonSettings
+    measured: MeasuredLatency, load: ReportedLoad, latency: Mapping[str, float] | None, settings: ComparisonSettings
 ) -> LatencyComparison:
-    """Whether requests took as long as their profile says. `rates`: input tokens/s of one instance, window by window;
-    `latency`: seconds by the names of `LATENCY_FIELDS`, None: the profile has none.
+    """Whether requests took as long as their profile says. `latency`: seconds by the names of `LATENCY_FIELDS`, None:
+    the profile has none.
     """
 
     def unknown(reason: str) -> LatencyComparison:
@@ -111,24 +127,29 @@ def compare_latency(
 
     if latency is None:
         return unknown("the profile states no step times")
-    if not any(rate > 0 for rate in rates):
+    if load.input_tokens <= 0:
         return unknown("instances reported no load")
-    predicted = predict_latency(measured, rates, latency)
+    explained = measured.requests * measured.prompt_tokens / load.input_tokens
+    if explained < settings.explained_min * settings.logged_share:
+        share = explained / settings.logged_share
+        return unknown(f"other requests than the logged ones fill it: these explain {share:.0%} of its input tokens")
+    predicted = predict_latency(measured, load.rates, latency)
     differs, verdict = _verdict(measured, predicted, settings)
     times = [_times_text("first tokens", measured.ttft_s, predicted.ttft_s)]
     if measured.tbt_s is not None:
         times.append(_times_text("tokens", measured.tbt_s, predicted.tbt_s))
-    load = f"{measured.requests:,} requests in batches of {predicted.batch:.1f}"
-    shares = f"prefills take {predicted.prefill_share:.0%} of the time"
+    batches = f"{measured.requests:,} requests in batches of {predicted.batch:.1f}"
+    mean, most = predicted.prefill_share, predicted.prefill_share_max
+    shares = f"prefills take {mean:.0%} of the time and at most {most:.0%} of a window"
     return LatencyComparison(
-        predicted=predicted, differs=differs, reason=f"{verdict}: {', '.join(times)}; {load}, {shares}"
+        predicted=predicted, differs=differs, reason=f"{verdict}: {', '.join(times)}; {batches}, {shares}"
     )
 
 
 def predict_latency(
     measured: MeasuredLatency, rates: Sequence[float], latency: Mapping[str, float]
 ) -> PredictedLatency:
-    """The formulas above. `rates`: as in `compare_latency`, at least one above 0."""
+    """The formulas above. `rates`: as in `ReportedLoad`, at least one above 0."""
     base_s, token_s, token2_s = (latency[f"prefill_{name}"] for name in ("base_s", "per_token_s", "per_token2_s"))
     prefill_s = base_s + token_s * measured.x + token2_s * measured.y
     products = base_s * token_s * measured.x + base_s * token2_s * measured.y + token_s * token2_s * measured.xy
@@ -144,16 +165,17 @@ def predict_latency(
         return wait_s + prefill_s, step_s / (1 - share), 1 + decoding, share
 
     arrivals = [rate / measured.prompt_tokens for rate in rates if rate > 0]
-    columns = zip(*map(times, arrivals), strict=True)
+    columns = list(zip(*map(times, arrivals), strict=True))
     ttft_s, tbt_s, batch, share = (fmean(column, arrivals) for column in columns)
-    return PredictedLatency(ttft_s=ttft_s, tbt_s=tbt_s, batch=batch, prefill_share=share)
+    share_max = max(columns[-1])
+    return PredictedLatency(ttft_s=ttft_s, tbt_s=tbt_s, batch=batch, prefill_share=share, prefill_share_max=share_max)
 
 
 def _verdict(measured: MeasuredLatency, predicted: PredictedLatency, settings: ComparisonSettings) -> tuple[bool, str]:
     """Whether the profile's decode steps are wrong, and the beginning of the reason."""
     if measured.requests < settings.requests_min:
         return False, "too few requests to tell"
-    if predicted.prefill_share > settings.prefill_share_max:
+    if predicted.prefill_share_max > settings.prefill_share_max:
         return False, "too loaded to tell"
     if measured.tbt_s is not None and measured.tbt_s > settings.ratio_max * predicted.tbt_s:
         return True, "decode is slower than the profile says"

@@ -13,10 +13,14 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.policies.facts import EndpointGpu, ModelGpu
 from controlplane.policies.latency_comparison import LatencyComparison, MeasuredLatency, TierLatency
+from controlplane.store.request_log import LoggedRequest
 from controlplane.store.tables import Base, Json, Profile
 
 READ_MAX = 100_000
 """The newest requests that are read at most: about a second of work for Postgres, however many there were."""
+_KEPT = text("interval '2 hours'")
+"""So long after it was made a comparison is shown: one hourly run may fail."""
+_LOCK = 0x6C61_7465  # of an advisory lock, so that two runs do not both write in place of the run before
 
 
 class LatencyComparisonRow(Base):
@@ -74,6 +78,16 @@ _MEASURE = text(
 _NOT_MEANS = {"model", "region", "gpu_type", "tier", "ttft_quantiles_s"}
 
 
+def measured_since_s(session: Session, *, since_s: float, read_max: int = READ_MAX) -> float:
+    """The Unix time since which `measure_latency` reads all requests that ended: `since_s`, or when the oldest of the
+    newest `read_max` did.
+    """
+    ended_at = LoggedRequest.ended_at
+    newest = select(ended_at).where(ended_at >= func.to_timestamp(since_s)).order_by(ended_at.desc())
+    oldest = session.scalar(newest.offset(read_max - 1).limit(1))
+    return since_s if oldest is None else oldest.timestamp()
+
+
 def measure_latency(
     session: Session, *, since_s: float, first_token_max_s: float | None = None, read_max: int = READ_MAX
 ) -> dict[EndpointGpu, MeasuredLatency]:
@@ -104,6 +118,7 @@ def put_comparisons(
     session: Session, compared: Mapping[EndpointGpu, tuple[MeasuredLatency, LatencyComparison]]
 ) -> None:
     """Write what an hourly run compared, in place of all of the run before."""
+    session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     session.execute(delete(LatencyComparisonRow))
     rows = [_values(key, measured, comparison) for key, (measured, comparison) in sorted(compared.items())]
     if rows:
@@ -136,8 +151,10 @@ def _finite(seconds: float) -> float | None:
 
 
 def comparisons(model: str | None = None, *, differing: bool = False) -> Select[LatencyComparisonRow]:
-    """Those of a model, None: of all; with `differing` only where times are not as the profile says."""
-    query = select(LatencyComparisonRow)
+    """Those of the last two hours of a model, None: of all; with `differing` only where times are not as the profile
+    says.
+    """
+    query = select(LatencyComparisonRow).where(LatencyComparisonRow.compared_at > func.now() - _KEPT)
     if model is not None:
         query = query.where(LatencyComparisonRow.model == model)
     return query.where(LatencyComparisonRow.differs) if differing else query

@@ -10,10 +10,13 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from controlplane.policies.facts import EndpointGpu, ModelGpu
+from controlplane.policies.latency_comparison import ReportedLoad
 from controlplane.policies.profile_correction import WINDOW_S, Correction, LoadSums, LoadWindow
 from controlplane.policies.step_correction import StepCorrection
 from controlplane.store.rows import delete_some, require
 from controlplane.store.tables import Base
+
+_MINUTE_S = 60
 
 
 class LoadWindowRow(Base):
@@ -109,13 +112,22 @@ def read_windows(session: Session, *, since_s: int) -> Iterator[tuple[ModelGpu, 
         yield pair, [_sums(each).window(each.start_s) for each in windows]
 
 
-def read_rates(session: Session, *, since_s: int) -> dict[EndpointGpu, list[float]]:
-    """Input tokens/s of one instance in each window that began at the Unix time `since_s` or later."""
-    rates: dict[EndpointGpu, list[float]] = {}
-    for row in session.scalars(select(LoadWindowRow).where(LoadWindowRow.start_s >= since_s)):
+def read_loads(session: Session, *, since_s: float) -> dict[EndpointGpu, ReportedLoad]:
+    """What instances received since the Unix time `since_s`. Of a window that began before, the part since then counts.
+    Each observation of an instance is of a minute.
+    """
+    table = LoadWindowRow
+    loads: dict[EndpointGpu, ReportedLoad] = {}
+    recent = table.start_s > since_s - WINDOW_S, table.observed_s > since_s - _MINUTE_S
+    for row in session.scalars(select(table).where(*recent)):
         key = EndpointGpu(model=row.model, region=row.region, gpu_type=row.gpu_type)
-        rates.setdefault(key, []).append(row.tokens_per_s / row.instances)
-    return rates
+        until_s, before = row.observed_s + _MINUTE_S, loads.get(key, ReportedLoad())
+        part = (until_s - max(since_s, row.start_s)) / (until_s - row.start_s)
+        loads[key] = ReportedLoad(
+            rates=[*before.rates, row.tokens_per_s / row.instances],
+            input_tokens=before.input_tokens + part * row.tokens_per_s * _MINUTE_S,
+        )
+    return loads
 
 
 def _sums(row: LoadWindowRow) -> LoadSums:

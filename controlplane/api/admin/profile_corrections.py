@@ -60,7 +60,7 @@ class Latency(Answer):
     requests: int = Field(examples=[3_204])
     ttft_s: float = Field(description="mean, from when the node had a request to its first token", examples=[0.08])
     predicted_ttft_s: float | None = Field(
-        description="null: the profile has no step times, or says that an instance cannot keep up", examples=[0.07]
+        description="null: nothing is predicted (the reason says why), or an instance cannot keep up", examples=[0.07]
     )
     tbt_s: float | None = Field(description="mean, between tokens; null: no answer had two", examples=[0.042])
     predicted_tbt_s: float | None = Field(description="null: as of predicted_ttft_s", examples=[0.021])
@@ -78,7 +78,9 @@ class Latency(Answer):
 def list_latency_comparisons(
     session: SessionDep, _: Viewer, model: FilterWord = None, limit: Limit = 20, after: After = None
 ) -> PageOf[Latency]:
-    """By model, region and GPU type, as of the last hourly run. Endpoints without requests are left out."""
+    """By model, region and GPU type, as of the last hourly run, unless that was more than two hours ago. Endpoints
+    without requests are left out.
+    """
     return page_of(Latency, page(session, comparisons(model or None), after=after, limit=limit))
 
 

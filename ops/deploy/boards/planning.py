@@ -2,6 +2,12 @@
 
 from ops.deploy.boards.board import MODEL, REGION, Board, Panel
 
+_TBT_RATIO = (
+    "max by (model, region, gpu_type)"
+    ' (tidepool_latency_measured_seconds{model=~"$model", region=~"$region", kind="tbt"}'
+    " / tidepool_latency_predicted_seconds)"
+)
+
 PLANNING = Board(
     name="planning",
     title="planning",
@@ -112,9 +118,7 @@ PLANNING = Board(
                 " hours: measure the profile again; `tidepool model show` has both times.",
                 unit="none",
                 queries={
-                    "{{model}} in {{region}}": "topk(10, max by (model, region)"
-                    ' (tidepool_latency_measured_seconds{model=~"$model", region=~"$region", kind="tbt"}'
-                    " / tidepool_latency_predicted_seconds))"
+                    "{{model}} in {{region}} on {{gpu_type}}": f"{_TBT_RATIO} and topk(10, abs(ln({_TBT_RATIO})))"
                 },
                 page="models",
                 width=12,

@@ -41,7 +41,7 @@ def test_a_correction_is_listed_and_reset(ask: Ask, world: World) -> None:
 
 
 def test_latency_is_listed_beside_what_profiles_predict(ask: Ask, world: World) -> None:
-    predicted = PredictedLatency(ttft_s=math.inf, tbt_s=0.02, batch=2.5, prefill_share=1.1)
+    predicted = PredictedLatency(ttft_s=math.inf, tbt_s=0.02, batch=2.5, prefill_share=1.1, prefill_share_max=1.1)
     known = LatencyComparison(predicted=predicted, differs=True, reason="decode is slower")
     unknown = LatencyComparison(predicted=None, differs=False, reason="the profile states no step times")
     places = [EndpointGpu(model="tide", region="us-east", gpu_type=name) for name in ("H20", "H800")]

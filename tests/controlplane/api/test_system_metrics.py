@@ -77,7 +77,7 @@ def test_nodes_gpus_and_instances(world: World) -> None:
 
 def test_latency_beside_what_the_profile_predicts(world: World) -> None:
     """An infinite or unknown time is no sample."""
-    predicted = PredictedLatency(ttft_s=math.inf, tbt_s=0.02, batch=2.0, prefill_share=1.1)
+    predicted = PredictedLatency(ttft_s=math.inf, tbt_s=0.02, batch=2.0, prefill_share=1.1, prefill_share_max=1.1)
     comparison = LatencyComparison(predicted=predicted, differs=True, reason="decode is slower")
     at = EndpointGpu(model="tide", region="us-east", gpu_type="H800")
     with world.database.transaction() as session:

@@ -1,28 +1,36 @@
 """The latency that requests had is compared with their profiles', and the next plan says where they differ."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from controlplane.planner.compare import compare, differing
 from controlplane.planner.draft import DraftOf
 from controlplane.planner.explain import explanation_of
 from controlplane.planner.plan import draft_plan, write_draft
 from controlplane.policies.facts import EndpointGpu, ModelGpu
-from controlplane.policies.latency_comparison import MeasuredLatency, TierLatency, predict_latency
+from controlplane.policies.latency_comparison import LatencyComparison, MeasuredLatency, TierLatency, predict_latency
 from controlplane.policies.profile_correction import Correction, LoadSums
 from controlplane.policies.step_correction import StepCorrection
 from controlplane.settings import Settings
 from controlplane.store import fleet
-from controlplane.store.latency_comparisons import LatencyComparisonRow, comparisons, measure_latency
+from controlplane.store.latency_comparisons import (
+    LatencyComparisonRow,
+    comparisons,
+    measure_latency,
+    measured_since_s,
+    put_comparisons,
+)
 from controlplane.store.plans import get_plan, inputs_of
-from controlplane.store.profile_corrections import observe_loads, put_correction
+from controlplane.store.profile_corrections import observe_loads, put_correction, read_loads
 from controlplane.store.request_log import RequestRecord, write_requests
 from controlplane.store.tables import Instance, Profile, Slot
 from tests.controlplane.planner.pool_fleet import LATENCY
-from tests.controlplane.world import MODEL, World
+from tests.controlplane.world import MODEL, World, until
 
 NOW_S = 1_000_000_800
 AT = EndpointGpu(model=MODEL, region="us-east", gpu_type="H800")
@@ -66,10 +74,11 @@ def measure(world: World, **asked: Any) -> Mapping[EndpointGpu, MeasuredLatency]
         return measure_latency(session, since_s=NOW_S - 3600, **asked)
 
 
-def load(world: World, tokens_per_s: float) -> None:
+def load(world: World, tokens_per_s: float, *, instances: int = 1, age_s: int = 300) -> None:
+    """In one minute."""
     with world.database.transaction() as session:
-        sums = LoadSums(instances=2, tokens_per_s=2 * tokens_per_s, utilization=0.2)
-        observe_loads(session, {AT: sums}, minute_s=NOW_S - 300)
+        sums = LoadSums(instances=instances, tokens_per_s=instances * tokens_per_s, utilization=0.2)
+        observe_loads(session, {AT: sums}, minute_s=NOW_S - age_s)
 
 
 def state(world: World, latency: dict[str, Any] | None) -> None:
@@ -210,3 +219,86 @@ def test_a_sampled_log_is_read_without_those_that_are_always_logged(world: World
         assert [row.requests for row in rows(world)] == [requests]
     with world.database.transaction() as session:
         assert differing(session) == []
+
+
+def test_a_log_of_errors_tells_nothing(world: World, settings: Settings) -> None:
+    """Of the requests that went well it has those that waited long, and no others."""
+    instance_id = world.serve("n1", URL)
+    state(world, LATENCY)
+    write(world, *(ended(instance_id, first_token_s=12.0, duration_s=13.0) for _ in range(120)))
+    load(world, 400.0)
+    assert list(compare(world.database, settings, now_s=NOW_S)) == [AT]
+    errors = settings.model_copy(update={"request_log": "errors"})
+    assert compare(world.database, errors, now_s=NOW_S) == {}
+    assert rows(world) == []
+
+
+def test_deferred_requests_beside_the_logged_ones_are_no_fault_of_the_profile(world: World, settings: Settings) -> None:
+    """Of a sample, so many tokens are explained as the whole would."""
+    instance_id = world.serve("n1", URL)
+    state(world, LATENCY)
+    write(world, *(ended(instance_id) for _ in range(120)))
+    load(world, 400.0, instances=2)
+    assert compare(world.database, settings, now_s=NOW_S) == {}
+    [row] = rows(world)
+    assert (row.predicted_tbt_s, row.reason) == (
+        None,
+        "other requests than the logged ones fill it: these explain 50% of its input tokens",
+    )
+    sampled = settings.model_copy(update={"request_log_sample": 0.5})
+    assert list(compare(world.database, sampled, now_s=NOW_S)) == [AT]
+
+
+def test_loads_are_of_the_time_in_which_the_requests_ended(world: World) -> None:
+    instance_id = world.serve("n1", URL)
+    write(world, *(ended(instance_id, ended_at=datetime.fromtimestamp(NOW_S - age_s, UTC)) for age_s in (900, 330, 30)))
+    load(world, 100.0, age_s=900)
+    for age_s in (600, 540, 480, 420, 360):
+        load(world, 400.0, age_s=age_s)
+    load(world, 200.0, age_s=300)
+    with world.database.transaction() as session:
+        assert measured_since_s(session, since_s=NOW_S - 3600) == NOW_S - 3600
+        since_s = measured_since_s(session, since_s=NOW_S - 3600, read_max=2)
+        assert since_s == NOW_S - 330
+        found = read_loads(session, since_s=since_s)[AT]
+    assert sorted(found.rates) == [200.0, 400.0]
+    assert found.input_tokens == pytest.approx(30 * 400.0 + 60 * 200.0)
+
+
+def test_requests_that_were_not_read_are_no_other_requests(world: World, settings: Settings) -> None:
+    """The newest 120 are of five minutes, in which they explain all tokens; those before were as many."""
+    instance_id = world.serve("n1", URL)
+    state(world, LATENCY)
+    at = [datetime.fromtimestamp(NOW_S - age_s, UTC) for age_s in (900, 300)]
+    write(world, *(ended(instance_id, ended_at=each) for each in at for _ in range(120)))
+    for age_s in (900, 300):
+        load(world, 400.0, age_s=age_s)
+    assert list(compare(world.database, settings, now_s=NOW_S, read_max=120)) == [AT]
+    assert [row.requests for row in rows(world)] == [120]
+
+
+def test_an_old_comparison_is_shown_no_more(world: World, settings: Settings) -> None:
+    write(world, ended(world.serve("n1", URL)))
+    compare(world.database, settings, now_s=NOW_S)
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE latency_comparisons SET compared_at = now() - interval '119 minutes'"))
+    assert len(rows(world)) == 1
+    with world.database.transaction() as session:
+        session.execute(text("UPDATE latency_comparisons SET compared_at = now() - interval '121 minutes'"))
+    assert rows(world) == []
+
+
+def test_two_runs_at_once_both_end(world: World) -> None:
+    compared = {AT: (a_measurement(), LatencyComparison(predicted=None, differs=False, reason="no load"))}
+
+    def put() -> None:
+        with world.database.transaction() as session:
+            put_comparisons(session, compared)
+
+    with ThreadPoolExecutor(1) as threads:
+        with world.database.transaction() as session:
+            put_comparisons(session, compared)
+            other = threads.submit(put)
+            until(world.is_waiting_for_a_lock)
+        other.result()
+    assert [row.reason for row in rows(world)] == ["no load"]

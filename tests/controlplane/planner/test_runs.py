@@ -4,6 +4,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from structlog.testing import capture_logs
 
+from controlplane.errors import UnavailableError
 from controlplane.planner import schedule
 from controlplane.planner.runs import loop_periods_s, note, noted
 from controlplane.planner.schedule import Parts
@@ -71,6 +72,24 @@ def parts(world: World, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> Pa
     monkeypatch.setattr(schedule, "parts", lambda: parts)
     monkeypatch.setattr(schedule.run_scale, "delay", lambda: None)
     return parts
+
+
+def test_latency_is_compared_though_profiles_are_not_corrected(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis is away, which the comparison does not need."""
+    compared: list[Database] = []
+
+    def away(*_: object, **__: object) -> None:
+        raise UnavailableError("redis")
+
+    def compare(database: Database, *_: object, **__: object) -> dict[str, str]:
+        compared.append(database)
+        return {}
+
+    monkeypatch.setattr(schedule, "correct", away)
+    monkeypatch.setattr(schedule, "compare", compare)
+    with pytest.raises(UnavailableError):
+        schedule.run_correct()
+    assert compared == [parts.database]
 
 
 def test_every_scheduled_loop_notes_its_success(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:

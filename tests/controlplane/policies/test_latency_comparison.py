@@ -10,6 +10,7 @@ import pytest
 from controlplane.policies.latency_comparison import (
     ComparisonSettings,
     MeasuredLatency,
+    ReportedLoad,
     TierLatency,
     compare_latency,
     predict_latency,
@@ -40,10 +41,15 @@ def measured(**changes: float) -> MeasuredLatency:
     return replace(MeasuredLatency(requests=500, **means, **moments), **changes)
 
 
+def load(*rates: float, explained: float = 1.0) -> ReportedLoad:
+    """In windows of these rates, of which `measured()` are a share."""
+    return ReportedLoad(rates=rates, input_tokens=500 * 100.0 / explained)
+
+
 def test_the_worked_example() -> None:
     """Two requests a second: rho 0.2, one other request decodes."""
     found = predict_latency(measured(), [200.0], WORKED)
-    assert (found.prefill_share, found.batch) == (pytest.approx(0.2), 2.0)
+    assert (found.prefill_share, found.prefill_share_max, found.batch) == (pytest.approx(0.2), pytest.approx(0.2), 2.0)
     assert found.tbt_s == pytest.approx(0.025)
     assert found.ttft_s == pytest.approx(2 * 0.1**2 / (2 * 0.8) + 0.1 + (1 - np.exp(-1)) * 0.01)
 
@@ -89,16 +95,16 @@ def test_windows_count_by_their_rates() -> None:
 
 
 def test_the_verdict_and_its_words() -> None:
-    right = compare_latency(measured(), [200.0], WORKED, SETTINGS)
+    right = compare_latency(measured(), load(200.0), WORKED, SETTINGS)
     assert not right.differs
     assert right.reason == (
         "as the profile says: first tokens after 120.0 ms and by the profile after 118.8 ms (1.01 x), tokens after"
         " 25.0 ms and by the profile after 25.0 ms (1.00 x); 500 requests in batches of 2.0, prefills take 20% of the"
-        " time"
+        " time and at most 20% of a window"
     )
-    slow = compare_latency(measured(tbt_s=0.0376), [200.0], WORKED, SETTINGS)
+    slow = compare_latency(measured(tbt_s=0.0376), load(200.0), WORKED, SETTINGS)
     assert (slow.differs, slow.reason.split(":")[0]) == (True, "decode is slower than the profile says")
-    fast = compare_latency(measured(tbt_s=0.0166), [200.0], WORKED, SETTINGS)
+    fast = compare_latency(measured(tbt_s=0.0166), load(200.0), WORKED, SETTINGS)
     assert (fast.differs, fast.reason.split(":")[0]) == (True, "decode is faster than the profile says")
 
 
@@ -108,19 +114,48 @@ def test_the_verdict_and_its_words() -> None:
         ({"requests": 99}, 200.0, WORKED, "too few requests to tell"),
         ({}, 500.0, WORKED, "too loaded to tell"),
         ({"tbt_s": None}, 200.0, WORKED, "as the profile says"),
-        ({}, 0.0, WORKED, "instances reported no load"),
         ({}, 200.0, None, "the profile states no step times"),
     ],
 )
 def test_where_a_difference_tells_nothing_none_is_reported(
     changes: dict[str, float], rate: float, latency: Mapping[str, float] | None, reason: str
 ) -> None:
-    found = compare_latency(replace(measured(tbt_s=9.0), **changes), [rate], latency, SETTINGS)
+    means = replace(measured(tbt_s=9.0), **changes)
+    reported = ReportedLoad(rates=[rate], input_tokens=means.requests * means.prompt_tokens)
+    found = compare_latency(means, reported, latency, SETTINGS)
     assert (found.differs, found.reason.split(":")[0]) == (False, reason)
+    assert (found.predicted is None) == (latency is None)
+
+
+def test_where_no_load_was_reported_nothing_is_predicted() -> None:
+    found = compare_latency(measured(tbt_s=9.0), ReportedLoad(), WORKED, SETTINGS)
+    assert (found.predicted, found.differs, found.reason) == (None, False, "instances reported no load")
+
+
+@pytest.mark.parametrize(
+    ("explained", "logged_share", "told"), [(0.7, 1.0, True), (0.6, 1.0, False), (0.07, 0.1, True), (0.06, 0.1, False)]
+)
+def test_where_other_requests_fill_the_instance_nothing_is_predicted(
+    explained: float, logged_share: float, *, told: bool
+) -> None:
+    """Deferred ones, or prompts of another length: lambda and the batch would not be theirs. Of a sample the share."""
+    settings = replace(SETTINGS, logged_share=logged_share)
+    found = compare_latency(measured(tbt_s=9.0), load(200.0, explained=explained), WORKED, settings)
+    assert (found.predicted is not None, found.differs) == (told, told)
+    words = "other requests than the logged ones fill it: these explain 60% of its input tokens"
+    assert (found.reason == words) != told
+
+
+def test_one_window_of_many_prefills_is_too_loaded() -> None:
+    """TBT grows with 1 / (1 - rho), so one of 50 % decides where the mean is below the limit."""
+    found = compare_latency(measured(tbt_s=9.0), load(500.0, *[100.0] * 11), WORKED, SETTINGS)
+    assert found.predicted is not None
+    assert found.predicted.prefill_share < SETTINGS.prefill_share_max < found.predicted.prefill_share_max
+    assert (found.differs, found.reason.split(":")[0]) == (False, "too loaded to tell")
 
 
 def test_a_profile_by_which_an_instance_could_not_keep_up_is_said_to_be_one() -> None:
-    found = compare_latency(measured(), [1000.0], WORKED, SETTINGS)
+    found = compare_latency(measured(), load(1000.0), WORKED, SETTINGS)
     assert found.predicted is not None
     assert (found.predicted.tbt_s, found.predicted.ttft_s) == (float("inf"), float("inf"))
     assert "tokens after 25.0 ms where the profile says that an instance cannot keep up" in found.reason
@@ -172,8 +207,9 @@ def test_a_right_profile_predicts_simulated_latency_and_wrong_ones_are_found(rat
     assert means.ttft_s >= predicted.ttft_s
     if not mixed:
         assert means.ttft_s == pytest.approx(predicted.ttft_s, rel=0.2)
-    assert not compare_latency(means, [rate], right, SETTINGS).differs
+    reported = ReportedLoad(rates=[rate], input_tokens=means.requests * means.prompt_tokens)
+    assert not compare_latency(means, reported, right, SETTINGS).differs
     for factor, word in ((0.5, "slower"), (2.0, "faster")):
         wrong = {name: factor * value if name.startswith("decode") else value for name, value in right.items()}
-        found = compare_latency(means, [rate], wrong, SETTINGS)
+        found = compare_latency(means, reported, wrong, SETTINGS)
         assert (found.differs, word in found.reason) == (True, True)

@@ -11,9 +11,10 @@ LOCAL = {
     "dispatcher/release.py": {"renew"},
     "planner/compare.py": {
         "measure_latency",
+        "measured_since_s",
         "profiles_in_force",
         "put_comparisons",
-        "read_rates",
+        "read_loads",
         "stated_latencies",
     },
     "planner/expected.py": {"make"},

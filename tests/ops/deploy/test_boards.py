@@ -43,6 +43,17 @@ def test_every_query_asks_for_what_is_exported(board: Board) -> None:
         assert asked[2] in exported()[asked[1]].labels
 
 
+def test_times_between_tokens_are_ranked_by_how_far_they_are_from_their_profile_either_way() -> None:
+    """Half of what is predicted is as far away as twice, and each GPU type has a profile of its own."""
+    [planning] = [board for board in BOARDS if board.name == "planning"]
+    [panel] = [each for each in planning.panels() if each.title == "Time between tokens, beside its profile"]
+    [(legend, query)] = panel.queries.items()
+    ratio, ranked = query.split(" and ")
+    assert ranked == f"topk(10, abs(ln({ratio})))"
+    assert ratio.startswith("max by (model, region, gpu_type) ")
+    assert "{{gpu_type}}" in legend
+
+
 @BY_NAME
 def test_every_panel_has_a_unit_and_says_what_to_do(board: Board) -> None:
     known = {value for name, value in vars(units).items() if isinstance(value, str) and not name.startswith("_")}
