@@ -8,9 +8,9 @@ from dataplane.worker.frames import Configure
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """A follower's report, sent twice a second. `host`: its number among those of the slot, the agent's being 0.
-    `hostname`: as its kernel says, None from followers of older versions; `boot_id`: of this run of the follower. `check`: the serial of the last CheckOrder,
-    whose answer is `digest`, or `error`, or neither yet. `launch`: the serial of the last LaunchOrder; `ended`: why its
-    ranks run no more.
+    `hostname`: as its kernel says, None from followers of older versions; `boot_id`: of this run of the follower.
+    `check`: the serial of the last CheckOrder, whose answer is `digest`, or `error`, or neither yet. `launch`: the
+    serial of the last LaunchOrder; `ended`: why its ranks run no more.
     """
 
     slot: int

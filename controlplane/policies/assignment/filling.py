@@ -2,7 +2,6 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 
 from msgspec.structs import replace
