@@ -233,7 +233,7 @@ def _nodes(
                 workers=slot.workers,
                 weights=weights,
                 going=(slot.node, slot.index) in going,
-                hosts=slot.hosts,
+                hosts=slot.hosts or 1,
             )
         )
     return tuple(

@@ -98,13 +98,13 @@ def _slots_of(session: Session, present: Node | None, join: Join) -> list[Slot]:
 
 def _check_hosts(session: Session, join: Join, slots: Sequence[Slot]) -> None:
     """Let slots of several hosts have a GPU type of their own, all of one size: a plan counts the GPUs of a type, and
-    a model takes all of such a slot.
+    a model takes all of such a slot. Those of older agents, which do not say of how many hosts they are, pass.
     """
-    kinds = {slot.gpus if slot.hosts > 1 else 0 for slot in slots}
+    kinds = {slot.gpus if slot.hosts > 1 else 0 for slot in slots if slot.hosts is not None}
     kind = case((Slot.hosts > 1, Slot.gpus), else_=0)
     others = select(Slot.node).join(Node, Node.name == Slot.node)
-    others = others.where(Node.gpu_type == join.gpu_type, Node.name != join.node, kind.not_in(kinds))
-    other = join.node if len(kinds) > 1 else session.scalar(others.limit(1))
+    others = others.where(Node.gpu_type == join.gpu_type, Node.name != join.node, Slot.hosts.is_not(None))
+    other = join.node if len(kinds) > 1 else session.scalar(others.where(kind.not_in(kinds)).limit(1))
     if kinds and other is not None:
         raise ConflictError(
             "slots of several hosts need a GPU type of their own, on which all have as many GPUs:"
@@ -131,13 +131,17 @@ def _give_up(session: Session, present: Node, join: Join, slots: Sequence[Slot])
 
 
 def _misfits(live: Sequence[Instance], slots: Sequence[Slot]) -> tuple[str, ...]:
-    """Instances, oldest first, whose slot was removed, has no worker of their size, or is full with older ones."""
+    """Instances, oldest first, whose slot was removed, has no worker of their size, is of several hosts and of another
+    size, or is full with older ones.
+    """
     free = {slot.index: slot.gpus for slot in slots}
     most = {slot.index: slot.gpus // slot.workers for slot in slots}
+    whole = {slot.index for slot in slots if slot.hosts is not None and slot.hosts > 1}
     lost = []
     for instance in live:
         at = instance.slot
-        if at not in free or instance.gpus > min(most[at], free[at]):
+        fits = at in free and instance.gpus <= min(most[at], free[at])
+        if not fits or (at in whole and instance.gpus != most[at]):
             lost.append(instance.id)
         else:
             free[at] -= instance.gpus

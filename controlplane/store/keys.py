@@ -134,12 +134,12 @@ def _new_secret(role: Role) -> str:
     return f"tp-{role.value}-{secrets.token_urlsafe(32)}"
 
 
-def find_key(session: Session, secret: str) -> ApiKey | None:
-    """The key of this secret if it is neither revoked nor expired, and the secret not replaced. It gets no other secret
-    until the transaction ends: a rotation meanwhile would not see the session that begins with the one it replaces.
+def find_key(session: Session, secret: str, *, lock: bool = False) -> ApiKey | None:
+    """The key of this secret if it is neither revoked nor expired, and the secret not replaced. `lock`: it gets no
+    other secret until the transaction ends, since a rotation would not see the session that begins with this one.
     """
     found = select(ApiKey).where(*_has_secret(hash_secret(secret)))
-    return session.scalar(found.with_for_update(read=True, key_share=True))
+    return session.scalar(found.with_for_update(read=True, key_share=True) if lock else found)
 
 
 def _has_secret(hashed: str) -> tuple[ColumnElement[bool], ...]:

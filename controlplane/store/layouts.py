@@ -160,7 +160,7 @@ def slots_like(slot: Slot, layout: Iterable[int]) -> list[Slot]:
             index=number,
             gpus=gpus,
             workers=1,
-            hosts=1,
+            hosts=slot.hosts,
             memory_bytes=memory(gpus, slot.memory_bytes),
             weights_bytes=None if slot.weights_bytes is None else memory(gpus, slot.weights_bytes),
         )

@@ -171,8 +171,8 @@ class Node(Base):
 
 class Slot(Base):
     """GPUs of a node that serve as one, in equal shares of its `workers`; an instance is loaded on every worker.
-    `weights_bytes`: memory for weights of each worker; None: its agent is too old to report it. `hosts`: that the GPUs
-    are of.
+    `weights_bytes`: memory for weights of each worker; `hosts`: that the GPUs are of. None: its agent is too old to
+    report it.
     """
 
     __tablename__ = "slots"
@@ -188,7 +188,7 @@ class Slot(Base):
     workers: Mapped[int] = mapped_column(default=1, server_default=text("1"))
     memory_bytes: Mapped[int]
     weights_bytes: Mapped[int | None]
-    hosts: Mapped[int] = mapped_column(default=1, server_default=text("1"))
+    hosts: Mapped[int | None]
 
 
 class Model(Owned, Base):

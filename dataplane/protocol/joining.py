@@ -15,7 +15,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker group of a node. `memory_bytes`: of all its `gpus` together. `workers` share the GPUs equally; an
     instance is on every worker, so a model must fit on the GPUs of one. `weights_bytes`: the memory of each worker
     for weights; None from agents of older versions. `number`: the slot's on its node; None: its place in the list.
-    `hosts`: that the GPUs are of; of more than one they serve one model at a time, on all of them.
+    `hosts`: that the GPUs are of; of more than one they serve one model at a time, on all of them. None from agents of
+    older versions.
     """
 
     gpus: Count
@@ -23,7 +24,7 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
     workers: Count = 1
     weights_bytes: Bytes | None = None
     number: int | None = None
-    hosts: Count = 1
+    hosts: Count | None = None
 
     def __post_init__(self) -> None:
         """Check the counts.
@@ -36,7 +37,8 @@ class SlotSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"workers must be at least 1 and divide gpus, {self.gpus}, not {self.workers}")
         if self.weights_bytes is not None and self.weights_bytes < 1:
             raise ValueError(f"weights_bytes must be at least 1, not {self.weights_bytes}")
-        if self.hosts < 1 or (self.hosts > 1 and (self.workers > 1 or self.gpus % self.hosts)):
+        hosts = 1 if self.hosts is None else self.hosts
+        if hosts < 1 or (hosts > 1 and (self.workers > 1 or self.gpus % hosts)):
             raise ValueError(f"hosts must be at least 1, divide gpus, {self.gpus}, and be 1 for several workers")
 
 
@@ -83,7 +85,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
         check_layout(layout, sum(layout))
         if numbers != list(slots_of(layout)) or any(slot.workers != 1 for slot in self.slots):
             raise ValueError("slots of a node that regroups have one worker, and the number of their first GPU")
-        if any(slot.hosts > 1 for slot in self.slots):
+        if any(slot.hosts is not None and slot.hosts > 1 for slot in self.slots):
             raise ValueError("slots of a node that regroups are of one host")
         if len({slot.memory_bytes / slot.gpus for slot in self.slots}) > 1:
             raise ValueError("slots of a node that regroups have the same memory_bytes for each GPU")

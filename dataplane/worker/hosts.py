@@ -8,17 +8,17 @@ from dataplane.worker.frames import Configure
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """A follower's report, sent twice a second. `host`: its number among those of the slot, the agent's being 0.
-    `hostname`: as its kernel says; `boot_id`: of this run of the follower. `check`: the serial of the last CheckOrder,
-    whose answer is `digest`, or `error`, or neither yet. `launch`: the serial of the last LaunchOrder; `ended`: why its
-    ranks run no more.
+    `hostname`: as its kernel says, None from followers of older versions; `boot_id`: of this run of the follower.
+    `check`: the serial of the last CheckOrder, whose answer is `digest`, or `error`, or neither yet. `launch`: the
+    serial of the last LaunchOrder; `ended`: why its ranks run no more.
     """
 
     slot: int
     host: int
-    hostname: str
     boot_id: str
     version: str | None
     engine_version: str | None
+    hostname: str | None = None
     check: str | None = None
     digest: str | None = None
     error: str | None = None

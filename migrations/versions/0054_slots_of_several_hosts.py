@@ -1,4 +1,4 @@
-"""Slots say of how many hosts their GPUs are."""
+"""Slots say of how many hosts their GPUs are; null: an agent of an older release has not said."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    op.add_column("slots", sa.Column("hosts", sa.BigInteger(), server_default=sa.text("1"), nullable=False))
+    op.add_column("slots", sa.Column("hosts", sa.BigInteger()))
     op.create_check_constraint(op.f("ck_slots_hosts_positive"), "slots", "hosts > 0")
 
 

@@ -55,13 +55,13 @@ def _engine_text(node: Mapping[str, Any]) -> str:
 
 def _slot_text(slot: dict[str, Any]) -> str:
     workers = f" in {slot['workers']} workers" if slot["workers"] > 1 else ""
-    hosts = f" of {slot['hosts']} hosts" if slot.get("hosts", 1) > 1 else ""
+    hosts = f" of {slot['hosts']} hosts" if (slot.get("hosts") or 1) > 1 else ""
     return f"{slot['gpus']} GPUs{workers}{hosts} with {bytes_text(slot['memory_bytes'])}"
 
 
 def _hosts_text(node: Mapping[str, Any]) -> str | None:
     """How many hosts the GPUs of its slots are of, the node included, and which of these are not connected."""
-    more = sum(slot.get("hosts", 1) - 1 for slot in node["slots"])
+    more = sum((slot.get("hosts") or 1) - 1 for slot in node["slots"])
     if not more:
         return None
     others = node.get("other_hosts")

@@ -337,7 +337,7 @@ class World:
             return make_key(session, name=f"{role}-{tenant}", role=role, tenant=tenant, models=models).secret
 
     def join(self, name: str, *, url: str = "http://127.0.0.1:9", region: str = "us-east", slots: int = 2) -> None:
-        spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30) for _ in range(slots))
+        spec = tuple(SlotSpec(gpus=2, memory_bytes=160 << 30, hosts=1) for _ in range(slots))
         with self.database.transaction() as session:
             join_node(session, Join(node=name, region=region, gpu_type="H800", url=url, slots=spec, engine="replay"))
             fleet.touch_node(session, name)

@@ -37,8 +37,9 @@ class Slot(Answer):
     workers: int = Field(description="worker processes that share the GPUs; a model must fit on those of one")
     memory_bytes: int
     weights_bytes: int | None = Field(description="of these for weights, on each worker; null: its agent does not say")
-    hosts: int = Field(
-        description="that the GPUs are of; of more than one they serve one model at a time, on all of them"
+    hosts: int | None = Field(
+        description="that the GPUs are of; of more than one they serve one model at a time, on all of them; null: its"
+        " agent does not say"
     )
 
 
@@ -98,7 +99,7 @@ class NodeRow(Node):
 
     instances_live: int = Field(description="that are wanted or still draining")
     instances_leaving: int = Field(description="of these, those that drain")
-    other_hosts: list[OtherHost] | None = Field(description="of its slots; null: its last heartbeat is not known")
+    other_hosts: list[OtherHost] | None = Field(description="of its slots; null: it was not heard of lately")
 
 
 class InstanceLive(Answer):
@@ -279,8 +280,11 @@ def _heard(node: NodeView, age_s: float) -> NodeLive:
 
 
 def _other_hosts(state: State, nodes: Sequence[Node]) -> dict[str, list[OtherHost] | None]:
-    """By node. The live view is read only where a slot is of several hosts."""
-    spanning = [node.name for node in nodes if any(slot.hosts > 1 for slot in node.slots)]
+    """By node; None: what its last heartbeat said may be true no more. The live view is read only where a slot is of
+    several hosts.
+    """
+    spanning = [node.name for node in nodes if any((slot.hosts or 1) > 1 for slot in node.slots)]
     live = _live(state, spanning)[0] if spanning else {}
+    fresh = {name: node for name, node in live.items() if node.age_s <= state.settings.heartbeat_stale_s}
     found: dict[str, list[OtherHost] | None] = {node.name: [] for node in nodes}
-    return found | {name: live[name].other_hosts if name in live else None for name in spanning}
+    return found | {name: fresh[name].other_hosts if name in fresh else None for name in spanning}

@@ -263,7 +263,7 @@ def _identity(session: Session, body: SignIn) -> tuple[Identity, EndsBy]:
                 "The link was used, or is older than ten minutes. `tidepool console` prints another.", param="link"
             )
         return identity_of(used.key, SessionSource.LINK), used.session_ends_at
-    key = find_key(session, body.key or "")
+    key = find_key(session, body.key or "", lock=True)
     if key is None:
         raise AuthenticationError("Incorrect API key provided.", param="key")
     if Role(key.role) not in PEOPLE:

@@ -2,7 +2,6 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
 from functools import cached_property
 
 from msgspec.structs import replace
@@ -176,17 +175,24 @@ class Filling:
             if (unfit := why_unfit(step.endpoint.model, size, rooms, region)) is not None:
                 return unfit
             here = [slot for slot in here if fits(size, slot.weights)]
+        reasons = {slot.ref: self._why_not_over_hosts(step, slot) for slot in here}
+        if all(reasons.values()):
+            return "; ".join(sorted({reason for reason in reasons.values() if reason is not None}))
+        here = [slot for slot in here if reasons[slot.ref] is None]
         silent = len({slot.node_id for slot in here} - self._alive)
         free = sum(self._free.get(slot.ref, 0) for slot in here)
-        need = min(self._gpus[step.endpoint.model, gpu_type] for gpu_type in wanted)
+        need = min(self._need(step, slot) for slot in here)
         words = (
             f"GPUs full in {region}: {free} of {sum(slot.gpus for slot in here)} {names} free, needs {need} in one slot"
         )
-        if reason := why_not_over_hosts(step.endpoint.model, need, size, _spanning(here), f"{names} in {region}"):
-            return reason
         if all(slot.worker_gpus < need for slot in here):
             words += f", whose workers have {max(slot.worker_gpus for slot in here)} at most"
         return f"{words}; {silent} nodes silent or draining" if silent else words
+
+    def _why_not_over_hosts(self, step: ScaleStep, slot: SlotRoom) -> str | None:
+        sizes = {slot.gpus} if slot.hosts > 1 else set[int]()
+        model, place = step.endpoint.model, f"{slot.gpu_type} in {slot.region}"
+        return why_not_over_hosts(model, self._need(step, slot), self._sizes.get(model), sizes, place)
 
     def _with_donated(self, step: ScaleStep, *, leased: bool) -> tuple[SlotRoom, tuple[PlacedInstance, ...]] | None:
         """The best slot where donated instances of other models can be stopped for the step, and those instances."""
@@ -331,11 +337,6 @@ class Filling:
             and each.instance_id not in self._changed
             and not (each.ref in self._open and self._is_no_better(step, self._open[each.ref], each.gpus))
         ]
-
-
-def _spanning(slots: Iterable[SlotRoom]) -> set[int]:
-    """GPUs of slots of several hosts."""
-    return {slot.gpus for slot in slots if slot.hosts > 1}
 
 
 def _is_for_larger(slot: SlotRoom, gpus: int) -> bool:

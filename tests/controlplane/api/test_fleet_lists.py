@@ -111,7 +111,9 @@ def test_nodes_are_filtered_and_say_how_many_instances_leave(ask: Ask, world: Wo
     assert names(ask("GET", "/admin/nodes?state=alive&gpu_type=H800")) == ["east-1"], "each node is in one state"
 
 
-def test_nodes_say_which_hosts_their_slots_are_of(ask: Ask, world: World) -> None:
+def test_nodes_say_which_hosts_their_slots_are_of(
+    ask: Ask, world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.join("east-1")
     slots = (SlotSpec(gpus=4, memory_bytes=320 << 30, hosts=2),)
     with world.database.transaction() as session:
@@ -126,6 +128,8 @@ def test_nodes_say_which_hosts_their_slots_are_of(ask: Ask, world: World) -> Non
     assert ([slot["hosts"] for slot in one["slots"]], one["other_hosts"]) == ([1, 1], [])
     assert ([slot["hosts"] for slot in two["slots"]], two["other_hosts"]) == ([2], [msgspec.to_builtins(other)])
     assert ask("GET", "/admin/nodes/east-2")["live"]["other_hosts"] == two["other_hosts"]
+    monkeypatch.setitem(vars(settings), "heartbeat_stale_s", -1.0)
+    assert ask("GET", "/admin/nodes")["data"][1]["other_hosts"] is None, "they were connected then"
 
 
 def test_a_shared_slot_shows_who_has_it_when(ask: Ask, api: TestClient, world: World) -> None:

@@ -25,7 +25,7 @@ def over_hosts(gpus: int) -> tuple[SlotSpec, ...]:
 
 def spec(size: Size) -> SlotSpec:
     gpus, workers = size if isinstance(size, tuple) else (size, 1)
-    return SlotSpec(gpus=gpus, memory_bytes=100 * gpus, workers=workers)
+    return SlotSpec(gpus=gpus, memory_bytes=100 * gpus, workers=workers, hosts=1)
 
 
 def join(world: World, *sizes: Size, **changes: Any) -> tuple[int, tuple[str, ...]]:
@@ -169,3 +169,22 @@ def test_slots_of_several_hosts_have_a_gpu_type_of_their_own(world: World) -> No
     for slots in (over_hosts(8), (spec(1),), (*over_hosts(4), spec(1))):
         with pytest.raises(ConflictError, match=refused):
             join(world, node="n3", slots=slots)
+
+
+def test_slots_of_older_agents_refuse_nobody_and_are_refused_by_nobody(world: World) -> None:
+    """They do not say of how many hosts they are: two nodes with slots of two hosts are upgraded one by one."""
+    older = (SlotSpec(gpus=4, memory_bytes=400),)
+    for node in ("n1", "n2"):
+        join(world, node=node, slots=older)
+    join(world, slots=over_hosts(4))
+    join(world, node="n2", slots=older, url="http://another")
+    join(world, node="n2", slots=over_hosts(4))
+    with world.database.transaction() as session:
+        assert session.scalars(select(Slot.hosts)).all() == [2, 2]
+
+
+def test_a_slot_that_gets_several_hosts_keeps_instances_of_its_size_alone(world: World) -> None:
+    join(world, 4, 4)
+    whole, part = place(world, 0, 4), place(world, 1, 2)
+    assert join(world, slots=over_hosts(4) * 2)[1] == (part,)
+    assert live(world) == {whole}

@@ -64,7 +64,16 @@ def test_a_key_that_somebody_signs_in_with_gets_no_other_secret_meanwhile(databa
             rotate_key(session, key_id, overlap_s=60)
 
     with database.transaction() as signing_in:
-        assert find_key(signing_in, made.secret) is not None
+        assert find_key(signing_in, made.secret, lock=True) is not None
         with pytest.raises(OperationalError, match="lock timeout"):
             rotate()
     rotate()
+
+
+def test_a_standby_finds_keys(database: Database) -> None:
+    """It takes no locks of rows."""
+    with database.transaction() as session:
+        secret = make_key(session, name="app", role=Role.CLIENT, tenant="acme").secret
+    with database.transaction() as session:
+        session.execute(text("SET TRANSACTION READ ONLY"))
+        assert find_key(session, secret) is not None

@@ -136,6 +136,11 @@ def test_followers_of_no_host_or_of_other_versions_are_refused() -> None:
         hosts.receive(report(host=2), HERE)
     with pytest.raises(BadRequestError, match=r"vLLM 0\.1; the agent has .* and 0\.32\.0"):
         hosts.receive(report(engine_version="0.1"), HERE)
+    older = msgspec.convert(
+        {"slot": 0, "host": 1, "boot_id": "boot", "version": "0.1", "engine_version": "0.1"}, HostReport
+    )
+    with pytest.raises(BadRequestError, match=r"has Tidepool 0\.1 and vLLM 0\.1"):
+        hosts.receive(older, HERE)
     assert not hosts.complete
     now_s[0] = 11.0
     assert hosts.missing is not None

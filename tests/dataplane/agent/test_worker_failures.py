@@ -193,10 +193,9 @@ def test_vllm_that_hangs_while_it_loads_is_replaced(tmp_path: Path, monkeypatch:
             pid = worker.pid
             assert pid is not None
             suspend(pid)
-            node.agent.apply(desired(1, instance(path=str(write_checkpoint(tmp_path / "tide")))))
-            await node.until(lambda: worker.hosted.loads)
             monkeypatch.setitem(vars(node.agent.settings), "worker_start_max_s", 0.2)
             with capture_logs() as logs:
+                node.agent.apply(desired(1, instance(path=str(write_checkpoint(tmp_path / "tide")))))
                 await node.until(lambda: worker.pid != pid)
             monkeypatch.setitem(vars(node.agent.settings), "worker_start_max_s", long_s)
             (line,) = [line for line in logs if line["event"] == "worker is silent; ended"]

@@ -20,6 +20,7 @@ from dataplane.protocol.joining import SlotSpec
 from dataplane.protocol.messages import Heartbeat
 from ops.client import drains
 from ops.client.api import Api
+from tests.controlplane.world import HANGS_S
 from tests.ops.cli.running import GIB, Run, join
 from tests.ops.local.test_checkpoints import write_checkpoint
 
@@ -59,7 +60,10 @@ def test_a_fleet_is_registered_and_listed(served: Run, tmp_path: Path, database:
     assert served("status", "--json").json["models"] == 1
 
 
-def test_the_hosts_of_a_slot_are_shown(fleet: Run, database: Database, settings: Settings) -> None:
+def test_the_hosts_of_a_slot_are_shown(
+    fleet: Run, database: Database, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(vars(settings), "heartbeat_stale_s", HANGS_S)
     join(database, "n-1", SlotSpec(gpus=6, memory_bytes=GIB, hosts=3))
     assert "3, not known which are there" in fleet("node", "list").out
     silent = HostState(slot=0, host=2, connected=False, refusal="it has Tidepool 0.1")
@@ -75,6 +79,8 @@ def test_the_hosts_of_a_slot_are_shown(fleet: Run, database: Database, settings:
     assert "6 GPUs of 3 hosts with 1 GiB" in shown
     assert re.search(r"second\W+yes\W+0\.2", shown), shown
     assert "it has Tidepool 0.1" in shown
+    monkeypatch.setitem(vars(settings), "heartbeat_stale_s", -1.0)
+    assert "3, not known which are there" in fleet("node", "list").out
 
 
 @pytest.mark.parametrize(

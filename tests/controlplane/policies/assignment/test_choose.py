@@ -132,6 +132,19 @@ def test_a_slot_of_several_hosts_is_for_models_of_its_size_alone() -> None:
     assert "b is a LoRA adapter, the slots of H in west are of several hosts" in refused.unplaced[0].reason
 
 
+def test_slots_of_several_hosts_are_the_reason_only_where_there_are_no_others() -> None:
+    """`a` takes one GPU on H, and two on L."""
+    spanning = structs.replace(slot("n1"), hosts=2)
+    (full,) = decide([step(A, 1, None)], [spanning, slot("n2", free=0, gpu_type="L")]).unplaced
+    assert full.reason == "GPUs full in west: 0 of 4 H or L free, needs 2 in one slot"
+    whole = structs.replace(slot("n2", gpu_type="L"), gpus=2, gpus_free=0, hosts=2)
+    (full,) = decide([step(A, 1, None)], [spanning, whole]).unplaced
+    assert full.reason == "GPUs full in west: 0 of 2 H or L free, needs 2 in one slot"
+    (refused,) = decide([step(A, 1, None)], [spanning, structs.replace(whole, gpus=4)]).unplaced
+    words = "a takes {} GPUs, the slots of {} in west are of several hosts: a model takes all 4 of one"
+    assert refused.reason == f"{words.format(1, 'H')}; {words.format(2, 'L')}"
+
+
 def test_slots_that_serve_together_are_left_to_pools_as_long_as_there_are_others() -> None:
     """They come after single ones of any node, and then one is filled after the other, but for the spread."""
     slots = [slot("n1", workers=4), slot("n2", workers=4), slot("n3", free=1)]

@@ -1,0 +1,1 @@
+import{bt as e,st as t,ut as n}from"./index-CBnnaHSH.js";var r=3e3;function i(r,i,a){let o=e(r);n(()=>{if(!t(o))return;let e=setInterval(()=>{document.hidden||i()},a);return()=>clearInterval(e)})}function a(e,t){i(()=>e.problem?.isAway===!0,t,r)}export{a as n,i as t};
