@@ -87,7 +87,7 @@ async def test_joins_heartbeats_and_follows() -> None:
             URL,
             "replay",
         )
-        assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20, weights_bytes=2**20),)
+        assert join.slots == (SlotSpec(gpus=1, memory_bytes=2 * 2**20, weights_bytes=2**20, hosts=1),)
         assert join.dtype is None, "a replay keeps weights as they are stored"
         assert (join.version, join.engine_version) == (version("tidepool"), None), "its engine is Tidepool's own"
         assert join.host_bytes == agent.host_bytes == 2**20
