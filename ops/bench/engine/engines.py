@@ -25,6 +25,7 @@ from dataplane.engines.vllm.interfaces import prepare_process
 from dataplane.engines.vllm.version import check_version, installed_version
 from dataplane.protocol.errors import ModelLoadError
 from dataplane.protocol.tiers import Tier
+from dataplane.scheduling.schedule import TurnSettings
 from ops.bench.shared import work_folder
 from ops.client.screen import AsJson, Columns, notes, print_json, print_table
 from ops.profiling.checkpoints import VOCABULARY, BenchModel, DtypeName, build_checkpoints, parameters_of, shape_of
@@ -47,11 +48,14 @@ class EngineFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What both engines run on, and how often each figure is measured. `report` is called after each run."""
+    """What both engines run on, and how often each figure is measured. `mixed`: whether the torch engine prefills
+    prompts beside its batch, as vLLM always does. `report` is called after each run.
+    """
 
     device: str
     dtype: DtypeName
     rounds: int
+    mixed: bool
     report: Callable[[str], None]
 
     @contextmanager
@@ -70,7 +74,8 @@ class Setup:
             "prefill_tokens_per_step_max": STEP_TOKENS_MAX,
             "prefix_cache": False,  # each round has the same prompts
         }
-        ours = TorchEngine(TorchEngineSettings(**same), time.monotonic)
+        turns = TurnSettings(mixed_batches=self.mixed)
+        ours = TorchEngine(TorchEngineSettings(**same, turns=turns), time.monotonic)
         theirs = VllmEngine(VllmEngineSettings(**same, models_max=len(models)), time.monotonic)
         with closing(ours), closing(theirs):
             engines: dict[str, Engine] = {"torch": ours, "vllm": theirs}
@@ -169,6 +174,7 @@ def main(
     dtype: Annotated[str, typer.Option(metavar="float32|bfloat16")] = "float32",
     rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, of which the median is shown.")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="Of a CPU.")] = 1,
+    mixed: Annotated[bool, typer.Option(help="The torch engine prefills prompts beside its batch, as vLLM.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the torch engine and vLLM side by side: tokens/s at 1, 16 and 64 sequences, and a switch.
@@ -176,7 +182,7 @@ def main(
     \b
     Example (needs both engines; `make test-vllm` makes such an environment):
       .venv-vllm/bin/python -m ops.bench.engine.engines --json > engines.json
-      .venv-vllm/bin/python -m ops.bench.engine.engines --parameters 30M --load 1 --load 16 --rounds 2
+      .venv-vllm/bin/python -m ops.bench.engine.engines --parameters 30M --load 1 --load 16 --rounds 2 --mixed
     """
     if dtype not in {"float32", "bfloat16"}:
         raise typer.BadParameter(f"--dtype must be float32 or bfloat16, not '{dtype}'")
@@ -192,10 +198,12 @@ def main(
         device=device,
         dtype="float32" if dtype == "float32" else "bfloat16",
         rounds=rounds,
+        mixed=mixed,
         report=lambda text: notes().print(f"{time.perf_counter() - began_s:4.0f} s  {text}", markup=False),
     )
     figures = [asdict(figure) for figure in measure_engines(setup, size, load or [1, 16, 64])]
     about = f"{parameters} parameters, {dtype} on {device}, prompts of {PROMPT_TOKENS}, answers of {TOKENS} tokens"
+    about += ", prompts beside the batch" if mixed else ""
     if as_json:
         print_json({"vllm": installed_version(), "about": about, "threads": threads, "figures": figures})
         return
