@@ -303,6 +303,7 @@ def _held_facts(
         min=max(0, fewest - in_reserve),
         reserve=gpu_type,
         in_flight=sum(one.requests for one in reports),
+        waiting=sum(one.waiting for one in reports),
         batch_max=min((one.batch_max for one in reports if one.batch_max is not None), default=None),
         wait_s=min(waits, default=None),
     )

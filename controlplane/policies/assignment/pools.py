@@ -7,12 +7,14 @@ their slots, so that host copies of weights are reused; an instance that moves i
 ready.
 
 A pool grows by slots that are in it already, then by free slots, then by slots that hold only instances of endpoints
-that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last: these are
-stopped, or get notice first. A pool takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves
-the pool is to have instances of its own, its pooled instance gets the GPUs of the slot.
+that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last, those of
+models that have most of them first: these are stopped, or get notice first. A pool takes slots whole, see `pool_sizes`.
+Where the last endpoint on a slot that leaves the pool is to have instances of its own, its pooled instance gets the
+GPUs of the slot.
 
 A pool that is the reserve of its region has an instance of every endpoint that it holds on each of its slots, beside
-the endpoints' own instances, which scaling goes on to scale.
+the endpoints' own instances, which scaling goes on to scale. A slot that it leaves is not emptied: one of its instances
+gets the GPUs, and scaling keeps it or lends it out.
 """
 
 from collections import Counter, defaultdict
@@ -151,6 +153,7 @@ class _Filling:
         self._dedicated_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         for placed in facts.dedicated:
             self._dedicated_on[placed.ref].append(placed)
+        self._lent = Counter(each.key for each in facts.dedicated if each.donation)
         self._keys: dict[PoolKey, list[EndpointGpu]] = defaultdict(list)
         for key in sorted({*facts.occupancy, *facts.held}):
             self._keys[facts.pool(key)].append(key)
@@ -225,7 +228,7 @@ class _Filling:
             if ref in self.chosen or ref not in fresh or len(running) != 1 or self._dedicated_on[ref]:
                 continue
             [last] = running
-            if last.ready and last.endpoint not in pooled and missing[last.key] > 0:
+            if last.ready and last.endpoint not in pooled and (missing[last.key] > 0 or last.key in self._facts.held):
                 missing[last.key] -= 1
                 yield InstanceChange(instance_id=last.instance_id, reason="the slot is its own now")
 
@@ -236,8 +239,9 @@ class _Filling:
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
         ready = {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
+        heirs = self._heirs()
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
-            if each.instance_id in self.kept or each.draining:
+            if each.instance_id in self.kept or each.instance_id in heirs or each.draining:
                 continue
             if each.key in self._facts.held:
                 replaced = each.endpoint in ready or each.endpoint in self._facts.served or not each.ready
@@ -250,6 +254,23 @@ class _Filling:
                 reason = "the plan no longer pools it"
             if replaced:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
+
+    def _heirs(self) -> frozenset[str]:
+        """Of each slot that a reserve leaves, the instance that gets its GPUs: of the endpoint that has the fewest
+        instances lent out, so that it serves again in a minute where the slot would be empty.
+        """
+        fresh = {slot.ref for slots in self._usable.values() for slot in slots}
+        missing, lent = Counter(self._facts.missing), Counter(self._lent)
+        heirs = set()
+        for ref, instances in sorted(self._pooled_on.items()):
+            open_to = [each for each in instances if each.key in self._facts.held and each.ready and not each.draining]
+            if ref in self.chosen or ref not in fresh or not open_to:
+                continue
+            heir = min(open_to, key=lambda each: (missing[each.key] <= 0, lent[each.key], each.key))
+            missing[heir.key] -= 1
+            lent[heir.key] += 1
+            heirs.add(heir.instance_id)
+        return frozenset(heirs)
 
     def _sized(self, pool: PoolKey) -> list[_PoolSlot]:
         """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
@@ -267,10 +288,10 @@ class _Filling:
         if slot.ref in self._pooled_on:
             running = [each for each in self._pooled_on[slot.ref] if not each.draining]
             occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)
-            return Holds.POOLED, -len(running), -occupied, slot.ref
+            return Holds.POOLED, -len(running), -occupied, 0, slot.ref
         dedicated = self._dedicated_on[slot.ref]
         if not dedicated:
-            return (Holds.NOTHING, -slot.workers, 0.0, slot.ref) if slot.gpus_free == slot.gpus else None
+            return (Holds.NOTHING, -slot.workers, 0.0, 0, slot.ref) if slot.gpus_free == slot.gpus else None
         if self._is_leased(slot):
             kind = Holds.LEASED
         elif any(each.donation for each in dedicated):
@@ -279,7 +300,8 @@ class _Filling:
             kind = Holds.LEAVING
         going = {*self._facts.occupancy, *self._facts.leaving}
         leaves = all(each.donation is not None or each.key in going for each in dedicated)
-        return (kind, -slot.workers, float(len(dedicated)), slot.ref) if leaves else None
+        lent = max(self._lent[each.key] for each in dedicated)
+        return (kind, -slot.workers, float(len(dedicated)), -lent, slot.ref) if leaves else None
 
     def _is_leased(self, slot: SlotRoom) -> bool:
         return any(each.leased for each in self._dedicated_on[slot.ref])

@@ -226,6 +226,7 @@ class PoolServer:
                 kv_capacity_bytes=capacity_bytes,
                 remaining_tokens=self.left_tokens(name),
                 requests=len(self._of_model[name]),
+                waiting=sum(not served.made for served in self._of_model[name].values()),
                 kv_bytes_per_token=self._models[name].kv_bytes_per_token,
                 prefill_wait_s=wait_s,
                 prefill_urgent_wait_s=urgent_wait_s,

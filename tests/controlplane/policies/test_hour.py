@@ -7,7 +7,7 @@ import pytest
 
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
-from controlplane.policies.fit import ModelSize
+from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
 from controlplane.policies.placement.decision import Constraint
 from controlplane.policies.placement.error_correlation import NO_ERRORS, PeakErrors
@@ -82,6 +82,22 @@ def test_a_reserve_knows_of_past_errors() -> None:
     errors = {at: {hour: 1.0 if hour % 2 else -1.0 for hour in range(100)} for at in AT.values()}
     hour = plan(fleet(), dict.fromkeys(MODELS, 2000.0), 384.0, errors)
     assert "correlation 0.68 from 100 hours" in hour.reserve.sizes[0].reason
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "gpus"),
+    [
+        (40, 2),  # of each slot: all four models stay there, and no time goes to switches
+        (39, 5),  # one has to leave: 8 s of a switch for a group of prompts, so each model keeps one of its own
+        (None, 5),  # not reported
+    ],
+)
+def test_models_that_stay_in_a_slots_memory_take_none_of_it_for_switches(memory_bytes: int | None, gpus: int) -> None:
+    slot = NodeSlot(gpus=1, weights=WeightsMemory(weights_bytes=memory_bytes))
+    nodes = (NodeFacts(name=f"n{n}", region="east", gpu_type="H800", slots=(slot,), host_bytes=100) for n in range(20))
+    slow = {ModelGpu(model=name, gpu_type="H800"): {**LATENCY, "switch_s": 8.0} for name in MODELS}
+    hour = plan(fleet(nodes=tuple(nodes), latencies=slow), dict.fromkeys(MODELS, 100.0), 30.0)
+    assert sum(after(hour).values()) + sum(hour.reserve.gpus.values()) == gpus
 
 
 def test_own_instances_come_with_their_reason_and_cost() -> None:

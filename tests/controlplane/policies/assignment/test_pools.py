@@ -354,9 +354,21 @@ def test_a_reserve_that_shrinks_leaves_a_slot_and_one_that_ends_waits_for_own_in
     slots = (room("n1", free=0), room("n2", free=0))
     there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
     smaller = choose(reserve(1, "ab", slots, *there))
-    assert [change.instance_id for change in smaller.drains] == ["a@n2", "b@n2"]
+    assert [change.instance_id for change in smaller.drains] == ["b@n2"], "a has the slot's GPUs from now on"
     ended = choose(facts(0, {}, slots, there, served=("b",)))
     assert [change.instance_id for change in ended.drains] == ["b@n1", "b@n2"]
+
+
+def test_a_slot_that_a_reserve_leaves_goes_to_the_model_with_the_fewest_instances_lent_out() -> None:
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
+    lent = structs.replace(own("a", "n3"), donation=Donation(age_s=0.0))
+    smaller = choose(reserve(1, "ab", slots, *there, dedicated=(lent,)))
+    assert [change.instance_id for change in smaller.drains] == ["a@n2"]
+    alone = (*there[:2], pooled("a", "n2", draining=True), there[3])
+    after = choose(reserve(1, "ab", slots, *alone, dedicated=(lent,)))
+    assert [change.instance_id for change in after.dedicates] == ["b@n2"], "no start waits for its weights again"
+    assert not after.drains
 
 
 def test_a_model_that_the_reserve_no_longer_holds_leaves_when_it_is_served() -> None:

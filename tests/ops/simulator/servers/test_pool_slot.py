@@ -122,6 +122,24 @@ def test_a_pooled_instance_is_told_under_its_own_name() -> None:
     assert (told.accepting, told.load, told.kv_capacity_bytes) == (True, 0.5, SETTINGS.kv_bytes)
 
 
+def test_requests_without_a_first_token_are_reported_as_waiting() -> None:
+    requests = traffic(30, 40.0, seed=4)
+    slot = Slot()
+    slot.open(*(spec.name for spec in MODELS))
+    told: list[tuple[int, int]] = []
+
+    def look() -> None:
+        reports = [report for one in slot.instances.values() for report in one.reports()]
+        told.append((sum(one.waiting for one in reports), sum(one.requests for one in reports)))
+
+    slot.events.at(requests[-1].arrived_s + 0.01, Kind.END, look)
+    slot.run(requests)
+    look()
+    (waiting, in_flight), after = told
+    assert 0 < waiting < in_flight
+    assert after == (0, 0)
+
+
 def test_a_slot_of_two_gpus_switches_over_two_ways_to_the_host() -> None:
     requests = traffic(40, 4.0, seed=3)
     ended_s: dict[int, list[float]] = {}
