@@ -76,7 +76,7 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
             free_gpus=max(0, placed.capacity.get(place, 0) - taken[place]),
             worker_gpus=pool.worker_gpus,
             most_gpus=_most(facts, pool),
-            present_gpus=facts.poolable.present.get(pool, 0),
+            present_gpus=max(0, facts.poolable.present.get(pool, 0) - _pooled_gpus(facts, pool)),
         )
         for place, pool in pools.items()
     }
@@ -115,8 +115,12 @@ def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:
 def _most(facts: CandidateFacts, pool: PoolKey) -> int:
     """GPUs that slots of a reserve's size have, or could have, beside the pool."""
     nodes = [node for node in facts.poolable.nodes if node.place == pool.place]
-    pooled = sum(each.after for each in facts.placed.pools if each.key == pool)
-    return max(0, sum(node.gpus_for(pool.worker_gpus) for node in nodes) - pooled)
+    return max(0, sum(node.gpus_for(pool.worker_gpus) for node in nodes) - _pooled_gpus(facts, pool))
+
+
+def _pooled_gpus(facts: CandidateFacts, pool: PoolKey) -> int:
+    """GPUs that the placement gives to a pool."""
+    return sum(each.after for each in facts.placed.pools if each.key == pool)
 
 
 def _cheapest_first(facts: PlacementFacts) -> Mapping[str, list[ModelGpu]]:

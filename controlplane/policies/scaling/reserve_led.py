@@ -4,9 +4,10 @@ Their plan is for the median peak, and the reserve takes what is beyond it. Wher
 late, and as many wait as are an eighth of an instance's, instances start at once for all requests in flight, each for
 as many as it runs at once below the upper threshold of utilization; and as many again as are lacking, since more
 requests come while they start. So many only as are lent out and come back in a minute: others take ten, and displace
-another model's, so they start for what has arrived in the last minutes. All go once nobody is late, none starts and
-nothing was scaled for a while, as far as those that are left serve what arrives: deferred requests fill instances that
-are there, and would keep them.
+another model's, so they start for what has arrived in the last minutes. Where none comes back, and as many wait as are
+a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual. All go once
+nobody is late, none starts and nothing was scaled for a while, as far as those that are left serve what arrives:
+deferred requests fill instances that are there, and would keep them.
 """
 
 import math
@@ -28,7 +29,8 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     needed, late = math.ceil(facts.in_flight / each), facts.wait_s is not None and facts.wait_s > settings.late_s
     held = facts.last_scaled_s is not None and moment.now_s - facts.last_scaled_s < settings.hold_s
     if late and facts.waiting >= _WAITING_SHARE * each:
-        soon = min(2 * (needed - working), sum(facts.donated_same.values()))
+        missing = needed - working
+        soon = min(2 * missing, facts.reclaimable) if facts.reclaimable else min(missing, int(facts.waiting >= each))
         count = working + max(0, soon, _enough(facts, settings.room_out, needed) - working)
     elif late or held or facts.ready < working:
         count = working

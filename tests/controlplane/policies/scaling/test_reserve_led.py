@@ -20,7 +20,7 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         "waiting": max(0, in_flight - 10 * present),
         "batch_max": 10,
         "wait_s": wait_s,
-        "donated_same": {"H": 30},
+        "reclaimable": 30,
     }
     return endpoint({"H": present}, limits=(0, 30), **values | changes)
 
@@ -46,10 +46,14 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(20, 20, 0.0, starting={"H": 3}), {}),  # a start that was begun is not wasted
         (held(20, 50, 0.0, **OBSERVED), {"H": -14}),  # 1.4 x 390 by 6
         (held(3, 70, 1.1, planned={}), {"H": 14}),
-        (held(4, 70, 1.1, donated_same={"H": 5}), {"H": 6}),  # as many as 70 requests need, whatever a start takes
-        (held(4, 70, 1.1, donated_same={"H": 9}), {"H": 9}),  # and beyond that those that come back in a minute
-        (held(4, 70, 1.1, donated_same={}, **OBSERVED | {"observed_tokens_per_s": 360.0}), {}),  # 1.1 x 360 is for four
-        (held(4, 70, 1.1, donated_same={}, **OBSERVED | {"observed_tokens_per_s": 500.0}), {"H": 2}),
+        (held(4, 70, 1.1, reclaimable=5), {"H": 6}),  # as many as 70 requests need, whatever a start takes
+        (held(4, 70, 1.1, reclaimable=9), {"H": 9}),  # and beyond that those that come back in a minute
+        (held(4, 70, 1.1, reclaimable=0, waiting=6, **OBSERVED | {"observed_tokens_per_s": 360.0}), {}),  # 1.1 x 360: four
+        (held(4, 70, 1.1, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 500.0}), {"H": 2}),
+        (held(4, 500, math.inf, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 0.0}), {"H": 1}),
+        (held(4, 500, math.inf, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 360.0}), {"H": 1}),
+        (held(9, 63, 1.1, reclaimable=0, waiting=7, **OBSERVED | {"observed_tokens_per_s": 0.0}), {}),  # nine are enough
+        (held(4, 70, 1.1, donated_same={"L": 30}, reclaimable=0, waiting=6, **OBSERVED), {"H": 1}),  # 1.1 x 390 is for five
     ],
 )
 def test_it_leaves_the_plan_while_nobody_begins_in_time(facts: EndpointScaleFacts, expected: dict[str, int]) -> None:
