@@ -8,7 +8,10 @@ import pytest
 from controlplane.policies.scaling.facts import EndpointScaleFacts
 from tests.controlplane.policies.scaling.endpoints import NOW, decide, deltas, endpoint
 
-OBSERVED = {"tokens_per_s": {"H": 100.0}, "observed_tokens_per_s": 390.0}
+
+def seen(tokens_per_s: float) -> dict[str, Any]:
+    """Demand; an instance is for 100 tokens/s."""
+    return {"tokens_per_s": {"H": 100.0}, "observed_tokens_per_s": tokens_per_s}
 
 
 def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> EndpointScaleFacts:
@@ -44,16 +47,17 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -16}),
         (held(20, 50, 0.0, last_scaled_s=NOW - 130), {"H": -12}),  # those of 50 requests stay
         (held(20, 20, 0.0, starting={"H": 3}), {}),  # a start that was begun is not wasted
-        (held(20, 50, 0.0, **OBSERVED), {"H": -14}),  # 1.4 x 390 by 6
+        (held(20, 50, 0.0, **seen(390.0)), {"H": -14}),  # 1.4 x 390 by 6
         (held(3, 70, 1.1, planned={}), {"H": 14}),
         (held(4, 70, 1.1, reclaimable=5), {"H": 6}),  # as many as 70 requests need, whatever a start takes
         (held(4, 70, 1.1, reclaimable=9), {"H": 9}),  # and beyond that those that come back in a minute
-        (held(4, 70, 1.1, reclaimable=0, waiting=6, **OBSERVED | {"observed_tokens_per_s": 360.0}), {}),  # 1.1 x 360: four
-        (held(4, 70, 1.1, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 500.0}), {"H": 2}),
-        (held(4, 500, math.inf, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 0.0}), {"H": 1}),
-        (held(4, 500, math.inf, reclaimable=0, **OBSERVED | {"observed_tokens_per_s": 360.0}), {"H": 1}),
-        (held(9, 63, 1.1, reclaimable=0, waiting=7, **OBSERVED | {"observed_tokens_per_s": 0.0}), {}),  # nine are enough
-        (held(4, 70, 1.1, donated_same={"L": 30}, reclaimable=0, waiting=6, **OBSERVED), {"H": 1}),  # 1.1 x 390 is for five
+        (held(4, 70, 1.1, reclaimable=0, waiting=6, **seen(360.0)), {}),  # 1.1 x 360 is for four
+        (held(4, 70, 1.1, reclaimable=0, waiting=6, **seen(390.0)), {"H": 1}),
+        (held(4, 70, 1.1, reclaimable=0, waiting=6, donated_same={"L": 30}, **seen(390.0)), {"H": 1}),  # ten minutes
+        (held(4, 70, 1.1, reclaimable=0, **seen(500.0)), {"H": 2}),
+        (held(4, 500, math.inf, reclaimable=0, **seen(0.0)), {"H": 1}),  # a whole instance's wait
+        (held(4, 500, math.inf, reclaimable=0, **seen(360.0)), {"H": 1}),
+        (held(9, 63, 1.1, reclaimable=0, waiting=7, **seen(0.0)), {}),  # nine are enough
     ],
 )
 def test_it_leaves_the_plan_while_nobody_begins_in_time(facts: EndpointScaleFacts, expected: dict[str, int]) -> None:
