@@ -227,9 +227,10 @@ class _Filling:
     def dedicates(self) -> tuple[list[InstanceChange], list[InstanceChange]]:
         """Pooled instances that are alone on a slot that leaves the pool: all that get its GPUs, and those of them that
         are lent out. What a reserve held waits until the others there are gone: until then the slot is the pool's, and
-        nothing is lent out there.
+        nothing is lent out there. It also waits until its endpoint has another one that is ready.
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
+        ready = self._ready() | {each.endpoint for each in self._facts.dedicated if each.serving and each.ready}
         missing, surplus = Counter(self._facts.missing), self._surplus()
         dedicated, donated = list[InstanceChange](), list[InstanceChange]()
         for ref in self._left():
@@ -240,15 +241,19 @@ class _Filling:
             if (held := last.key in self._facts.held and self._facts.lends) and len(self._pooled_on[ref]) > 1:
                 continue
             if held and surplus[last.key] >= 0:
-                donated.append(
-                    InstanceChange(instance_id=last.instance_id, reason="the reserve leaves its slot, the plan it")
-                )
+                if last.endpoint not in ready:
+                    continue
+                donated.append(InstanceChange(instance_id=last.instance_id, reason="the plan wants no more of its own"))
             elif missing[last.key] <= 0:
                 continue
             missing[last.key] -= 1
             surplus[last.key] += 1
             dedicated.append(InstanceChange(instance_id=last.instance_id, reason="the slot is its own now"))
         return dedicated, donated
+
+    def _ready(self) -> set[Endpoint]:
+        """Endpoints with an instance that stays pooled and serves."""
+        return {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
 
     def _left(self) -> list[SlotRef]:
         """Slots that leave the pool, with nothing on them but pooled instances."""
@@ -269,7 +274,7 @@ class _Filling:
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
-        ready = {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
+        ready = self._ready()
         heirs = self._heirs()
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
             if each.instance_id in self.kept or each.instance_id in heirs or each.draining:

@@ -29,9 +29,9 @@ def pooled(endpoint: Endpoint, node: str) -> PlacedInstance:
     return placed(f"{endpoint.model}@{node}", endpoint, node, gpus=0, pooled=True)
 
 
-def fleet(own_c: int) -> FleetSnapshot:
-    """Four slots, all full: two of a reserve of `a` and `b` that is to have one, and two of `c`, which has `own_c` in
-    the plan.
+def fleet(own_c: int, own_a: int = 0) -> FleetSnapshot:
+    """Four slots, all full: two of a reserve of `a` and `b` that is to have one, two of `c`. The plan has `own_a` of
+    `a`, and `own_c` of `c`.
     """
     nodes = [
         NodeFacts(name=f"n{n}", region="east", gpu_type="H", slots=(NodeSlot(number=0, gpus=1),)) for n in range(4)
@@ -43,13 +43,13 @@ def fleet(own_c: int) -> FleetSnapshot:
         profiles={ModelGpu(model=model, gpu_type="H"): Profile(tokens_per_s=100.0, gpus=1) for model in "abc"},
         sizes={},
         limits=dict.fromkeys((A, B, C), (0, 4)),
-        planned={A: {}, B: {}, C: {"H": own_c}},
+        planned={A: {"H": own_a}, B: {}, C: {"H": own_c}},
         pools=PlanPools(
             gpus={POOL: 1},
             held=frozenset(EndpointGpu(model=model, region="east", gpu_type="H") for model in "ab"),
         ),
         window_start_s=0.0,
-        observed={A: 10.0, B: 0.0, C: own_c * 90.0},
+        observed={A: own_a * 90.0 + 10.0, B: 0.0, C: own_c * 90.0},
     )
 
 
@@ -135,6 +135,13 @@ def test_a_slot_that_a_reserve_leaves_goes_to_the_model_that_the_plan_gives_it_t
     """With a request of `a` in flight all the time, which is no reason for an instance of its own."""
     after = run(fleet(own_c=3), {A: (1, 0)}, 8, strategy=strategy, lends=lends)
     assert counts(after) == {"in reserve a": 1, "in reserve b": 1, "c": 3}
+
+
+@pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])
+def test_it_becomes_the_own_instance_that_the_plan_wants(strategy: str) -> None:
+    after = run(fleet(own_c=2, own_a=1), {A: (1, 0)}, 8, strategy=strategy)
+    assert counts(after) == {"in reserve a": 1, "in reserve b": 1, "a": 1, "c": 2}
+    assert "a@n1" in {each.instance_id for each in after.instances}, "without a start"
 
 
 @pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])

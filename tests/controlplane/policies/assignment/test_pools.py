@@ -391,6 +391,18 @@ def test_what_the_plan_wants_is_not_lent_out() -> None:
     assert [change.instance_id for change in drained] == ["b@n2"], "a has none lent out"
 
 
+def test_the_last_that_is_ready_is_not_lent_out() -> None:
+    """The reserve's other instance starts, or the node tries again: this one serves meanwhile."""
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    there = (pooled("a", "n1", ready=False), pooled("b", "n1"), pooled("a", "n2"))
+    waits = choose(reserve(1, "ab", slots, *there))
+    assert (waits.dedicates, waits.donates, waits.drains) == ((), (), ())
+    for dedicated in ((), (own("a", "n3"),)):
+        serves = (pooled("a", "n1", ready=not dedicated), *there[1:])
+        decision = choose(reserve(1, "ab", slots, *serves, dedicated=dedicated))
+        assert [change.instance_id for change in decision.donates] == ["a@n2"]
+
+
 def test_nothing_inherits_a_slot_that_cannot_be_its_own() -> None:
     """Where instances are not lent out, or one with GPUs of its own is there."""
     slots = (room("n1", free=0), room("n2", free=0))
