@@ -117,6 +117,7 @@ def run(snapshot: FleetSnapshot, requests: Requests, runs: int, *, strategy: str
     for number in range(runs):
         now_s, placing = EVERY_S * (number + 1), SlotSettings(donation_enabled=lends)
         decision = choose_scale(reported(snapshot, requests), now_s, ScalingSettings(strategy=strategy), placing)
+        assert lends or not decision.slots.donates
         snapshot = applied(snapshot, decision, lent, now_s)
     return snapshot
 
@@ -150,3 +151,10 @@ def test_a_slot_that_nobody_wants_is_lent_out_and_comes_back_for_a_model_that_is
     assert counts(calm) == {"in reserve a": 1, "in reserve b": 1, "lent a": 1, "c": 2}
     late = run(calm, {A: (30, 20)}, 1, strategy=strategy)
     assert counts(late) == {"in reserve a": 1, "in reserve b": 1, "a": 1, "c": 2}
+
+
+@pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])
+def test_it_stays_where_its_model_is_late_already(strategy: str) -> None:
+    after = run(fleet(own_c=2), {A: (30, 20)}, 8, strategy=strategy)
+    assert counts(after) == {"in reserve a": 1, "in reserve b": 1, "a": 1, "c": 2}
+    assert "a@n1" in {each.instance_id for each in after.instances}, "without a start"
