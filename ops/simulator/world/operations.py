@@ -51,7 +51,7 @@ def operate(
             no model can be pooled.
     """
     begins_s = scenario.planning.learn_s
-    nodes = list(_nodes(scenario, profiles, means))
+    nodes = list(_nodes(scenario, profiles))
     everywhere = {one.name: scenario.regions for one in scenario.models} | scenario.provisioning.weights
     fleet = Fleet(
         nodes,
@@ -85,8 +85,7 @@ def operate(
     return fleet
 
 
-def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile], means: Mapping[str, Means]) -> Iterator[FleetNode]:
-    """The nodes; those of reserves tell their memory for weights."""
+def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[FleetNode]:
     numbers = dict.fromkeys(scenario.regions, 0)
     for part in scenario.fleet.nodes:
         gpu_type = profiles[part.profile or scenario.fleet.profile].gpu_type
@@ -100,7 +99,6 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile], means: Mappin
                 layout=part.layout or (part.gpus,) * part.slots,
                 regroups=part.layout is not None and part.regroups and scenario.planning.layouts,
                 host_bytes=part.host_bytes,
-                weights_bytes=means[gpu_type].weights_bytes if scenario.planning.reserve else None,
             )
 
 
