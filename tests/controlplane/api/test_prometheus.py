@@ -37,6 +37,7 @@ QUIET = {
     "planning: Instances without a place",
     "planning: Late loops",
     "planning: Time since a loop's last success",
+    "planning: Time between tokens, beside its profile",
     "pools: KV memory by state",
     "pools: Weight layers lent to KV",
     "queue: Dispatcher's last success",
