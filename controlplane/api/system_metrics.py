@@ -70,15 +70,15 @@ def _fleet(facts: SystemFacts) -> Iterator[Metric]:
 def _latencies(rows: Sequence[LatencyComparisonRow]) -> Iterator[Metric]:
     at = ("model", "region", "gpu_type")
     keyed = [((row.model, row.region, row.gpu_type), row) for row in rows]
-    measured = [((*key, name), value) for key, row in keyed
-                for name, value in (("ttft", row.ttft_s), ("tbt", row.tbt_s)) if value is not None]  # fmt: skip
-    predicted = [((*key, name), value) for key, row in keyed
-                 for name, value in (("ttft", row.predicted_ttft_s), ("tbt", row.predicted_tbt_s))
-                 if value is not None]  # fmt: skip
+
+    def times(of: str) -> list[tuple[tuple[str, ...], float]]:
+        named = (((*key, kind), getattr(row, f"{of}{kind}_s")) for key, row in keyed for kind in ("ttft", "tbt"))
+        return [(labels, value) for labels, value in named if value is not None]
+
     text = "Mean time of an hour's requests to the first token after a node had them (ttft), and between tokens (tbt)."
-    yield _gauges("latency_measured_seconds", text, measured, *at, "kind")
+    yield _gauges("latency_measured_seconds", text, times(""), *at, "kind")
     text = "The same times by the corrected profile, at the load there was."
-    yield _gauges("latency_predicted_seconds", text, predicted, *at, "kind")
+    yield _gauges("latency_predicted_seconds", text, times("predicted_"), *at, "kind")
     text = "1 while the time between tokens is not what the corrected profile says."
     yield _gauges("latency_differs", text, [(key, float(row.differs)) for key, row in keyed], *at)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from controlplane.planner.correct import profiles_in_force
+from controlplane.planner.correct import first_of, profiles_in_force
 from controlplane.policies.facts import EndpointGpu
 from controlplane.policies.latency_comparison import ComparisonSettings, ReportedLoad, compare_latency
 from controlplane.policies.step_correction import corrected_latency
@@ -23,8 +23,6 @@ from controlplane.store.profile_corrections import read_loads
 from controlplane.store.session import Database
 
 _SPAN_S = 3600
-_NAMED_MAX = 3
-"""Endpoints that the reason of a plan names."""
 
 
 def compare(
@@ -68,6 +66,5 @@ def record(rows: Sequence[LatencyComparisonRow]) -> list[dict[str, Any]]:
 
 def summary(rows: Sequence[LatencyComparisonRow]) -> str:
     """In short; empty where all times are as the profiles say."""
-    texts = [f"{row.model} in {row.region} on {row.gpu_type}" for row in rows[:_NAMED_MAX]]
-    more = f" and {len(rows) - _NAMED_MAX} more" if len(rows) > _NAMED_MAX else ""
-    return f"latency is not what the profiles say of {', '.join(texts)}{more}" if texts else ""
+    texts = [f"{row.model} in {row.region} on {row.gpu_type}" for row in rows]
+    return f"latency is not what the profiles say of {first_of(texts)}" if texts else ""

@@ -36,7 +36,7 @@ from dataplane.protocol.tiers import Objective, Tier
 
 _MINUTE_S = 60
 _NAMED_MAX = 3
-"""Profiles that the reason of a plan names."""
+"""Of profiles, or endpoints, the reason of a plan names so many."""
 
 
 def observe(session: Session, live: LiveStore, settings: Settings, *, now_s: float) -> int:
@@ -172,9 +172,14 @@ class ProfilesInForce:
     def summary(self) -> str:
         """In short; empty where no profile is changed."""
         rows = _changing(self.rows.values())
-        texts = [f"{row.model} on {row.gpu_type} to {row.tokens_per_s:,.0f} tokens/s" for row in rows[:_NAMED_MAX]]
-        more = f" and {len(rows) - _NAMED_MAX} more" if len(rows) > _NAMED_MAX else ""
-        return f"profiles corrected by what instances do: {', '.join(texts)}{more}" if texts else ""
+        texts = [f"{row.model} on {row.gpu_type} to {row.tokens_per_s:,.0f} tokens/s" for row in rows]
+        return f"profiles corrected by what instances do: {first_of(texts)}" if texts else ""
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """The first texts, as the reason of a plan names them, and how many more there are."""
+    more = f" and {len(texts) - _NAMED_MAX} more" if len(texts) > _NAMED_MAX else ""
+    return ", ".join(texts[:_NAMED_MAX]) + more
 
 
 def profiles_in_force(session: Session, settings: Settings) -> ProfilesInForce:
