@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.planner.correct import correct, correction_settings, observe
+from controlplane.planner.correct import correct, correction_settings, first_of, observe
 from controlplane.planner.draft import DraftOf
 from controlplane.planner.explain import explanation_of
 from controlplane.planner.plan import draft_plan, write_draft
@@ -158,3 +158,7 @@ def test_a_profile_that_is_gone_is_not_corrected(world: World, settings: Setting
 
 def test_the_policy_has_the_defaults_of_the_service(settings: Settings) -> None:
     assert correction_settings(settings) == CorrectionSettings()
+
+
+def test_a_reason_names_the_first_of_many() -> None:
+    assert [first_of("abcde"[:count]) for count in (1, 3, 5)] == ["a", "a, b, c", "a, b, c and 2 more"]
