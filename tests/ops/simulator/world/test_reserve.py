@@ -76,3 +76,13 @@ def test_no_endpoint_is_ever_without_an_instance() -> None:
 
     run_checked(world, check)
     assert any(one.pooled for one in fleet.hosted.values())
+
+
+def test_nodes_of_a_reserve_tell_their_memory_for_weights() -> None:
+    """Plans know by it whether a reserve's models stay there; without a reserve they know as little as before."""
+    for reserve in (True, False):
+        wanted = scenario(reserve=reserve)
+        _, fleet, _ = build_world(wanted, 1)
+        assert fleet is not None
+        told = {slot.weights.weights_bytes for node in fleet.node_facts() for slot in node.slots}
+        assert told == {wanted.fleet.weights_bytes if reserve else None}
