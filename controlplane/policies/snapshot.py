@@ -267,6 +267,7 @@ def scaling_facts(
     alone = {key.endpoint: {key.gpu_type: 1} for key in stranded}
     reports = _reports(snapshot, stale_s)
     in_reserve = Counter(each.endpoint for each in snapshot.pooled if each.serving and each.ready)
+    back = _coming_back(snapshot, stale_s)
     endpoints = []
     for endpoint in snapshot.limits:
         if endpoint in snapshot.pools.endpoints and endpoint not in alone:
@@ -274,7 +275,7 @@ def scaling_facts(
         backlog = snapshot.backlogs.get(endpoint.model)
         facts = _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s)
         if (reserve := snapshot.pools.reserved.get(endpoint)) is not None and endpoint not in snapshot.overrides:
-            free = sum(_comes_back(each, endpoint, reserve) for each in donated[endpoint.region])
+            free = back[endpoint, reserve]
             facts = _held_facts(facts, reserve, in_reserve[endpoint], free, reports[endpoint])
         endpoints.append(
             replace(
@@ -318,9 +319,16 @@ def _held_facts(
     )
 
 
-def _comes_back(lent: PlacedInstance, endpoint: Endpoint, gpu_type: str) -> bool:
-    """Whether an instance that is lent out serves an endpoint on this GPU type again in a minute."""
-    return lent.endpoint == endpoint and lent.gpu_type == gpu_type and not (lent.leased or lent.stuck)
+def _coming_back(snapshot: FleetSnapshot, stale_s: float) -> Counter[tuple[Endpoint, str]]:
+    """Instances of each endpoint and GPU type that serve again in a minute once they are wanted: those lent out without
+    a lease and those that drain, on nodes that are heard of.
+    """
+    alive = {node.name for node in snapshot.serving_nodes(stale_s)}
+    return Counter(
+        (each.endpoint, each.gpu_type)
+        for each in snapshot.dedicated
+        if each.node_id in alive and not (each.serving or each.leased or each.stuck)
+    )
 
 
 def _outlook_s(report: InstanceFacts) -> float | None:

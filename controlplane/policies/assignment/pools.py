@@ -21,6 +21,7 @@ it.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRef, SlotRoom, Unplaced
 from controlplane.policies.assignment.pool_sizes import Holds, Rank, whole_slots
@@ -225,31 +226,36 @@ class _Filling:
         return None if size is None else why_unfit(key.model, size, rooms, key.region)
 
     def dedicates(self) -> tuple[list[InstanceChange], list[InstanceChange]]:
-        """Pooled instances that are alone on a slot that leaves the pool: all that get its GPUs, and those of them that
-        are lent out. What a reserve held waits until the others there are gone: until then the slot is the pool's, and
-        nothing is lent out there. It also waits until its endpoint has another one that is ready.
+        """Pooled instances that get the GPUs of a slot that leaves the pool, and those of them that are lent out: these
+        once the others there are gone and their endpoint has another one that is ready, or is to have none.
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         ready = self._ready() | {each.endpoint for each in self._facts.dedicated if each.serving and each.ready}
-        missing, surplus = Counter(self._facts.missing), self._surplus()
-        dedicated, donated = list[InstanceChange](), list[InstanceChange]()
+        missing, dedicated, donated = Counter(self._facts.missing), list[InstanceChange](), list[InstanceChange]()
         for ref in self._left():
-            running = [each for each in self._pooled_on[ref] if not each.draining]
-            if len(running) != 1 or not running[0].ready or running[0].endpoint in pooled:
-                continue
-            [last] = running
-            if (held := last.key in self._facts.held and self._facts.lends) and len(self._pooled_on[ref]) > 1:
-                continue
-            if held and surplus[last.key] >= 0:
-                if last.endpoint not in ready:
+            here = self._pooled_on[ref]
+            heir = next((each for each in here if each.instance_id in self.heirs), None)
+            running = [each for each in here if not each.draining]
+            if heir is None and len(running) == 1:
+                [last] = running
+                if not last.ready or last.endpoint in pooled or missing[last.key] <= 0:
                     continue
-                donated.append(InstanceChange(instance_id=last.instance_id, reason="the plan wants no more of its own"))
-            elif missing[last.key] <= 0:
+                missing[last.key] -= 1
+                heir = last
+            elif heir is None:
                 continue
-            missing[last.key] -= 1
-            surplus[last.key] += 1
-            dedicated.append(InstanceChange(instance_id=last.instance_id, reason="the slot is its own now"))
+            elif not self.heirs[heir.instance_id]:
+                if len(here) > 1 or not (heir.endpoint in ready or self._ends(heir)):
+                    continue
+                donated.append(InstanceChange(instance_id=heir.instance_id, reason="the plan wants no more of its own"))
+            dedicated.append(InstanceChange(instance_id=heir.instance_id, reason="the slot is its own now"))
         return dedicated, donated
+
+    def _ends(self, each: PlacedInstance) -> bool:
+        """Whether an endpoint needs no more instance of its reserve: its own serve, or neither is to have any."""
+        own = any(one.serving and one.ready for one in self._facts.dedicated if one.endpoint == each.endpoint)
+        reserve = self._facts.pool_gpus.get(self._facts.pool(each.key))
+        return each.endpoint in self._facts.served and (own or not reserve)
 
     def _ready(self) -> set[Endpoint]:
         """Endpoints with an instance that stays pooled and serves."""
@@ -262,25 +268,18 @@ class _Filling:
             ref for ref in self._pooled_on if ref in fresh and ref not in self.chosen and not self._dedicated_on[ref]
         )
 
-    def _surplus(self) -> Counter[EndpointGpu]:
-        """Instances lent out beyond those that the plan wants; below zero: so many are missing."""
-        surplus = Counter(self._lent)
-        surplus.subtract(self._facts.missing)
-        return surplus
-
     def drains(self) -> Iterator[InstanceChange]:
         """Instances that are not needed: once their replacement is ready, or at once where they are not ready. Where
         all instances of an endpoint are stuck, all stay: their nodes retry.
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
-        ready = self._ready()
-        heirs = self._heirs()
+        ready = self._ready() | {each.endpoint for each in self._facts.instances if each.instance_id in self.heirs}
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
-            if each.instance_id in self.kept or each.instance_id in heirs or each.draining:
+            if each.instance_id in self.kept or each.instance_id in self.heirs or each.draining:
                 continue
             if each.key in self._facts.held:
-                replaced = each.endpoint in ready or each.endpoint in self._facts.served or not each.ready
+                replaced = each.endpoint in ready or self._ends(each) or not each.ready
                 reason = "the reserve leaves its slot"
             elif each.endpoint in pooled:
                 replaced = each.endpoint in (ready if each.ready or each.stuck else kept_endpoints)
@@ -291,20 +290,24 @@ class _Filling:
             if replaced:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
 
-    def _heirs(self) -> frozenset[str]:
-        """Of each slot that a reserve leaves, the instance that gets its GPUs: of an endpoint that misses one, else of
-        that with the fewest lent out, so that it serves again in a minute where the slot would be empty.
+    @cached_property
+    def heirs(self) -> Mapping[str, bool]:
+        """Of each slot that a reserve leaves, the instance that gets its GPUs, and whether the plan wants it: of an
+        endpoint that misses one, else of that with the fewest lent out, so that it serves again in a minute.
         """
-        surplus, lent, heirs = self._surplus(), Counter(self._lent), set[str]()
-        for ref in self._left() if self._facts.lends else ():
-            here = self._pooled_on[ref]
-            open_to = [each for each in here if each.key in self._facts.held and each.ready and not each.draining]
+        lent, heirs = Counter(self._lent), dict[str, bool]()
+        missing = Counter(self._facts.missing)
+        missing.subtract(lent)
+        for ref in self._left():
+            here = [each for each in self._pooled_on[ref] if each.key in self._facts.held]
+            open_to = [each for each in here if each.ready and not each.draining]
+            open_to = [each for each in open_to if self._facts.lends or missing[each.key] > 0]
             if open_to:
-                heir = min(open_to, key=lambda each: (surplus[each.key] >= 0, lent[each.key], each.key))
-                surplus[heir.key] += 1
+                heir = min(open_to, key=lambda each: (missing[each.key] <= 0, lent[each.key], each.key))
+                heirs[heir.instance_id] = missing[heir.key] > 0
+                missing[heir.key] -= 1
                 lent[heir.key] += 1
-                heirs.add(heir.instance_id)
-        return frozenset(heirs)
+        return heirs
 
     def _sized(self, pool: PoolKey) -> list[_PoolSlot]:
         """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
@@ -319,6 +322,9 @@ class _Filling:
 
     def _rank(self, slot: SlotRoom) -> Rank | None:
         """How well a slot suits the pool, whatever its size, the smaller the better; None: it must not join."""
+        going = {*self._facts.occupancy, *self._facts.leaving}
+        if any(each.serving and each.key not in going for each in self._dedicated_on[slot.ref]):
+            return None
         if slot.ref in self._pooled_on:
             running = [each for each in self._pooled_on[slot.ref] if not each.draining]
             occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)

@@ -61,7 +61,7 @@ class EndpointScaleFacts:
         donated_same, donated_other: donated instances that could be reclaimed, of this model and of others.
         reserve: GPU type of the reserve that holds the endpoint: its instances there count for `min`, which is what is
             left of it. None = no reserve does. Only then the following are known:
-        reclaimable: its instances on that GPU type that are lent out, and not leased: they come back in a minute.
+        reclaimable: its instances on that GPU type that come back in a minute: lent out without a lease, or draining.
         in_flight: its requests on instances of its own and in the reserve. waiting: those of them without KV memory.
             batch_max: how many one instance runs at once; None = not reported.
         wait_s: until one of these instances would begin an IW-F request that arrives now, infinite if all run as many

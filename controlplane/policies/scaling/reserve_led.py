@@ -5,9 +5,10 @@ late, and as many wait as are an eighth of an instance's, instances start at onc
 as many as it runs at once below the upper threshold of utilization; and as many again as are lacking, since more
 requests come while they start. So many only as are lent out and come back in a minute: others take ten, and displace
 another model's, so they start for what has arrived in the last minutes. Where none comes back, and as many wait as are
-a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual. All go once
+a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual. They go once
 nobody is late, none starts and nothing was scaled for a while, as far as those that are left serve what arrives:
-deferred requests fill instances that are there, and would keep them.
+deferred requests fill instances that are there, and would keep them. Half of them at a time, since tokens say nothing
+of long answers here, either: where those that are left are full, the rest stays.
 """
 
 import math
@@ -24,7 +25,7 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     """The facts with the plan that holds now; those of an endpoint that no reserve holds are unchanged."""
     if facts.reserve is None or facts.planned is None or not facts.batch_max:
         return facts
-    settings, working = moment.settings, facts.working
+    settings, working, planned = moment.settings, facts.working, sum(facts.planned.values())
     each = settings.out_above * facts.batch_max
     needed, late = math.ceil(facts.in_flight / each), facts.wait_s is not None and facts.wait_s > settings.late_s
     held = facts.last_scaled_s is not None and moment.now_s - facts.last_scaled_s < settings.hold_s
@@ -35,8 +36,8 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     elif late or held or facts.ready < working:
         count = working
     else:
-        count = _enough(facts, settings.room_in, min(working, needed))
-    more = count - sum(facts.planned.values())
+        count = max((working + planned) // 2, _enough(facts, settings.room_in, min(working, needed)))
+    more = count - planned
     if more <= 0:
         return facts
     return replace(facts, planned=Counter(facts.planned) + Counter({facts.reserve: more}))
