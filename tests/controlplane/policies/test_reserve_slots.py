@@ -29,9 +29,9 @@ def pooled(endpoint: Endpoint, node: str) -> PlacedInstance:
     return placed(f"{endpoint.model}@{node}", endpoint, node, gpus=0, pooled=True)
 
 
-def fleet(own_c: int, own_a: int = 0) -> FleetSnapshot:
-    """Four slots, all full: two of a reserve of `a` and `b` that is to have one, two of `c`. The plan has `own_a` of
-    `a`, and `own_c` of `c`.
+def fleet(own_c: int, own_a: int = 0, own_b: int = 0, reserve_gpus: int = 1) -> FleetSnapshot:
+    """Four slots, all full: two of a reserve of `a` and `b` that is to have `reserve_gpus`, two of `c`. The plan has
+    `own_a` of `a`, and so on.
     """
     nodes = [
         NodeFacts(name=f"n{n}", region="east", gpu_type="H", slots=(NodeSlot(number=0, gpus=1),)) for n in range(4)
@@ -43,13 +43,13 @@ def fleet(own_c: int, own_a: int = 0) -> FleetSnapshot:
         profiles={ModelGpu(model=model, gpu_type="H"): Profile(tokens_per_s=100.0, gpus=1) for model in "abc"},
         sizes={},
         limits=dict.fromkeys((A, B, C), (0, 4)),
-        planned={A: {"H": own_a}, B: {}, C: {"H": own_c}},
+        planned={A: {"H": own_a}, B: {"H": own_b}, C: {"H": own_c}},
         pools=PlanPools(
-            gpus={POOL: 1},
+            gpus={POOL: reserve_gpus},
             held=frozenset(EndpointGpu(model=model, region="east", gpu_type="H") for model in "ab"),
         ),
         window_start_s=0.0,
-        observed={A: own_a * 90.0 + 10.0, B: 0.0, C: own_c * 90.0},
+        observed={A: own_a * 90.0 + 10.0, B: own_b * 90.0, C: own_c * 90.0},
     )
 
 
@@ -83,7 +83,7 @@ def applied(snapshot: FleetSnapshot, decision: ScaleDecision, lent: dict[str, bo
     slots = decision.slots
     emptied = [each.instance_id for each in snapshot.instances if each.draining]
     replaced = {name for add in slots.redeploys for name in add.replaces}
-    gone = {*replaced, *(each.instance_id for each in slots.stops), *(name for name in emptied if not lent[name])}
+    gone = {*replaced, *(each.instance_id for each in slots.stops), *(name for name in emptied if not lent.get(name))}
     lent |= {each.instance_id: False for each in slots.drains} | {each.instance_id: True for each in slots.donates}
     back = {change.instance_id for change in (*slots.revives, *slots.reclaims)}
     leaving = {change.instance_id for change in (*slots.drains, *slots.donates)}
@@ -158,3 +158,48 @@ def test_it_stays_where_its_model_is_late_already(strategy: str) -> None:
     after = run(fleet(own_c=2), {A: (30, 20)}, 8, strategy=strategy)
     assert counts(after) == {"in reserve a": 1, "in reserve b": 1, "a": 1, "c": 2}
     assert "a@n1" in {each.instance_id for each in after.instances}, "without a start"
+
+
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])
+def test_where_a_reserve_ends_and_its_models_are_to_have_none_the_plan_gets_all(strategy: str, lends: bool) -> None:
+    after = run(fleet(own_c=4, reserve_gpus=0), {}, 8, strategy=strategy, lends=lends)
+    assert counts(after) == {"c": 4}
+
+
+@pytest.mark.parametrize("lends", [True, False])
+@pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])
+def test_where_it_ends_in_a_full_region_its_instances_become_those_of_the_plan(strategy: str, lends: bool) -> None:
+    after = run(
+        fleet(own_c=2, own_a=1, own_b=1, reserve_gpus=0), {A: (1, 0), B: (1, 0)}, 8, strategy=strategy, lends=lends
+    )
+    assert counts(after) == {"a": 1, "b": 1, "c": 2}
+    assert {each.instance_id for each in after.instances} & {"a@n0", "a@n1"}, "without a start"
+
+
+@pytest.mark.parametrize("strategy", ["lt-i", "lt-d"])
+def test_an_instance_that_the_plan_wants_gets_its_gpus_before_another_starts(strategy: str) -> None:
+    there = fleet(own_c=1, own_a=1)
+    there = replace(there, instances=tuple(each for each in there.instances if each.instance_id != "c1"))
+    decision = choose_scale(reported(there, {}), EVERY_S, ScalingSettings(strategy=strategy), SlotSettings())
+    assert decision.dedicated == {"a@n1": 1}
+    assert (decision.slots.adds, decision.slots.redeploys) == ((), ()), "though a slot is empty"
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_the_only_instance_that_serves_stays_on_a_slot_that_a_reserve_leaves(lends: bool) -> None:
+    there = fleet(own_c=3)
+    other = placed("a@n0", A, "n0", gpus=0, pooled=True, ready=False, stuck=True)
+    instances = (other, *(each for each in there.instances if each.instance_id != "a@n0"))
+    after = run(replace(there, instances=instances), {A: (1, 0)}, 8, strategy="lt-i", lends=lends)
+    assert "a@n1" in {each.instance_id for each in after.instances}
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_reserve_that_grows_again_leaves_a_slot_to_the_instance_that_got_it(lends: bool) -> None:
+    """While another instance there still drains."""
+    there = run(fleet(own_c=2, own_a=1), {A: (1, 0)}, 1, strategy="lt-i", lends=lends)
+    assert {each.instance_id: each.gpus for each in there.instances if each.node_id == "n1"} == {"a@n1": 1, "b@n1": 0}
+    grown = replace(there, planned={A: {"H": 1}, B: {}, C: {"H": 1}}, pools=replace(there.pools, gpus={POOL: 2}))
+    after = run(grown, {A: (1, 0)}, 8, strategy="lt-i", lends=lends)
+    assert counts(after) == {"in reserve a": 2, "in reserve b": 2, "a": 1, "c": 1}

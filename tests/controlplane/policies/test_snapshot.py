@@ -259,7 +259,7 @@ def test_what_is_in_flight_and_waits_is_that_of_own_instances_and_of_the_reserve
     assert (found.in_flight, found.waiting) == (10, 3)
 
 
-def test_what_comes_back_in_a_minute_is_lent_out_on_the_reserves_gpu_type_and_not_leased() -> None:
+def test_what_comes_back_in_a_minute_drains_or_is_lent_out_on_the_reserves_gpu_type_and_not_leased() -> None:
     lent = Donation(age_s=1.0)
     there = (
         own(B, 0, donation=lent),
@@ -267,8 +267,13 @@ def test_what_comes_back_in_a_minute_is_lent_out_on_the_reserves_gpu_type_and_no
         own(B, 2, donation=lent, gpu_type="H200"),
         own(B, 3, donation=lent, stuck=True, ready=False),
         own(C, 3, donation=lent),
+        own(B, 0, draining=True),
+        own(B, 1),
     )
-    assert scaled(fleet({B: 1}, *there, pools=RESERVE))[B].reclaimable == 1
+    known = fleet({B: 1}, *there, pools=RESERVE)
+    assert scaled(known)[B].reclaimable == 2
+    silent = replace(known, nodes=tuple(replace(node, age_s=1e6) for node in known.nodes))
+    assert scaled(silent)[B].reclaimable == 0, "nobody knows whether they are there"
 
 
 @pytest.mark.parametrize("fewest", [0, 1])
