@@ -58,7 +58,6 @@ def configurations_at(
     *,
     keep: int = 1,
     spare: Floats | None = None,
-    exact: bool = True,
 ) -> Cheapest:
     """The cheapest configurations to serve each endpoint at these prices.
 
@@ -68,7 +67,6 @@ def configurations_at(
         prices: of them.
         keep: configurations of each endpoint at most.
         spare: list configurations that cost so much more than the cheapest too, [N].
-        exact: False = good configurations found quickly, and a weaker bound.
     """
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(len(tables.regions), -1)
@@ -90,7 +88,7 @@ def configurations_at(
             home=tables.home[at],
             home_price=tables.home_price[at],
         )
-        answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
+        answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part])
         least[part], known[part] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     cost = _pool_costs(tables, gpu, host, token)
@@ -114,20 +112,11 @@ def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Flo
 
 
 def first_dual(tables: Tables) -> Dual:
-    """Columns to begin with: nothing, each GPU type alone where it is the only cheap one; prices of zero."""
-    rows, (regions, types) = rows_of(tables), tables.capacity.shape
-    size = len(tables.home)
-    nothing = Configurations(
-        endpoint=np.arange(size), counts=np.zeros((size, types), np.int64), pooled=np.full(size, -1)
-    )
-    parts = [nothing]
-    dear = 2.0 * np.tile(tables.gpu_price, (regions, 1))
-    for kind in range(types):
-        gpu = dear.copy()
-        gpu[:, kind] = 0.0
-        prices = np.concatenate([gpu.ravel(), np.zeros(len(rows.limit) - gpu.size)])
-        parts.append(configurations_at(tables, rows, prices, exact=False))
-    columns = make_columns(tables, rows, *parts)
+    """To begin with: every endpoint served by nothing, prices of zero."""
+    rows, size = rows_of(tables), len(tables.home)
+    counts = np.zeros((size, len(tables.gpu_types)), np.int64)
+    nothing = Configurations(endpoint=np.arange(size), counts=counts, pooled=np.full(size, -1))
+    columns = make_columns(tables, rows, nothing)
     return Dual(rows=rows, columns=columns, bound=-np.inf, prices=np.zeros(len(rows.limit)))
 
 

@@ -67,9 +67,7 @@ class _Listed:
         )
 
 
-def search(
-    cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_max: int = 4000, exact: bool = True
-) -> Found:
+def search(cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_max: int = 4000) -> Found:
     """The best answer of each endpoint, and others that cost a little more.
 
     Args:
@@ -77,21 +75,11 @@ def search(
         spare: how much worse than the best known an answer may be to be enumerated, as a cost per hour.
         keep: answers given back per endpoint at most.
         labels_max: combinations of an endpoint at which its search is cut off.
-        exact: False = rounding only, no enumeration.
     """
     relaxed = relax(cells)
     value, counts = round_off(cells, relaxed)
     near = value - relaxed.bound <= TOLERANCE * np.maximum(1.0, np.abs(value)) - spare
     others = bool(np.any(np.asarray(spare) > 0))
-    if not exact:
-        bound = np.minimum(relaxed.bound, value)
-        return Found(
-            bound=bound,
-            value=value,
-            known=bound,
-            endpoint=np.arange(len(value)),
-            counts=counts,
-        )
     listed = _enumerate(cells, relaxed, np.flatnonzero(~near), value + spare, labels_max, others)
     if len(cut := listed.cut):
         value[cut], counts[cut] = improve(cells.take(cut), value[cut], counts[cut])
