@@ -51,14 +51,7 @@ class Cheapest(Configurations):
     known: Floats
 
 
-def configurations_at(
-    tables: Tables,
-    rows: Rows,
-    prices: Floats,
-    *,
-    keep: int = 1,
-    spare: Floats | None = None,
-) -> Cheapest:
+def configurations_at(tables: Tables, rows: Rows, prices: Floats, *, keep: int = 1, spare: float = 0.0) -> Cheapest:
     """The cheapest configurations to serve each endpoint at these prices.
 
     Args:
@@ -66,36 +59,33 @@ def configurations_at(
         rows: its shared rows.
         prices: of them.
         keep: configurations of each endpoint at most.
-        spare: list configurations that cost so much more than the cheapest too, [N].
+        spare: list configurations that cost so much more per hour than the cheapest too.
     """
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(len(tables.regions), -1)
-    size = len(tables.home)
+    model, size = tables.model_of, len(tables.home)
+    unit = gpu[tables.region_of] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
+    cells = Cells(
+        speed=tables.speed[model],
+        segment_max=tables.segment_max,
+        price=tables.price + unit[:, :, None],
+        most=tables.most,
+        fewest=tables.fewest,
+        fewest_price=tables.fewest_price,
+        home=tables.home,
+        home_price=tables.home_price,
+    )
     least, known, found = np.zeros(size), np.zeros(size), []
-    chunk = CHUNK if spare is None else CHUNK_SPARE
+    chunk = CHUNK_SPARE if spare else CHUNK
     for start in range(0, size, chunk):
-        part = slice(start, start + chunk)
-        at = np.arange(size)[part]
-        model, region = tables.model_of[at], tables.region_of[at]
-        unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
-        cells = Cells(
-            speed=tables.speed[model],
-            segment_max=tables.segment_max[at],
-            price=tables.price[at] + unit[:, :, None],
-            most=tables.most[at],
-            fewest=tables.fewest[at],
-            fewest_price=tables.fewest_price[at],
-            home=tables.home[at],
-            home_price=tables.home_price[at],
-        )
-        answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part])
-        least[part], known[part] = answer.bound, answer.known
+        at = np.arange(start, min(start + chunk, size))
+        answer = search(cells.take(at), keep=keep, spare=spare)
+        least[at], known[at] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     cost = _pool_costs(tables, gpu, host, token)
     least = np.minimum(least, cost.min(axis=1, initial=np.inf))
-    limit = least + (0.0 if spare is None else spare)
-    known = np.minimum(known, limit)
-    number, kind = np.nonzero(cost <= limit[:, None])
+    known = np.minimum(known, least + spare)
+    number, kind = np.nonzero(cost <= (least + spare)[:, None])
     found.append((number, np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return Cheapest(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)

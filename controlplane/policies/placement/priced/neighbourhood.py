@@ -47,8 +47,7 @@ def neighbourhood_columns(
     """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; the incumbent; and what
     would serve more where too little is served.
     """
-    every = np.arange(len(tables.home))
-    configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
+    configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=spare)
     columns = make_columns(tables, dual.rows, dual.columns, configurations)
     complete = np.minimum(np.maximum(configurations.known - configurations.least, 0.0), spare)
     return neighbourhood_of(tables, dual, columns, incumbent, complete, spare=spare)
