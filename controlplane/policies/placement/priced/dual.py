@@ -151,7 +151,7 @@ def _climb_smoothed(dual: Dual, start: Floats, low: Floats, high: Floats, tau: f
 
     def negated(prices: Floats) -> tuple[float, Floats]:
         value, weights = soft_choice(columns, prices, tau)
-        return float(limit @ prices) - value, limit - columns.use @ weights
+        return float(limit @ prices) - value, limit - columns.use.T @ weights
 
     options = {"maxiter": CLIMB_STEPS, "maxcor": 20}
     bounds = np.column_stack([low, high])

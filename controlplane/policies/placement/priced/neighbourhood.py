@@ -64,10 +64,9 @@ def neighbourhood_of(
     now = incumbent.counts[columns.endpoint]
     stands = (columns.counts == now).all(axis=1) & (columns.pooled == incumbent.pooled[columns.endpoint])
     more = np.isin(columns.endpoint, serving_more.endpoint) & (columns.counts >= now).all(axis=1)
-    kept = stands | more | (excess <= spare)
-    return Neighbourhood(
-        columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete
-    )
+    kept = np.flatnonzero(stands | more | (excess <= spare))
+    columns = make_columns(tables, dual.rows, columns.at(kept))
+    return Neighbourhood(columns=columns, excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete)
 
 
 def _serving_more(tables: Tables, incumbent: Configurations) -> Configurations:

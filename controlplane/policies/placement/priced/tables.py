@@ -54,7 +54,7 @@ class Tables:
     Attributes:
         speed: tokens/s of an instance, [I, K]; 0 = no profile.
         gpus: GPUs of an instance, [I, K].
-        room: instances each segment holds, [E, K, S].
+        segment_max: instances each segment holds, [E, K, S].
         price: per hour of an instance in that segment, moves and start included, [E, K, S]; rising along S.
         most: instances allowed over all types, [E].
         fewest: instances wanted, [E]; `fewest_price` per hour of one that lacks, [E].
