@@ -101,21 +101,16 @@ def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Flo
     return np.where(pooled, value, np.inf)
 
 
-def first_dual(tables: Tables) -> Dual:
-    """To begin with: every endpoint served by nothing, prices of zero."""
+def climb(tables: Tables, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
+    """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
+    the share `least_gain`; from prices of zero, where every endpoint may be served by nothing.
+    """
     rows, size = rows_of(tables), len(tables.home)
     counts = np.zeros((size, len(tables.gpu_types)), np.int64)
     nothing = Configurations(endpoint=np.arange(size), counts=counts, pooled=np.full(size, -1))
-    columns = make_columns(tables, rows, nothing)
-    return Dual(rows=rows, columns=columns, bound=-np.inf, prices=np.zeros(len(rows.limit)))
-
-
-def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
-    """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
-    the share `least_gain`.
-    """
-    step = _step_of_prices(tables, dual.rows)
-    width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
+    prices = np.zeros(len(rows.limit))
+    dual = Dual(rows=rows, columns=make_columns(tables, rows, nothing), bound=-np.inf, prices=prices)
+    step, width, bounds = _step_of_prices(tables, rows), WIDTH_FIRST, [-np.inf]
     for turn in range(rounds):
         dual = priced_out(tables, dual, prices)
         width = width * WIDTH_GROWTH if dual.bound > bounds[-1] else width / 2
