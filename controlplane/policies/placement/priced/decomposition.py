@@ -150,7 +150,7 @@ class _Search:
             incumbent = moved(tables, self._chosen(dual.rows, near, number, effort), limits.moves_max)
             found = self._solution(bound, incumbent, "chosen among configurations near the prices")
             best = min(best, found, key=lambda each: each.objective)
-            near = neighbourhood_of(tables, dual, near.columns, incumbent, near.complete, spare=spare)
+            near = neighbourhood_of(tables, dual, incumbent, near.complete, spare, near.columns)
         return best
 
     def _ends_with(self, best: PricedSolution) -> bool:

@@ -48,17 +48,16 @@ def neighbourhood_columns(
     would serve more where too little is served.
     """
     configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=spare)
-    columns = make_columns(tables, dual.rows, dual.columns, configurations)
     complete = np.minimum(np.maximum(configurations.known - configurations.least, 0.0), spare)
-    return neighbourhood_of(tables, dual, columns, incumbent, complete, spare=spare)
+    return neighbourhood_of(tables, dual, incumbent, complete, spare, dual.columns, configurations)
 
 
 def neighbourhood_of(
-    tables: Tables, dual: Dual, columns: Columns, incumbent: Configurations, complete: Floats, *, spare: float
+    tables: Tables, dual: Dual, incumbent: Configurations, complete: Floats, spare: float, *known: Configurations
 ) -> Neighbourhood:
-    """Those of these columns that are near, the incumbent's, and what would serve more where too little is served."""
+    """Those of the known that are near, the incumbent's, and what would serve more where too little is served."""
     serving_more = _serving_more(tables, incumbent)
-    columns = make_columns(tables, dual.rows, columns, serving_more, incumbent)
+    columns = make_columns(tables, dual.rows, *known, serving_more, incumbent)
     value = columns.priced(dual.prices)
     excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
     now = incumbent.counts[columns.endpoint]
