@@ -42,7 +42,7 @@ from controlplane.policies.placement.highs import highs_of
 
 
 class Program:
-    """The integer program of a grid while it is built, and then.
+    """The integer program of a grid, and its answer once it is solved.
 
     Attributes:
         problem: rows and objective. `highs`: HiGHS with it.
@@ -183,7 +183,7 @@ class Program:
 
 
 def least_cost(grid: Grid) -> float:
-    """Cost per hour of the demand at least, were instances and pool GPUs divisible; never more than all GPUs cost."""
+    """A lower bound on the cost per hour of the demand: as if instances were divisible; at most that of all GPUs."""
     gpu_prices = {row.place: row.gpu_price for row in grid.places}
     total = 0.0
     for model in grid.models:
