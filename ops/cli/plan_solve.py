@@ -93,11 +93,11 @@ def _read(problem: Path, gap: float | None, time_limit_s: float | None) -> "tupl
 
 
 def _write_lp(facts: "PlacementFacts", settings: "PlacementSettings", path: Path) -> None:
-    from controlplane.policies.placement.exact.program import build_program
+    from controlplane.policies.placement.exact.program import Program
     from controlplane.policies.placement.grid import grid_of
 
     try:
-        build_program(grid_of(facts, settings)).problem.writeLP(str(path))
+        Program(grid_of(facts, settings)).problem.writeLP(str(path))
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from error
 

@@ -153,7 +153,7 @@ def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     adjust(logits, [(row, draw.adjustments) for row, draw in enumerate(draws) if draw.adjustments is not None])
     _ban(logits, [(row, token) for row, draw in enumerate(draws) for token in draw.banned])
     _mask(logits, [(row, draw.allowed) for row, draw in enumerate(draws) if draw.allowed is not None])
-    largest, chosen = logits.max(dim=-1)
+    largest, chosen = _largest(logits)
     sampled = [row for row, draw in enumerate(draws) if draw.temperature > 0]
     if len(sampled) == len(draws):
         chosen = _sample(logits, largest, draws)
@@ -198,7 +198,18 @@ def _sample(logits: torch.Tensor, largest: torch.Tensor, draws: Sequence[Draw]) 
             _cut_tail(probabilities, wanted)
         else:
             probabilities[rows] = _cut_tail(probabilities[rows], wanted)
-    return probabilities.div_(_noise(keys, logits.shape[1])).argmax(dim=-1)
+    return _largest(probabilities.div_(_noise(keys, logits.shape[1])))[1]
+
+
+def _largest(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row, and where it is first; NaN counts as the largest. On a CPU torch takes 3 to 9 times as
+    long as numpy.
+    """
+    if numbers.device.type != "cpu":
+        values, places = numbers.max(dim=-1)
+        return values, places
+    places = torch.from_numpy(numbers.numpy().argmax(axis=-1))
+    return numbers.gather(1, places.unsqueeze(1)).squeeze(1), places
 
 
 def _cut_unlikely(probabilities: torch.Tensor, min_p: torch.Tensor, top_k: Sequence[int]) -> None:

@@ -23,11 +23,8 @@ a sliver of an instance. Rows are divided by what an instance does there: their 
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import highspy
 import pulp
 
 from controlplane.policies.facts import EndpointGpu, PoolKey
@@ -44,18 +41,34 @@ from controlplane.policies.placement.grid import (
 from controlplane.policies.placement.highs import highs_of
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """The built problem, HiGHS with it, and its variables. `least_cost_per_hour`: no way of serving the demand is
-    cheaper.
+    """The integer program of a grid, and its answer once it is solved.
+
+    Attributes:
+        problem: rows and objective. `highs`: HiGHS with it.
+        counts: the variable of each cell's instances; `pooled` of each pooling option, `pool_gpus` of each pool's GPUs.
     """
 
-    problem: pulp.LpProblem
-    highs: highspy.Highs
-    counts: Mapping[EndpointGpu, Any]
-    pooled: Mapping[EndpointGpu, Any]
-    pool_gpus: Mapping[PoolKey, Any]
-    least_cost_per_hour: float
+    def __init__(self, grid: Grid) -> None:
+        """Build it: variables of cells and options first, then the rows in which they stand."""
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self.counts: dict[EndpointGpu, Any] = {}
+        self.pooled: dict[EndpointGpu, Any] = {}
+        self.pool_gpus: dict[PoolKey, Any] = {}
+        self._grid = grid
+        self._cost: list[Any] = []
+        self._started: dict[EndpointGpu, Any] = {}
+        self._made: Counter[str] = Counter()
+        for cell in grid.cells:
+            self._add_cell(cell)
+        for option in grid.options:
+            self._add_option(option)
+        for model in grid.models:
+            self._add_model(model)
+        for place in grid.places:
+            self._add_place(place)
+        self.problem.setObjective(pulp.lpSum(self._cost))
+        self.highs = highs_of(self.problem)
 
     def answer(self) -> Answer:
         """The solver's answer, in whole numbers."""
@@ -68,59 +81,23 @@ class Program:
             pool_gpus={pool: round(gpus.value()) for pool, gpus in self.pool_gpus.items()},
         )
 
-
-def build_program(grid: Grid) -> Program:
-    """Build the integer program of a grid."""
-    builder = _Builder(grid)
-    for cell in grid.cells:
-        builder.add_cell(cell)
-    for option in grid.options:
-        builder.add_option(option)
-    for model in grid.models:
-        builder.add_model(model)
-    for place in grid.places:
-        builder.add_place(place)
-    builder.problem.setObjective(pulp.lpSum(builder.cost))
-    return Program(
-        problem=builder.problem,
-        highs=highs_of(builder.problem),
-        counts=builder.counts,
-        pooled=builder.pooled,
-        pool_gpus=builder.pool_gpus,
-        least_cost_per_hour=_least_cost(grid),
-    )
-
-
-class _Builder:
-    """The program while it grows: rows go into `problem`, terms of the objective into `cost`."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
-        self.counts: dict[EndpointGpu, Any] = {}
-        self.pooled: dict[EndpointGpu, Any] = {}
-        self.pool_gpus: dict[PoolKey, Any] = {}
-        self.cost: list[Any] = []
-        self._grid = grid
-        self._started: dict[EndpointGpu, Any] = {}
-        self._made: Counter[str] = Counter()
-
-    def add_cell(self, cell: Cell) -> None:
+    def _add_cell(self, cell: Cell) -> None:
         count = self._variable("x", cell.most, pulp.LpInteger)
         started = self._variable("u")
         self._add_row(started - count >= -cell.present)
         move = self._grid.move_price
-        self.cost.append((cell.price_per_hour - move) * count + (cell.fresh_price + 2 * move) * started)
-        self.cost.append(move * cell.present)
+        self._cost.append((cell.price_per_hour - move) * count + (cell.fresh_price + 2 * move) * started)
+        self._cost.append(move * cell.present)
         self.counts[cell.key] = count
         self._started[cell.key] = started
 
-    def add_option(self, option: PoolOption) -> None:
+    def _add_option(self, option: PoolOption) -> None:
         pooled = self._variable("z", 1, pulp.LpInteger)
         move = self._grid.move_price
-        self.cost.append(move - move * pooled if option.before else move * pooled)
+        self._cost.append(move - move * pooled if option.before else move * pooled)
         self.pooled[option.key] = pooled
 
-    def add_model(self, row: ModelRow) -> None:
+    def _add_model(self, row: ModelRow) -> None:
         served = []
         for endpoint in row.endpoints:
             pooled = [self.pooled[option.key] for option in endpoint.options]
@@ -131,13 +108,13 @@ class _Builder:
         cells = tuple(cell for endpoint in row.endpoints for cell in endpoint.cells)
         self._add_demand(cells, served, row.peak, row.price)
 
-    def add_place(self, row: PlaceRow) -> None:
+    def _add_place(self, row: PlaceRow) -> None:
         taken = [cell.profile.gpus * self.counts[cell.key] for cell in row.cells]
         for pool in row.pools:
             if pool.options:
                 taken.append(self._add_pool(row, pool))
             elif pool.before:
-                self.cost.append(self._grid.move_price * pool.before)
+                self._cost.append(self._grid.move_price * pool.before)
         if taken:
             self._add_row(pulp.lpSum(taken) <= row.capacity)
         if row.donated_gpus:
@@ -154,7 +131,7 @@ class _Builder:
         if endpoint.fewest:
             few = self._variable("few")
             self._add_row(total + few + endpoint.fewest * pooled >= endpoint.fewest)
-            self.cost.append(endpoint.few_price * few)
+            self._cost.append(endpoint.few_price * few)
 
     def _add_demand(self, cells: tuple[Cell, ...], pooled: list[Any], wanted: float, price: float) -> None:
         if wanted <= 0:
@@ -164,14 +141,14 @@ class _Builder:
         served = [min(cell.profile.tokens_per_s, wanted) / unit * self.counts[cell.key] for cell in cells]
         served += [1 / unit * each for each in pooled]
         self._add_row(pulp.lpSum(served) + short >= wanted / unit)
-        self.cost.append(price * unit * short)
+        self._cost.append(price * unit * short)
 
     def _add_pool(self, row: PlaceRow, pool: PoolRow) -> Any:
         gpus = pool.step * self._variable("p", pool.most // pool.step, pulp.LpInteger)
         added = self._variable("q")
         self._add_row(added - gpus >= -pool.before)
         move = self._grid.move_price
-        self.cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * pool.before)
+        self._cost.append((row.gpu_price - move) * gpus + 2 * move * added + move * pool.before)
         occupied = pulp.lpSum(option.occupancy * self.pooled[option.key] for option in pool.options)
         self._add_row(occupied <= self._grid.fill * gpus)
         if any(option.weights_bytes for option in pool.options):
@@ -189,7 +166,7 @@ class _Builder:
             for price, most in ((cell.donated_same_price, cell.donated), (cell.donated_other_price, None)):
                 if most != 0 and price < cell.fresh_price:
                     offers.append(self._variable("d", most))
-                    self.cost.append((price - cell.fresh_price) * offers[-1])
+                    self._cost.append((price - cell.fresh_price) * offers[-1])
             if offers:
                 self._add_row(pulp.lpSum(offers) <= self._started[cell.key])
                 taken += [cell.profile.gpus * each for each in offers]
@@ -205,8 +182,8 @@ class _Builder:
         self.problem.addConstraint(row)
 
 
-def _least_cost(grid: Grid) -> float:
-    """What the demand costs at least, were instances and pool GPUs divisible; never more than all GPUs cost."""
+def least_cost(grid: Grid) -> float:
+    """A lower bound on the cost per hour of the demand: as if instances were divisible; at most that of all GPUs."""
     gpu_prices = {row.place: row.gpu_price for row in grid.places}
     total = 0.0
     for model in grid.models:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import highspy
 
 from controlplane.policies.placement.decision import PlacementStatus
-from controlplane.policies.placement.exact.program import build_program
+from controlplane.policies.placement.exact.program import Program, least_cost
 from controlplane.policies.placement.facts import PlacementSettings
 from controlplane.policies.placement.grid import Answer, Grid
 from controlplane.policies.placement.highs import run_program
@@ -46,10 +46,10 @@ def solve_exactly(grid: Grid, settings: PlacementSettings) -> tuple[Answer | Non
     """Solve a grid as one integer program. The answer is None if HiGHS found none, though every program has one: it
     ended too early, or failed.
     """
-    program, share_s, asked = build_program(grid), EXACT_SHARE * settings.time_limit_s, itertools.count(1)
+    program, share_s, asked = Program(grid), EXACT_SHARE * settings.time_limit_s, itertools.count(1)
     problem = program.highs
     most = WORK_PER_S * share_s / (problem.getNumRow() + problem.getNumCol())
-    gap_abs = settings.gap * program.least_cost_per_hour
+    gap_abs = settings.gap * least_cost(grid)
     run_program(problem, lambda: next(asked) > most, time_limit=share_s, mip_abs_gap=gap_abs)
     ended, info = problem.getModelStatus(), problem.getInfo()
     failed = PlacementStatus.FAILED, f"failed: {problem.modelStatusToString(ended)}"

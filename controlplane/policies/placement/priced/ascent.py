@@ -69,7 +69,7 @@ def _tried(tables: Tables, dual: Dual, near_at: Callable[[Dual], Neighbourhood])
     served = served_by(tables, columns)
     model = np.array([tables.model_of[columns.endpoint[each[0]]] for each in solved], np.int64)
     short = np.maximum(tables.total[model] - [served[each].sum() for each in solved], 0.0)
-    use = [np.asarray(columns.use_by_column[each, :rows].sum(axis=0)).ravel() for each in solved]
+    use = [np.asarray(columns.use[each, :rows].sum(axis=0)).ravel() for each in solved]
     return _Tried(
         dual=dual,
         bound=dual.bound + float(gains.sum()),

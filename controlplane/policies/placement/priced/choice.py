@@ -56,7 +56,7 @@ class Chooser:
     def cost(self, choice: Ints) -> float:
         """Cost per hour of a choice of one column per endpoint, [E], as if there were donated GPUs enough."""
         tables, rows = self.tables, self.rows
-        use = np.asarray(self.columns.use_by_column[choice].sum(axis=0)).ravel()
+        use = np.asarray(self.columns.use[choice].sum(axis=0)).ravel()
         short = np.maximum(use[rows.models :] - rows.limit[rows.models :], 0.0) * rows.scale
         cost = self.columns.cost[choice].sum() + (short * tables.total_price).sum() + self._beyond(choice).sum()
         return float(cost + tables.constant)
@@ -97,8 +97,8 @@ class _Program:
         tables, rows, columns = chooser.tables, chooser.rows, chooser.columns
         self._columns, self._at = columns, at
         fixed = choice[~free]
-        left = rows.limit - np.asarray(columns.use_by_column[fixed].sum(axis=0)).ravel()
-        taken = sparse.csr_matrix(columns.use_by_column[at].T)
+        left = rows.limit - np.asarray(columns.use[fixed].sum(axis=0)).ravel()
+        taken = sparse.csr_matrix(columns.use[at].T)
         touched = np.flatnonzero(np.diff(taken.indptr))
         places = touched[touched < rows.places]
         pools, of_place = _pools_at(tables, places)

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import sparse
 
 from controlplane.policies.placement.priced.relax import cost_of_counts
-from controlplane.policies.placement.priced.tables import Bools, Floats, Ints, Tables
+from controlplane.policies.placement.priced.tables import Floats, Ints, Tables
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,19 +82,17 @@ class Columns(Configurations):
 
     Attributes:
         cost: per hour, prices of what lacks at home included, [M].
-        use: of the shared rows by each column, [rows, M].
+        use: of the shared rows by each column, [M, rows].
         first: the first column of each endpoint that has any.
     """
 
     cost: Floats
     use: sparse.csr_matrix
     first: Ints = field(init=False)
-    use_by_column: sparse.csr_matrix = field(init=False)
 
     def __post_init__(self) -> None:
         """Index the endpoints."""
         object.__setattr__(self, "first", np.flatnonzero(np.diff(self.endpoint, prepend=-1)))
-        object.__setattr__(self, "use_by_column", self.use.T.tocsr())
 
     def __len__(self) -> int:
         """Number of columns."""
@@ -104,19 +102,9 @@ class Columns(Configurations):
         """A number of each endpoint that has columns, for each of its columns, [M]."""
         return np.repeat(by_endpoint, np.diff(self.first, append=len(self.endpoint)))
 
-    def take(self, chosen: Bools) -> "Columns":
-        """Some of the columns, [M]."""
-        return Columns(
-            endpoint=self.endpoint[chosen],
-            counts=self.counts[chosen],
-            pooled=self.pooled[chosen],
-            cost=self.cost[chosen],
-            use=self.use[:, np.flatnonzero(chosen)],
-        )
-
     def priced(self, prices: Floats) -> Floats:
         """Cost at these prices, [M]."""
-        return np.asarray(self.cost + self.use_by_column @ prices)
+        return np.asarray(self.cost + self.use @ prices)
 
 
 def served_by(tables: Tables, configurations: Configurations) -> Floats:
@@ -149,6 +137,6 @@ def make_columns(tables: Tables, rows: Rows, *parts: Configurations) -> Columns:
     cost[at] += tables.pools.extra[of, kind] + tables.gpu_price[gpu_type] * share
     uses.append((rows.models + model, np.arange(size), -served / rows.scale[model]))
     row, number, amount = (np.concatenate(each) for each in zip(*uses, strict=True))
-    use = sparse.csr_matrix((amount, (row, number)), shape=(len(rows.limit), size))
+    use = sparse.csr_matrix((amount, (number, row)), shape=(size, len(rows.limit)))
     use.eliminate_zeros()
     return Columns(endpoint=endpoint, counts=counts, pooled=pooled, cost=cost, use=use)

@@ -25,7 +25,7 @@ from controlplane.policies.placement.grid import Answer, Grid
 from controlplane.policies.placement.priced.ascent import ascend
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.columns import Configurations, Rows
-from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual, soft_choice
+from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, soft_choice
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.neighbourhood import (
     Neighbourhood,
@@ -120,7 +120,7 @@ class _Search:
 
     def run(self) -> PricedSolution:
         limits, tables = self._limits, self._tables
-        dual = climb(tables, first_dual(tables), limits.climb_rounds, self._gap / 20, self._should_stop)
+        dual = climb(tables, limits.climb_rounds, self._gap / 20, self._should_stop)
         incumbent = self._rounded(dual)
         best = self._solution(dual.bound, incumbent, "rounded from the prices")
         if self._ends_with(best):
@@ -150,7 +150,7 @@ class _Search:
             incumbent = moved(tables, self._chosen(dual.rows, near, number, effort), limits.moves_max)
             found = self._solution(bound, incumbent, "chosen among configurations near the prices")
             best = min(best, found, key=lambda each: each.objective)
-            near = neighbourhood_of(tables, dual, near.columns, incumbent, near.complete, spare=spare)
+            near = neighbourhood_of(tables, dual, incumbent, near.complete, spare, near.columns)
         return best
 
     def _ends_with(self, best: PricedSolution) -> bool:
@@ -211,11 +211,7 @@ class _Search:
 
     def _solution(self, bound: float, incumbent: Configurations, how: str) -> PricedSolution:
         tables = self._tables
-        answer = Answer(
-            counts=tables.counts_by_key(incumbent.counts),
-            pooled=tables.pooled_keys(incumbent.pooled),
-            pool_gpus=tables.pool_gpus_by_key(pool_gpus(tables, incumbent)),
-        )
+        answer = tables.answer(incumbent.counts, incumbent.pooled, pool_gpus(tables, incumbent))
         cost = grid_cost(self._grid, answer)
         found = PricedSolution(**vars(answer), objective=cost, bound=bound, gap=0.0, reason=how)
         return self._bounded(found, bound)

@@ -51,15 +51,7 @@ class Cheapest(Configurations):
     known: Floats
 
 
-def configurations_at(
-    tables: Tables,
-    rows: Rows,
-    prices: Floats,
-    *,
-    keep: int = 1,
-    spare: Floats | None = None,
-    exact: bool = True,
-) -> Cheapest:
+def configurations_at(tables: Tables, rows: Rows, prices: Floats, *, keep: int = 1, spare: float = 0.0) -> Cheapest:
     """The cheapest configurations to serve each endpoint at these prices.
 
     Args:
@@ -67,37 +59,33 @@ def configurations_at(
         rows: its shared rows.
         prices: of them.
         keep: configurations of each endpoint at most.
-        spare: list configurations that cost so much more than the cheapest too, [N].
-        exact: False = good configurations found quickly, and a weaker bound.
+        spare: list configurations that cost so much more per hour than the cheapest too.
     """
     gpu, host, token = rows.of_places(prices)
     gpu, host = gpu.reshape(tables.capacity.shape), host.reshape(len(tables.regions), -1)
-    size = len(tables.home)
+    model, size = tables.model_of, len(tables.home)
+    unit = gpu[tables.region_of] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
+    cells = Cells(
+        speed=tables.speed[model],
+        segment_max=tables.segment_max,
+        price=tables.price + unit[:, :, None],
+        most=tables.most,
+        fewest=tables.fewest,
+        fewest_price=tables.fewest_price,
+        home=tables.home,
+        home_price=tables.home_price,
+    )
     least, known, found = np.zeros(size), np.zeros(size), []
-    chunk = CHUNK if spare is None else CHUNK_SPARE
+    chunk = CHUNK_SPARE if spare else CHUNK
     for start in range(0, size, chunk):
-        part = slice(start, start + chunk)
-        at = np.arange(size)[part]
-        model, region = tables.model_of[at], tables.region_of[at]
-        unit = gpu[region] * tables.gpus[model] - token[model][:, None] * tables.speed[model]
-        cells = Cells(
-            speed=tables.speed[model],
-            segment_max=tables.segment_max[at],
-            price=tables.price[at] + unit[:, :, None],
-            most=tables.most[at],
-            fewest=tables.fewest[at],
-            fewest_price=tables.fewest_price[at],
-            home=tables.home[at],
-            home_price=tables.home_price[at],
-        )
-        answer = search(cells, keep=keep, spare=0.0 if spare is None else spare[part], exact=exact)
-        least[part], known[part] = answer.bound, answer.known
+        at = np.arange(start, min(start + chunk, size))
+        answer = search(cells.take(at), keep=keep, spare=spare)
+        least[at], known[at] = answer.bound, answer.known
         found.append((at[answer.endpoint], answer.counts, np.full(len(answer.endpoint), -1)))
     cost = _pool_costs(tables, gpu, host, token)
     least = np.minimum(least, cost.min(axis=1, initial=np.inf))
-    limit = least + (0.0 if spare is None else spare)
-    known = np.minimum(known, limit)
-    number, kind = np.nonzero(cost <= limit[:, None])
+    known = np.minimum(known, least + spare)
+    number, kind = np.nonzero(cost <= (least + spare)[:, None])
     found.append((number, np.zeros((len(number), tables.capacity.shape[1]), np.int64), kind))
     endpoint, counts, pooled = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return Cheapest(least=least, known=known, endpoint=endpoint, counts=counts, pooled=pooled)
@@ -113,30 +101,16 @@ def _pool_costs(tables: Tables, gpu: Floats, host: Floats, token: Floats) -> Flo
     return np.where(pooled, value, np.inf)
 
 
-def first_dual(tables: Tables) -> Dual:
-    """Columns to begin with: nothing, each GPU type alone where it is the only cheap one; prices of zero."""
-    rows, (regions, types) = rows_of(tables), tables.capacity.shape
-    size = len(tables.home)
-    nothing = Configurations(
-        endpoint=np.arange(size), counts=np.zeros((size, types), np.int64), pooled=np.full(size, -1)
-    )
-    parts = [nothing]
-    dear = 2.0 * np.tile(tables.gpu_price, (regions, 1))
-    for kind in range(types):
-        gpu = dear.copy()
-        gpu[:, kind] = 0.0
-        prices = np.concatenate([gpu.ravel(), np.zeros(len(rows.limit) - gpu.size)])
-        parts.append(configurations_at(tables, rows, prices, exact=False))
-    columns = make_columns(tables, rows, *parts)
-    return Dual(rows=rows, columns=columns, bound=-np.inf, prices=np.zeros(len(rows.limit)))
-
-
-def climb(tables: Tables, dual: Dual, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
+def climb(tables: Tables, rounds: int, least_gain: float, should_stop: Callable[[], bool]) -> Dual:
     """Raise the bound, adding columns, for so many rounds at most, or until `PATIENCE` of them raise it by less than
-    the share `least_gain`.
+    the share `least_gain`; from prices of zero, where every endpoint may be served by nothing.
     """
-    step = _step_of_prices(tables, dual.rows)
-    width, prices, bounds = WIDTH_FIRST, dual.prices, [-np.inf]
+    rows, size = rows_of(tables), len(tables.home)
+    counts = np.zeros((size, len(tables.gpu_types)), np.int64)
+    nothing = Configurations(endpoint=np.arange(size), counts=counts, pooled=np.full(size, -1))
+    prices = np.zeros(len(rows.limit))
+    dual = Dual(rows=rows, columns=make_columns(tables, rows, nothing), bound=-np.inf, prices=prices)
+    step, width, bounds = _step_of_prices(tables, rows), WIDTH_FIRST, [-np.inf]
     for turn in range(rounds):
         dual = priced_out(tables, dual, prices)
         width = width * WIDTH_GROWTH if dual.bound > bounds[-1] else width / 2
@@ -172,7 +146,7 @@ def _climb_smoothed(dual: Dual, start: Floats, low: Floats, high: Floats, tau: f
 
     def negated(prices: Floats) -> tuple[float, Floats]:
         value, weights = soft_choice(columns, prices, tau)
-        return float(limit @ prices) - value, limit - columns.use @ weights
+        return float(limit @ prices) - value, limit - columns.use.T @ weights
 
     options = {"maxiter": CLIMB_STEPS, "maxcor": 20}
     bounds = np.column_stack([low, high])

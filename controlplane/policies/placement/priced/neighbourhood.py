@@ -47,28 +47,25 @@ def neighbourhood_columns(
     """Columns with an excess of at most `spare`, at most `each_max` found for each endpoint; the incumbent; and what
     would serve more where too little is served.
     """
-    every = np.arange(len(tables.home))
-    configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=np.full(len(every), spare))
-    columns = make_columns(tables, dual.rows, dual.columns, configurations)
+    configurations = configurations_at(tables, dual.rows, dual.prices, keep=each_max, spare=spare)
     complete = np.minimum(np.maximum(configurations.known - configurations.least, 0.0), spare)
-    return neighbourhood_of(tables, dual, columns, incumbent, complete, spare=spare)
+    return neighbourhood_of(tables, dual, incumbent, complete, spare, dual.columns, configurations)
 
 
 def neighbourhood_of(
-    tables: Tables, dual: Dual, columns: Columns, incumbent: Configurations, complete: Floats, *, spare: float
+    tables: Tables, dual: Dual, incumbent: Configurations, complete: Floats, spare: float, *known: Configurations
 ) -> Neighbourhood:
-    """Those of these columns that are near, the incumbent's, and what would serve more where too little is served."""
+    """Those of the known that are near, the incumbent's, and what would serve more where too little is served."""
     serving_more = _serving_more(tables, incumbent)
-    columns = make_columns(tables, dual.rows, columns, serving_more, incumbent)
+    columns = make_columns(tables, dual.rows, *known, serving_more, incumbent)
     value = columns.priced(dual.prices)
     excess = value - columns.spread(np.minimum.reduceat(value, columns.first))
     now = incumbent.counts[columns.endpoint]
     stands = (columns.counts == now).all(axis=1) & (columns.pooled == incumbent.pooled[columns.endpoint])
     more = np.isin(columns.endpoint, serving_more.endpoint) & (columns.counts >= now).all(axis=1)
-    kept = stands | more | (excess <= spare)
-    return Neighbourhood(
-        columns=columns.take(kept), excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete
-    )
+    kept = np.flatnonzero(stands | more | (excess <= spare))
+    columns = make_columns(tables, dual.rows, columns.at(kept))
+    return Neighbourhood(columns=columns, excess=excess[kept], choice=np.flatnonzero(stands[kept]), complete=complete)
 
 
 def _serving_more(tables: Tables, incumbent: Configurations) -> Configurations:

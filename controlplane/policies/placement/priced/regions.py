@@ -10,7 +10,7 @@ for all that the region could serve, at the price of its demand: so what is serv
 
 from collections.abc import Callable
 
-from controlplane.policies.placement.exact.program import build_program
+from controlplane.policies.placement.exact.program import Program
 from controlplane.policies.placement.grid import Grid, ModelRow
 from controlplane.policies.placement.highs import Floats, run_program
 
@@ -45,6 +45,6 @@ def region_bound(
         move_price=grid.move_price,
         fill=grid.fill,
     )
-    problem = build_program(part).highs
+    problem = Program(part).highs
     run_program(problem, should_stop, mip_abs_gap=gap_abs, mip_max_nodes=nodes_max)
     return float(problem.getInfo().mip_dual_bound) - left_out

@@ -20,7 +20,7 @@ class Cells:
 
     Attributes:
         speed: tokens/s of an instance, [N, K]; above 0 wherever there is room.
-        room: instances in each segment, [N, K, S].
+        segment_max: instances in each segment, [N, K, S].
         price: of an instance in each segment, [N, K, S]; rising along S. It may be negative.
         most: instances over all types, [N].
         fewest: instances wanted, [N], and the price of each that lacks, [N].

@@ -35,41 +35,23 @@ class Found:
     """Answers of a search.
 
     Attributes:
-        bound: no answer of the endpoint costs less, [N].
-        value: what the best found costs, [N]; above `bound` only where the search was cut off.
+        bound: no answer of the endpoint costs less, [N]; the best found costs more only where the search was cut off.
         known: every answer that costs less than this is among those given back, [N].
-        endpoint: row that each answer belongs to, [M].
+        endpoint: row that each answer belongs to, [M]; the cheapest of each first.
         counts: instances, [M, K].
     """
 
     bound: Floats
-    value: Floats
     known: Floats
     endpoint: Ints
     counts: Ints
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Listed:
-    """Answers enumerated, and the endpoints that had too many."""
-
-    endpoint: Ints
-    counts: Ints
-    value: Floats
-    cut: Ints
-
-    def joined(self, later: "_Listed") -> "_Listed":
-        return _Listed(
-            endpoint=np.concatenate([self.endpoint, later.endpoint]),
-            counts=np.concatenate([self.counts, later.counts]),
-            value=np.concatenate([self.value, later.value]),
-            cut=later.cut,
-        )
+_Answers = tuple[Ints, Ints, Floats]
+"""M answers: the endpoint of each, [M], its counts, [M, K], and what it costs, [M]."""
 
 
-def search(
-    cells: Cells, *, spare: Floats | float = 0.0, keep: int = 1, labels_max: int = 4000, exact: bool = True
-) -> Found:
+def search(cells: Cells, *, spare: float = 0.0, keep: int = 1, labels_max: int = 4000) -> Found:
     """The best answer of each endpoint, and others that cost a little more.
 
     Args:
@@ -77,45 +59,36 @@ def search(
         spare: how much worse than the best known an answer may be to be enumerated, as a cost per hour.
         keep: answers given back per endpoint at most.
         labels_max: combinations of an endpoint at which its search is cut off.
-        exact: False = rounding only, no enumeration.
     """
     relaxed = relax(cells)
     value, counts = round_off(cells, relaxed)
     near = value - relaxed.bound <= TOLERANCE * np.maximum(1.0, np.abs(value)) - spare
-    others = bool(np.any(np.asarray(spare) > 0))
-    if not exact:
-        bound = np.minimum(relaxed.bound, value)
-        return Found(
-            bound=bound,
-            value=value,
-            known=bound,
-            endpoint=np.arange(len(value)),
-            counts=counts,
-        )
-    listed = _enumerate(cells, relaxed, np.flatnonzero(~near), value + spare, labels_max, others)
-    if len(cut := listed.cut):
+    listed, cut = _enumerate(cells, relaxed, np.flatnonzero(~near), value, spare, labels_max)
+    if len(cut):
         value[cut], counts[cut] = improve(cells.take(cut), value[cut], counts[cut])
-        listed = listed.joined(_enumerate(cells, relaxed, cut, value + spare, labels_max, others))
-    listed = listed.joined(_Listed(endpoint=np.arange(len(value)), counts=counts, value=value, cut=listed.cut))
-    order = np.lexsort((*listed.counts.T, listed.value, listed.endpoint))
-    size = np.bincount(listed.endpoint, minlength=len(value))
+        more, cut = _enumerate(cells, relaxed, cut, value, spare, labels_max)
+        listed += more
+    listed.append((np.arange(len(value)), counts, value))
+    endpoint, counts, cost = (np.concatenate(part) for part in zip(*listed, strict=True))
+    order = np.lexsort((*counts.T, cost, endpoint))
+    endpoint, counts, cost = endpoint[order], counts[order], cost[order]
+    size = np.bincount(endpoint)
     first = np.cumsum(size) - size
-    last = listed.value[order][first + np.minimum(size, keep) - 1]
-    known = np.where(size > keep, last, value + spare)
-    value = listed.value[order][first]
-    bound = value.copy()
-    bound[listed.cut] = np.minimum(relaxed.bound, value)[listed.cut]
-    known[listed.cut] = bound[listed.cut]
-    rank = np.arange(len(order)) - first[listed.endpoint[order]]
-    kept = order[rank < keep]
-    return Found(bound=bound, value=value, known=known, endpoint=listed.endpoint[kept], counts=listed.counts[kept])
+    known = np.where(size > keep, cost[first + np.minimum(size, keep) - 1], value + spare)
+    bound = cost[first]
+    bound[cut] = known[cut] = np.minimum(relaxed.bound, bound)[cut]
+    kept = np.arange(len(order)) - first[endpoint] < keep
+    return Found(bound=bound, known=known, endpoint=endpoint[kept], counts=counts[kept])
 
 
-def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, labels_max: int, others: bool) -> _Listed:
-    """All answers of these endpoints that cost at most `value`."""
+def _enumerate(
+    cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, spare: float, labels_max: int
+) -> tuple[list[_Answers], Ints]:
+    """All answers of these endpoints that cost at most `value` and the spare, and the endpoints that have too many."""
     types = cells.speed.shape[1]
-    slack = value - relaxed.bound
-    slack = slack + TOLERANCE * np.maximum(1.0, np.abs(value))
+    limit = value + spare
+    limit = limit + TOLERANCE * np.maximum(1.0, np.abs(limit))
+    slack = limit - relaxed.bound
     at, rest = open_, np.zeros((len(open_), types), np.int64)
     loss, served = np.zeros(len(open_)), np.zeros(len(open_))
     cut: list[Ints] = [np.zeros(0, np.int64)]
@@ -136,21 +109,17 @@ def _enumerate(cells: Cells, relaxed: Relaxed, open_: Ints, value: Floats, label
         stays = (loss + over <= slack[at]) & (rest.sum(axis=1) <= cells.most[at])
         at, rest, loss, served = at[stays], rest[stays], loss[stays], served[stays]
     found = best_last(cells, at, relaxed.split[at], rest)
-    limit = value + TOLERANCE * np.maximum(1.0, np.abs(value))
     good = found <= limit[at]
-    listed = [(at[good], rest[good], found[good])]
-    if others:
-        listed += [
-            *_with_other_counts(cells, relaxed, *listed[0][:2], limit, 1),
-            *_with_other_counts(cells, relaxed, *listed[0][:2], limit, -1),
-        ]
-    endpoint, counts, cost = (np.concatenate(part) for part in zip(*listed, strict=True))
-    return _Listed(endpoint=endpoint, counts=counts, value=cost, cut=np.unique(np.concatenate(cut)))
+    at, rest = at[good], rest[good]
+    listed = [(at, rest, found[good])]
+    for step in (1, -1) if spare > 0 else ():
+        listed += _with_other_counts(cells, relaxed, at, rest, limit, step)
+    return listed, np.unique(np.concatenate(cut))
 
 
 def _with_other_counts(
     cells: Cells, relaxed: Relaxed, at: Ints, counts: Ints, limit: Floats, step: int
-) -> Iterator[tuple[Ints, Ints, Floats]]:
+) -> Iterator[_Answers]:
     """The same answers with other counts of the last type, step by step while they cost no more than the limit."""
     while len(at):
         rows, kind = np.arange(len(at)), relaxed.split[at]
@@ -168,32 +137,25 @@ def _with_other_counts(
 def _range(cells: Cells, relaxed: Relaxed, at: Ints, kind: Ints, slack: Floats) -> tuple[Ints, Ints]:
     """Fewest and most instances of a type whose loss stays within the slack."""
     segment_max, rate = cells.segment_max[at, kind], relaxed.loss_rate[at, kind]
-    low = high = np.zeros(len(at), np.int64)
-    down, up = slack.copy(), slack.copy()
     free = np.where(rate <= 0, segment_max, 0)
-    high = free.sum(axis=1)
-    low = high.copy()
+    low = high = free.sum(axis=1)
+    up = down = slack
     for segment in range(segment_max.shape[1]):
-        fits = _fit(up, rate[:, segment], segment_max[:, segment] - free[:, segment])
-        full = fits == segment_max[:, segment] - free[:, segment]
-        high = high + fits
-        up = np.where(full, up - fits * np.maximum(rate[:, segment], 0.0), -1.0)
+        more = _fit(up, rate[:, segment], segment_max[:, segment] - free[:, segment])
+        high, up = high + more, up - more * rate[:, segment]
     for segment in reversed(range(segment_max.shape[1])):
-        fits = _fit(down, -rate[:, segment], free[:, segment])
-        low = low - fits
-        down = np.where(fits == free[:, segment], down + fits * np.minimum(rate[:, segment], 0.0), -1.0)
+        less = _fit(down, -rate[:, segment], free[:, segment])
+        low, down = low - less, down + less * rate[:, segment]
     return low, high
 
 
 def _fit(slack: Floats, rate: Floats, segment_max: Ints) -> Ints:
     """How many instances of this loss each the slack allows."""
     fits = np.floor(np.maximum(slack, 0.0) / np.maximum(rate, 1e-12) + TOLERANCE)
-    return np.where(slack >= 0, np.minimum(fits, segment_max), 0).astype(np.int64)
+    return np.minimum(fits, segment_max).astype(np.int64)
 
 
 def _loss(cells: Cells, relaxed: Relaxed, at: Ints, kind: Ints, count: Ints) -> Floats:
     segment_max, rate = cells.segment_max[at, kind], relaxed.loss_rate[at, kind]
-    least = np.minimum(rate, 0.0)
-    return np.asarray(
-        cost_of_counts(count, segment_max, rate) - (np.where(segment_max > 0, least, 0.0) * segment_max).sum(axis=-1)
-    )
+    least = (np.minimum(rate, 0.0) * segment_max).sum(axis=-1)
+    return np.asarray(cost_of_counts(count, segment_max, rate) - least)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controlplane.policies.facts import EndpointGpu, PoolKey
-from controlplane.policies.placement.grid import Cell, Grid
+from controlplane.policies.placement.grid import Answer, Cell, Grid
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -54,7 +54,7 @@ class Tables:
     Attributes:
         speed: tokens/s of an instance, [I, K]; 0 = no profile.
         gpus: GPUs of an instance, [I, K].
-        room: instances each segment holds, [E, K, S].
+        segment_max: instances each segment holds, [E, K, S].
         price: per hour of an instance in that segment, moves and start included, [E, K, S]; rising along S.
         most: instances allowed over all types, [E].
         fewest: instances wanted, [E]; `fewest_price` per hour of one that lacks, [E].
@@ -92,26 +92,23 @@ class Tables:
         object.__setattr__(self, "model_of", np.repeat(np.arange(models), regions))
         object.__setattr__(self, "region_of", np.tile(np.arange(regions), models))
 
-    def counts_by_key(self, counts: Ints) -> Mapping[EndpointGpu, int]:
-        """Instances [E, K] by cell; none where there are none."""
-        return {self._cell(e, k): int(counts[e, k]) for e, k in np.argwhere(counts).tolist()}
-
-    def pooled_keys(self, pooled: Ints) -> frozenset[EndpointGpu]:
-        """Kind of pool that each endpoint is in, [E], -1 = none, as keys."""
+    def answer(self, counts: Ints, pooled: Ints, pool_gpus: Ints) -> Answer:
+        """A placement by keys, what is 0 left out: instances, [E, K], the kind of pool that each endpoint is in, [E],
+        -1 = none, and GPUs of pools, [J, P].
+        """
         kinds = self.pools.gpu_type
-        return frozenset(self._cell(e, int(kinds[pooled[e]])) for e in np.flatnonzero(pooled >= 0).tolist())
-
-    def pool_gpus_by_key(self, gpus: Ints) -> Mapping[PoolKey, int]:
-        """Pool GPUs [J, P] by pool; none where there are none."""
-        pools = self.pools
-        return {
-            PoolKey(
-                region=self.regions[j],
-                gpu_type=self.gpu_types[pools.gpu_type[p]],
-                worker_gpus=int(pools.worker_gpus[p]),
-            ): int(gpus[j, p])
-            for j, p in np.argwhere(gpus)
-        }
+        return Answer(
+            counts={self._cell(e, k): int(counts[e, k]) for e, k in np.argwhere(counts).tolist()},
+            pooled=frozenset(self._cell(e, int(kinds[pooled[e]])) for e in np.flatnonzero(pooled >= 0).tolist()),
+            pool_gpus={
+                PoolKey(
+                    region=self.regions[j],
+                    gpu_type=self.gpu_types[kinds[p]],
+                    worker_gpus=int(self.pools.worker_gpus[p]),
+                ): int(pool_gpus[j, p])
+                for j, p in np.argwhere(pool_gpus)
+            },
+        )
 
     def _cell(self, endpoint: int, gpu_type: int) -> EndpointGpu:
         return EndpointGpu(

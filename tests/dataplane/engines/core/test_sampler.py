@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataplane.engines.core.sampler import Draw, _cut_tail, _keys, _noise, choose_tokens
+from dataplane.engines.core.sampler import Draw, _cut_tail, _keys, _largest, _noise, choose_tokens
 
 
 def draw(position: int = 0, *, temperature: float = 1.0, top_p: float = 1.0, banned: tuple[int, ...] = ()) -> Draw:
@@ -22,6 +22,16 @@ def frequencies(probabilities: list[float], *, temperature: float = 1.0, top_p: 
 def test_temperature_zero_takes_the_largest() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0], [5.0, -1.0, 2.0]])
     assert choose_tokens(logits, [draw(temperature=0.0)] * 2) == [1, 0]
+
+
+@given(st.lists(st.sampled_from([float("-inf"), 0.0, 1.0, float("inf"), float("nan")]), min_size=1, max_size=40))
+def test_the_largest_is_the_one_that_torch_takes(row: list[float]) -> None:
+    """The first of several, and NaN before all others."""
+    numbers = torch.tensor([row, row[::-1]])
+    values, places = _largest(numbers)
+    expected = numbers.max(dim=-1)
+    assert torch.equal(places, expected.indices)
+    torch.testing.assert_close(values, expected.values, equal_nan=True)
 
 
 def test_frequencies_follow_the_probabilities() -> None:

@@ -8,7 +8,7 @@ import pytest
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.decision import Constraint, Placement
-from controlplane.policies.placement.exact.program import build_program
+from controlplane.policies.placement.exact.program import Program
 from controlplane.policies.placement.facts import PlacementFacts, PlacementModel, PlacementSettings, PoolFacts, Profile
 from controlplane.policies.placement.grid import grid_of
 from dataplane.protocol.tiers import Tier
@@ -212,6 +212,6 @@ def test_what_no_pool_can_hold_is_not_pooled() -> None:
 
 def test_the_relaxation_knows_that_a_small_model_takes_a_whole_instance() -> None:
     """Rows count an instance for no more than they ask: the linear bound of 12 small models is 12 instances."""
-    problem = build_program(grid_of(replace(tail(12, 0.1), pool=None), PlacementSettings())).problem
+    problem = Program(grid_of(replace(tail(12, 0.1), pool=None), PlacementSettings())).problem
     coefficients = [value for row in problem.constraints() for value in row.values()]
     assert max(abs(value) for value in coefficients) <= 1.0

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 from controlplane.policies.placement.grid import Grid
-from controlplane.policies.placement.priced.dual import Dual, climb, first_dual
+from controlplane.policies.placement.priced.dual import Dual, climb
 from controlplane.policies.placement.priced.neighbourhood import neighbourhood_columns
 from controlplane.policies.placement.priced.tables import Tables, build_tables
 
@@ -16,6 +16,6 @@ def climbed(
     stands anywhere.
     """
     tables = build_tables(grid)
-    dual = climb(tables, first_dual(tables), rounds, least_gain, lambda: False)
+    dual = climb(tables, rounds, least_gain, lambda: False)
     nothing = dual.columns.at(dual.columns.first)
     return tables, dual, partial(neighbourhood_columns, tables, incumbent=nothing, spare=spare, each_max=each_max)

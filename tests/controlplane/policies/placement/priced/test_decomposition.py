@@ -21,7 +21,7 @@ from controlplane.policies.placement.facts import (
 from controlplane.policies.placement.grid import Answer, Grid, grid_of
 from controlplane.policies.placement.priced.choice import Chooser, Effort
 from controlplane.policies.placement.priced.decomposition import PricedSolution, PriceSettings, solve_grid
-from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at, first_dual
+from controlplane.policies.placement.priced.dual import Dual, climb, configurations_at
 from controlplane.policies.placement.priced.models import whole_models
 from controlplane.policies.placement.priced.regions import region_bound
 from controlplane.policies.placement.priced.relax import Cells
@@ -80,7 +80,7 @@ def test_the_bounds_of_regions_add_up_to_a_bound_at_any_price_of_demand(facts: P
     if not grid.cells:
         return
     tables = build_tables(grid)
-    dual = climb(tables, first_dual(tables), 4, 0.0, lambda: False)
+    dual = climb(tables, 4, 0.0, lambda: False)
     token = share * dual.rows.of_places(dual.prices)[2]
     bound = tables.constant + float(token @ tables.total)
     for region in range(len(tables.regions)):
@@ -151,12 +151,11 @@ def test_a_choice_among_columns_fits_and_is_never_worse(facts: PlacementFacts) -
     choice = chooser.better(near.choice, np.ones(len(near.columns), bool), effort)
     assert chooser.cost(choice) <= chooser.cost(near.choice)
     found = near.columns.at(choice)
-    gpus = tables.pool_gpus_by_key(pool_gpus(tables, found))
-    answer = Answer(counts=tables.counts_by_key(found.counts), pooled=tables.pooled_keys(found.pooled), pool_gpus=gpus)
+    answer = tables.answer(found.counts, found.pooled, pool_gpus(tables, found))
     assert violations_of(grid, answer) == ()
     if not any(facts.donated.values()):
         pools = [pool for row in grid.places for pool in row.pools]
-        moves_of_pools = sum(abs(gpus.get(pool.key, 0) - pool.before) for pool in pools) * grid.move_price
+        moves_of_pools = sum(abs(answer.pool_gpus.get(pool.key, 0) - pool.before) for pool in pools) * grid.move_price
         cost = grid_cost(grid, answer) - moves_of_pools
         assert chooser.cost(choice) == pytest.approx(cost, rel=1e-9, abs=1e-6)
     closed = chooser.better(choice, np.zeros(len(near.columns), bool), effort)
@@ -291,7 +290,7 @@ def test_the_search_of_endpoints_is_exact_and_lists_the_best(seed: int, spare: f
         assert found.bound[at] <= best + 1e-7
         assert {counts for counts, value in values.items() if value < found.known[at] - 1e-7} <= set(listed)
         if labels_max > 2:
-            assert found.value[at] == pytest.approx(best, abs=1e-7)
+            assert values[listed[0]] == pytest.approx(best, abs=1e-7)
             assert found.bound[at] == pytest.approx(best, abs=1e-7)
             assert within <= set(listed)
 
