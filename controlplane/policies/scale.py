@@ -54,11 +54,12 @@ def choose_scale(
         placing: how slots are chosen; its `stale_s` holds for nodes and reports alike.
     """
     stale_s = placing.stale_s
-    pooling = choose_pool_slots(pool_slot_facts(snapshot), now_s, stale_s=stale_s)
+    given = pool_slot_facts(snapshot, lends=placing.donation_enabled)
+    pooling = choose_pool_slots(given, now_s, stale_s=stale_s)
     pooled = {each.instance_id: each for each in snapshot.pooled}
     alone = [pooled[change.instance_id] for change in pooling.dedicates]
     dedicated = {each.instance_id: snapshot.gpus[each.key.pair] for each in alone}
-    snapshot = snapshot.as_scaled(dedicated, scaling.strategy)
+    snapshot = snapshot.as_scaled(dedicated, scaling.strategy, {change.instance_id for change in pooling.donates})
     slots = _without_pools(pooling, snapshot.rooms)
     instances = leaving_larger_slots(snapshot.dedicated, slots, snapshot.sizes, stale_s=stale_s)
     leaving = choose_evacuation(instances, _at_maximum(snapshot, instances, slots, stale_s=stale_s))
@@ -124,9 +125,11 @@ def _without_pools(decision: PoolSlotDecision, slots: Iterable[SlotRoom]) -> tup
 
 
 def _joined(decision: SlotDecision, pooling: PoolSlotDecision) -> SlotDecision:
-    """Both decisions as one; what the pools start is tried first."""
+    """Both decisions as one; what the pools start is tried first. What a start has called back is not lent out."""
+    revived = {change.instance_id for change in decision.revives}
     return replace(
         decision,
+        donates=(*decision.donates, *(change for change in pooling.donates if change.instance_id not in revived)),
         adds=(*pooling.adds, *decision.adds),
         revives=(*pooling.revives, *decision.revives),
         drains=(*pooling.drains, *decision.drains),

@@ -164,9 +164,12 @@ class FleetSnapshot:
         }
         return replace(self, profiles=profiles, latencies=latencies)
 
-    def as_scaled(self, gpus: Mapping[str, int], strategy: str) -> "FleetSnapshot":
+    def as_scaled(
+        self, gpus: Mapping[str, int], strategy: str, donated: Container[str] = frozenset()
+    ) -> "FleetSnapshot":
         """The snapshot that a scaling strategy starts from: these pooled instances, by id, have so many GPUs of their
-        own, and instances with GPUs of their own are of the kinds that the strategy knows.
+        own, and instances with GPUs of their own are of the kinds that the strategy knows. Those that are `donated`
+        serve what they have.
         """
 
         def changed(each: PlacedInstance) -> PlacedInstance:
@@ -176,15 +179,17 @@ class FleetSnapshot:
             kind = kind_for(strategy, each.kind, instances_max=most)
             if not each.pooled and each.instance_id not in gpus and kind == each.kind:
                 return each
-            return structs.replace(each, pooled=False, gpus=gpus.get(each.instance_id, each.gpus), kind=kind)
+            draining = each.draining or each.instance_id in donated
+            own_gpus = gpus.get(each.instance_id, each.gpus)
+            return structs.replace(each, pooled=False, gpus=own_gpus, kind=kind, draining=draining)
 
         instances = tuple(changed(each) for each in self.instances)
         same = all(one is other for one, other in zip(instances, self.instances, strict=True))
         return self if same else replace(self, instances=instances)
 
 
-def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
-    """The facts for `choose_pool_slots`."""
+def pool_slot_facts(snapshot: FleetSnapshot, *, lends: bool = True) -> PoolSlotFacts:
+    """The facts for `choose_pool_slots`. `lends`: whether instances may be lent out."""
     planned = snapshot.planned or {}
     serving = [each for each in snapshot.dedicated if each.serving and not each.stuck]
     present = Counter(each.key for each in serving)
@@ -203,6 +208,7 @@ def pool_slot_facts(snapshot: FleetSnapshot) -> PoolSlotFacts:
         instances=snapshot.pooled,
         served=frozenset(_served(snapshot, serving)),
         dedicated=snapshot.dedicated,
+        lends=lends,
         sizes=snapshot.sizes,
         missing={key: count - present[key] for key, count in wanted.items() if count > present[key]},
     )
@@ -261,6 +267,7 @@ def scaling_facts(
     alone = {key.endpoint: {key.gpu_type: 1} for key in stranded}
     reports = _reports(snapshot, stale_s)
     in_reserve = Counter(each.endpoint for each in snapshot.pooled if each.serving and each.ready)
+    back = _coming_back(snapshot, stale_s)
     endpoints = []
     for endpoint in snapshot.limits:
         if endpoint in snapshot.pools.endpoints and endpoint not in alone:
@@ -268,7 +275,8 @@ def scaling_facts(
         backlog = snapshot.backlogs.get(endpoint.model)
         facts = _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s)
         if (reserve := snapshot.pools.reserved.get(endpoint)) is not None and endpoint not in snapshot.overrides:
-            facts = _held_facts(facts, reserve, in_reserve[endpoint], reports[endpoint])
+            free = back[endpoint, reserve]
+            facts = _held_facts(facts, reserve, in_reserve[endpoint], free, reports[endpoint])
         endpoints.append(
             replace(
                 facts,
@@ -291,10 +299,11 @@ def _reports(snapshot: FleetSnapshot, stale_s: float) -> Mapping[Endpoint, list[
 
 
 def _held_facts(
-    facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reports: list[InstanceFacts]
+    facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reclaimable: int, reports: list[InstanceFacts]
 ) -> EndpointScaleFacts:
-    """An endpoint that a reserve of this GPU type holds, with so many ready instances there. `reports`: of all its
-    instances. Without a minimum, one of its own stays until there is such an instance.
+    """An endpoint that a reserve of this GPU type holds, with so many ready instances there, and so many lent out that
+    come back in a minute. `reports`: of all its instances. Without a minimum, one of its own stays until there is such
+    an instance.
     """
     fewest = max(facts.min, min(1, facts.working, facts.max))
     waits = [wait_s for one in reports if (wait_s := _outlook_s(one)) is not None]
@@ -302,9 +311,23 @@ def _held_facts(
         facts,
         min=max(0, fewest - in_reserve),
         reserve=gpu_type,
+        reclaimable=reclaimable,
         in_flight=sum(one.requests for one in reports),
+        waiting=sum(one.waiting for one in reports),
         batch_max=min((one.batch_max for one in reports if one.batch_max is not None), default=None),
         wait_s=min(waits, default=None),
+    )
+
+
+def _coming_back(snapshot: FleetSnapshot, stale_s: float) -> Counter[tuple[Endpoint, str]]:
+    """Instances of each endpoint and GPU type that serve again in a minute once they are wanted: those lent out without
+    a lease and those that drain, on nodes that are heard of.
+    """
+    alive = {node.name for node in snapshot.serving_nodes(stale_s)}
+    return Counter(
+        (each.endpoint, each.gpu_type)
+        for each in snapshot.dedicated
+        if each.node_id in alive and not (each.serving or each.leased or each.stuck)
     )
 
 

@@ -21,7 +21,7 @@ class Holds(IntEnum):
     LEASED = 4
 
 
-Rank = tuple[Holds, int, float, SlotRef]
+Rank = tuple[Holds, int, float, int, SlotRef]
 """How well a slot suits a pool, whatever its size, the smaller the better; its `SlotRef` breaks ties."""
 _ORDER = ({Holds.POOLED}, {Holds.NOTHING, Holds.LEAVING, Holds.DONATED}, {Holds.LEASED})
 

@@ -7,17 +7,21 @@ their slots, so that host copies of weights are reused; an instance that moves i
 ready.
 
 A pool grows by slots that are in it already, then by free slots, then by slots that hold only instances of endpoints
-that are to be pooled: those serve until the pooled instances are ready. Slots of donated instances are last: these are
-stopped, or get notice first. A pool takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves
-the pool is to have instances of its own, its pooled instance gets the GPUs of the slot.
+that are to be pooled: those serve until the pooled instances are ready. Then come slots of donated instances, which are
+stopped, those of models that have most of them first; and last those of leased ones, which get notice first. A pool
+takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leaves the pool is to have instances of its
+own, its pooled instance gets the GPUs of the slot.
 
 A pool that is the reserve of its region has an instance of every endpoint that it holds on each of its slots, beside
-the endpoints' own instances, which scaling goes on to scale.
+the endpoints' own instances, which scaling goes on to scale. A slot that it leaves is not emptied where instances may
+be lent out: once the others are gone, one of its instances gets the GPUs. It is lent out at once, unless the plan wants
+it.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from controlplane.policies.assignment.facts import InstanceChange, PlacedInstance, SlotAdd, SlotRef, SlotRoom, Unplaced
 from controlplane.policies.assignment.pool_sizes import Holds, Rank, whole_slots
@@ -34,6 +38,7 @@ class PoolSlotFacts:
         occupancy: endpoints that the plan pools, with the share of one GPU each takes there.
         held: endpoints of pools that are reserves.
         leaving: of these, the ones that are to have no instance of their own.
+        lends: whether instances may be lent out.
         slots: all slots.
         instances: pooled instances, draining ones included.
         served: endpoints that need no pooled instance where the plan does not pool them: they have ready dedicated
@@ -53,6 +58,7 @@ class PoolSlotFacts:
     missing: Mapping[EndpointGpu, int] = field(default_factory=dict)
     held: frozenset[EndpointGpu] = frozenset()
     leaving: frozenset[EndpointGpu] = frozenset()
+    lends: bool = True
     sizes: Mapping[str, ModelSize] = field(default_factory=dict)
     gpus: Mapping[ModelGpu, int] = field(default_factory=dict)
 
@@ -70,6 +76,7 @@ class PoolSlotDecision:
         revives: draining instances that are wanted again.
         drains: instances to be stopped once they are empty.
         dedicates: instances that get the GPUs of their slot and are no longer pooled.
+        donates: those of them that are lent out, since the plan wants no more of their own.
         unplaced: pooled endpoints that found no slot.
         slots: all slots of the pool: those it has, those it leaves and those it waits for.
         ready: endpoints that the pool serves now: their dedicated instances may go.
@@ -80,6 +87,7 @@ class PoolSlotDecision:
     revives: tuple[InstanceChange, ...] = ()
     drains: tuple[InstanceChange, ...] = ()
     dedicates: tuple[InstanceChange, ...] = ()
+    donates: tuple[InstanceChange, ...] = ()
     unplaced: tuple[Unplaced, ...] = ()
     slots: frozenset[SlotRef] = frozenset()
     ready: frozenset[Endpoint] = frozenset()
@@ -115,13 +123,14 @@ def choose_pool_slots(facts: PoolSlotFacts, now_s: float, *, stale_s: float) -> 
     filling = _Filling(facts, stale_s)
     for pool in sorted({*facts.pool_gpus, *(facts.pool(key) for key in (*facts.occupancy, *facts.held))}):
         filling.fill(pool)
-    dedicates = tuple(filling.dedicates())
+    dedicates, donates = filling.dedicates()
     staying = {change.instance_id for change in dedicates}
     return PoolSlotDecision(
         adds=tuple(filling.adds),
         revives=tuple(filling.revives),
         drains=tuple(change for change in filling.drains() if change.instance_id not in staying),
-        dedicates=dedicates,
+        dedicates=tuple(dedicates),
+        donates=tuple(donates),
         unplaced=tuple(filling.unplaced),
         slots=frozenset({*filling.chosen, *(each.ref for each in facts.instances if each.instance_id not in staying)}),
         ready=frozenset(each.endpoint for each in filling.pooled_kept() if each.ready and not each.draining),
@@ -151,6 +160,7 @@ class _Filling:
         self._dedicated_on: dict[SlotRef, list[PlacedInstance]] = defaultdict(list)
         for placed in facts.dedicated:
             self._dedicated_on[placed.ref].append(placed)
+        self._lent = Counter(each.key for each in facts.dedicated if each.donation)
         self._keys: dict[PoolKey, list[EndpointGpu]] = defaultdict(list)
         for key in sorted({*facts.occupancy, *facts.held}):
             self._keys[facts.pool(key)].append(key)
@@ -215,19 +225,48 @@ class _Filling:
         rooms = [(slot.room.gpu_type, slot.room.weights) for slot in slots]
         return None if size is None else why_unfit(key.model, size, rooms, key.region)
 
-    def dedicates(self) -> Iterator[InstanceChange]:
-        """Pooled instances that are alone on a slot that leaves the pool and are to have GPUs of their own."""
-        fresh = {slot.ref for slots in self._usable.values() for slot in slots}
+    def dedicates(self) -> tuple[list[InstanceChange], list[InstanceChange]]:
+        """Pooled instances that get the GPUs of a slot that leaves the pool, and those of them that are lent out: these
+        once the others there are gone and their endpoint has another one that is ready, or is to have none.
+        """
         pooled = {key.endpoint for key in self._facts.occupancy}
-        missing = Counter(self._facts.missing)
-        for ref, instances in sorted(self._pooled_on.items()):
-            running = [each for each in instances if not each.draining]
-            if ref in self.chosen or ref not in fresh or len(running) != 1 or self._dedicated_on[ref]:
-                continue
-            [last] = running
-            if last.ready and last.endpoint not in pooled and missing[last.key] > 0:
+        ready = self._ready() | {each.endpoint for each in self._facts.dedicated if each.serving and each.ready}
+        missing, dedicated, donated = Counter(self._facts.missing), list[InstanceChange](), list[InstanceChange]()
+        for ref in self._left():
+            here = self._pooled_on[ref]
+            heir = next((each for each in here if each.instance_id in self.heirs), None)
+            running = [each for each in here if not each.draining]
+            if heir is None and len(running) == 1:
+                [last] = running
+                if not last.ready or last.endpoint in pooled or missing[last.key] <= 0:
+                    continue
                 missing[last.key] -= 1
-                yield InstanceChange(instance_id=last.instance_id, reason="the slot is its own now")
+                heir = last
+            elif heir is None:
+                continue
+            elif not self.heirs[heir.instance_id]:
+                if len(here) > 1 or not (heir.endpoint in ready or self._ends(heir)):
+                    continue
+                donated.append(InstanceChange(instance_id=heir.instance_id, reason="the plan wants no more of its own"))
+            dedicated.append(InstanceChange(instance_id=heir.instance_id, reason="the slot is its own now"))
+        return dedicated, donated
+
+    def _ends(self, each: PlacedInstance) -> bool:
+        """Whether an endpoint needs no more instance of its reserve: its own serve, or neither is to have any."""
+        own = any(one.serving and one.ready for one in self._facts.dedicated if one.endpoint == each.endpoint)
+        reserve = self._facts.pool_gpus.get(self._facts.pool(each.key))
+        return each.endpoint in self._facts.served and (own or not reserve)
+
+    def _ready(self) -> set[Endpoint]:
+        """Endpoints with an instance that stays pooled and serves."""
+        return {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
+
+    def _left(self) -> list[SlotRef]:
+        """Slots that leave the pool, with nothing on them but pooled instances."""
+        fresh = {slot.ref for slots in self._usable.values() for slot in slots}
+        return sorted(
+            ref for ref in self._pooled_on if ref in fresh and ref not in self.chosen and not self._dedicated_on[ref]
+        )
 
     def drains(self) -> Iterator[InstanceChange]:
         """Instances that are not needed: once their replacement is ready, or at once where they are not ready. Where
@@ -235,12 +274,12 @@ class _Filling:
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
-        ready = {each.endpoint for each in self.kept.values() if each.ready and not each.draining}
+        ready = self._ready() | {each.endpoint for each in self._facts.instances if each.instance_id in self.heirs}
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
-            if each.instance_id in self.kept or each.draining:
+            if each.instance_id in self.kept or each.instance_id in self.heirs or each.draining:
                 continue
             if each.key in self._facts.held:
-                replaced = each.endpoint in ready or each.endpoint in self._facts.served or not each.ready
+                replaced = each.endpoint in ready or self._ends(each) or not each.ready
                 reason = "the reserve leaves its slot"
             elif each.endpoint in pooled:
                 replaced = each.endpoint in (ready if each.ready or each.stuck else kept_endpoints)
@@ -250,6 +289,25 @@ class _Filling:
                 reason = "the plan no longer pools it"
             if replaced:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
+
+    @cached_property
+    def heirs(self) -> Mapping[str, bool]:
+        """Of each slot that a reserve leaves, the instance that gets its GPUs, and whether the plan wants it: of an
+        endpoint that misses one, else of that with the fewest lent out, so that it serves again in a minute.
+        """
+        lent, heirs = Counter(self._lent), dict[str, bool]()
+        missing = Counter(self._facts.missing)
+        missing.subtract(lent)
+        for ref in self._left():
+            here = [each for each in self._pooled_on[ref] if each.key in self._facts.held]
+            open_to = [each for each in here if each.ready and not each.draining]
+            open_to = [each for each in open_to if self._facts.lends or missing[each.key] > 0]
+            if open_to:
+                heir = min(open_to, key=lambda each: (missing[each.key] <= 0, lent[each.key], each.key))
+                heirs[heir.instance_id] = missing[heir.key] > 0
+                missing[heir.key] -= 1
+                lent[heir.key] += 1
+        return heirs
 
     def _sized(self, pool: PoolKey) -> list[_PoolSlot]:
         """The slots that make up a pool of the planned size; at least one slot where anything is pooled."""
@@ -264,13 +322,16 @@ class _Filling:
 
     def _rank(self, slot: SlotRoom) -> Rank | None:
         """How well a slot suits the pool, whatever its size, the smaller the better; None: it must not join."""
+        going = {*self._facts.occupancy, *self._facts.leaving}
+        if any(each.serving and each.key not in going for each in self._dedicated_on[slot.ref]):
+            return None
         if slot.ref in self._pooled_on:
             running = [each for each in self._pooled_on[slot.ref] if not each.draining]
             occupied = sum(self._facts.occupancy.get(each.key, 0.0) for each in running)
-            return Holds.POOLED, -len(running), -occupied, slot.ref
+            return Holds.POOLED, -len(running), -occupied, 0, slot.ref
         dedicated = self._dedicated_on[slot.ref]
         if not dedicated:
-            return (Holds.NOTHING, -slot.workers, 0.0, slot.ref) if slot.gpus_free == slot.gpus else None
+            return (Holds.NOTHING, -slot.workers, 0.0, 0, slot.ref) if slot.gpus_free == slot.gpus else None
         if self._is_leased(slot):
             kind = Holds.LEASED
         elif any(each.donation for each in dedicated):
@@ -279,7 +340,8 @@ class _Filling:
             kind = Holds.LEAVING
         going = {*self._facts.occupancy, *self._facts.leaving}
         leaves = all(each.donation is not None or each.key in going for each in dedicated)
-        return (kind, -slot.workers, float(len(dedicated)), slot.ref) if leaves else None
+        lent = 0 if kind is Holds.LEASED else max(self._lent[each.key] for each in dedicated)
+        return (kind, -slot.workers, float(len(dedicated)), -lent, slot.ref) if leaves else None
 
     def _is_leased(self, slot: SlotRoom) -> bool:
         return any(each.leased for each in self._dedicated_on[slot.ref])

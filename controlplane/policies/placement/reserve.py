@@ -8,9 +8,10 @@ Two rows, as the placement has them, both at the quantile of a sum (`shortfall`)
 
 An endpoint has an instance on each slot of its reserve, so these count for its minimum. In each region endpoints begin
 with what they would have alone, and give up instances one by one, those first that the reserve can take most easily.
-Of all states on the way the one with the fewest GPUs is chosen; among equals, the one with most own instances. So no
-region takes more GPUs than without a reserve. Then slots or instances are added until the global row holds; where whole
-slots and instances make that more than without reserves in any region, there is none.
+Of all states on the way the one with the fewest GPUs is chosen; among equals, the one whose reserve has most nearly the
+slots that it has now, then the one with most own instances. So no region takes more GPUs than without a reserve. Then
+slots or instances are added until the global row holds; where whole slots and instances make that more than without
+reserves in any region, there is none.
 """
 
 import heapq
@@ -31,8 +32,10 @@ from controlplane.policies.placement.reserve_facts import (
 )
 from controlplane.policies.placement.shortfall import ReserveLoad, ReserveSum, quantile_z, shortfall_of, slots_for
 
-_Score = tuple[int, int, int]
-"""GPUs that own instances, then the reserve lack; then GPUs taken."""
+_Score = tuple[int, int, int, int]
+"""GPUs that own instances, then the reserve lack; then GPUs taken; then those of slots that the reserve gains or loses,
+since loading models there takes minutes.
+"""
 
 
 def choose_reserve(facts: ReserveFacts, now_s: float, settings: ReserveSettings) -> Reserve:
@@ -227,7 +230,7 @@ class _Region:
         wanted = self._slots_wanted(total, least)
         step, free = self.room.slot_gpus, self.room.free_gpus - own
         missing = max(0, wanted - self.room.slots_beside(own))
-        return max(0, -free), missing * step, own + wanted * step
+        return max(0, -free), missing * step, own + wanted * step, abs(wanted * step - self.room.present_gpus)
 
     def _reason(self) -> str:
         needed, percent = self._sum(1.0), f"{100 * self._settings.quantile:g} %"

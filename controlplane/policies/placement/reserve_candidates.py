@@ -2,14 +2,16 @@
 
 The node keeps one copy of each model's weights for all its slots, so the models of a reserve must fit in the host
 memory of any one node together. Where they do not, those that save most GPUs for their bytes are held. Reserves on a
-GPU type have slots of one size: that of the models that take most GPUs there.
+GPU type have slots of one size: that of the models that take most GPUs there. Where they all fit in the memory of each
+slot together, too, they stay there, and a slot changes its model without any transfer.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, PoolKey, RegionGpu
+from controlplane.policies.fit import needed_bytes
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.error_correlation import PeakErrors
 from controlplane.policies.placement.facts import PlacementFacts
@@ -67,16 +69,39 @@ def reserve_facts(facts: CandidateFacts, settings: PoolableSettings) -> ReserveF
         elif one.key not in fitting:
             left_out[one.key.endpoint] = "the host memory of a node does not hold it with the others of the reserve"
     taken = _taken(facts, {one.key.endpoint for one in held})
+    pools = {one.key.place: one.key.pool(one.gpus) for one in held}
     places = {
-        one.key.place: ReservePlace(
-            slot_gpus=slots[one.key.pool(one.gpus)],
-            free_gpus=max(0, placed.capacity.get(one.key.place, 0) - taken[one.key.place]),
-            worker_gpus=one.gpus,
-            most_gpus=_most(facts, one.key.pool(one.gpus)),
+        place: ReservePlace(
+            slot_gpus=slots[pool],
+            free_gpus=max(0, placed.capacity.get(place, 0) - taken[place]),
+            worker_gpus=pool.worker_gpus,
+            most_gpus=_most(facts, pool),
+            present_gpus=max(0, facts.poolable.present.get(pool, 0) - _pooled_gpus(facts, pool)),
         )
-        for one in held
+        for place, pool in pools.items()
     }
-    return ReserveFacts(endpoints=tuple(held), places=places, left_out=left_out, errors=facts.errors)
+    resident = {place for place, pool in pools.items() if _stay_in_memory(pool, held, facts)}
+    endpoints = tuple(
+        replace(one, load=replace(one.load, switch_s=0.0)) if one.key.place in resident else one for one in held
+    )
+    return ReserveFacts(endpoints=endpoints, places=places, left_out=left_out, errors=facts.errors)
+
+
+def _stay_in_memory(pool: PoolKey, held: Iterable[ReserveEndpoint], facts: CandidateFacts) -> bool:
+    """Whether all models of a pool are known to fit together in the memory for weights of each of its slots."""
+    poolable = facts.poolable
+    here = {one.key.model for one in held if one.key.place == pool.place}
+    here |= {one.endpoint.model for one in facts.placed.pooled if one.key.place == pool.place}
+    memories = {
+        slot.weights
+        for node, slot in poolable.slots()
+        if node.place == pool.place and slot.worker_gpus == pool.worker_gpus
+    }
+    for memory in memories:
+        needed = [None if (size := poolable.sizes.get(model)) is None else needed_bytes(size, memory) for model in here]
+        if memory.weights_bytes is None or sum(each or 0 for each in needed) > memory.weights_bytes or None in needed:
+            return False
+    return bool(memories)
 
 
 def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:
@@ -90,8 +115,12 @@ def _sizes(found: Iterable[ReserveEndpoint]) -> dict[str, int]:
 def _most(facts: CandidateFacts, pool: PoolKey) -> int:
     """GPUs that slots of a reserve's size have, or could have, beside the pool."""
     nodes = [node for node in facts.poolable.nodes if node.place == pool.place]
-    pooled = sum(each.after for each in facts.placed.pools if each.key == pool)
-    return max(0, sum(node.gpus_for(pool.worker_gpus) for node in nodes) - pooled)
+    return max(0, sum(node.gpus_for(pool.worker_gpus) for node in nodes) - _pooled_gpus(facts, pool))
+
+
+def _pooled_gpus(facts: CandidateFacts, pool: PoolKey) -> int:
+    """GPUs that the placement gives to a pool."""
+    return sum(each.after for each in facts.placed.pools if each.key == pool)
 
 
 def _cheapest_first(facts: PlacementFacts) -> Mapping[str, list[ModelGpu]]:

@@ -97,13 +97,14 @@ class ReserveEndpoint:
 class ReservePlace:
     """Where a reserve can be: GPUs of a slot and of each of its workers, and those that nothing but the reserve and the
     own instances of its endpoints may take. `most_gpus`: of slots of its size, which the instances need not have; None:
-    as many.
+    as many. `present_gpus`: of its slots now.
     """
 
     slot_gpus: int
     free_gpus: int
     worker_gpus: int = 1
     most_gpus: int | None = None
+    present_gpus: int = 0
 
     def slots_beside(self, own_gpus: int) -> int:
         """Slots that the reserve may have where own instances take so many GPUs."""

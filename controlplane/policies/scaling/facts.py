@@ -61,8 +61,9 @@ class EndpointScaleFacts:
         donated_same, donated_other: donated instances that could be reclaimed, of this model and of others.
         reserve: GPU type of the reserve that holds the endpoint: its instances there count for `min`, which is what is
             left of it. None = no reserve does. Only then the following are known:
-        in_flight: its requests on instances of its own and in the reserve. batch_max: how many one instance runs at
-            once; None = not reported.
+        reclaimable: its instances on that GPU type that come back in a minute: lent out without a lease, or draining.
+        in_flight: its requests on instances of its own and in the reserve. waiting: those of them without KV memory.
+            batch_max: how many one instance runs at once; None = not reported.
         wait_s: until one of these instances would begin an IW-F request that arrives now, infinite if all run as many
             as they can; None = not reported.
     """
@@ -86,7 +87,9 @@ class EndpointScaleFacts:
     donated_same: Counts = field(default_factory=dict)
     donated_other: Counts = field(default_factory=dict)
     reserve: str | None = None
+    reclaimable: int = 0
     in_flight: int = 0
+    waiting: int = 0
     batch_max: int | None = None
     wait_s: float | None = None
 

@@ -85,6 +85,11 @@ class FastForwardEngine(ReplayEngine):
         self.batched_tokens_made = 0
 
     @property
+    def begun(self) -> set[str]:
+        """Ids of requests whose prefill has begun; `stats` counts the others as waiting."""
+        return {sequence.request.request_id for sequence in self.requests if sequence.cached}
+
+    @property
     def switches_total(self) -> int:
         return self._log.switches_total
 

@@ -214,6 +214,7 @@ class PoolServer:
         asked = (anyone, "") if model is None else (model, self._checkpoints[model])
         wait_s, token_s = self._dispatcher.prefill_outlook(*asked, IW_N) or (None, None)
         urgent_wait_s, _ = self._dispatcher.prefill_outlook(*asked, IW_F) or (None, None)
+        begun = set[str]().union(*(process.engine.begun for process in self._processes))
         for name in self._models if model is None else [model]:
             yield InstanceFacts(
                 instance_id=f"{self._name}/{name}",
@@ -226,6 +227,7 @@ class PoolServer:
                 kv_capacity_bytes=capacity_bytes,
                 remaining_tokens=self.left_tokens(name),
                 requests=len(self._of_model[name]),
+                waiting=sum(not one.made and str(number) not in begun for number, one in self._of_model[name].items()),
                 kv_bytes_per_token=self._models[name].kv_bytes_per_token,
                 prefill_wait_s=wait_s,
                 prefill_urgent_wait_s=urgent_wait_s,

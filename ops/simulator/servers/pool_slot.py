@@ -74,7 +74,7 @@ class PoolSlot:
 
 class PooledServer:
     """A pooled instance. Meets `presence.Server`; what its slot works is the slot's own. `node_load`: of the busiest
-    slot of its node.
+    slot of its node. `pooled`: until it gets the GPUs of its slot.
     """
 
     slots = 1
@@ -83,6 +83,7 @@ class PooledServer:
 
     def __init__(self, instance_id: str, slot: PoolSlot, model: ModelSpec, node_load: Callable[[], float]) -> None:
         self.accepting = False
+        self.pooled = True
         self.kind = InstanceKind.MIXED
         self.instance_id = instance_id
         self.endpoint = Endpoint(model=model.name, region=slot.region)
@@ -117,7 +118,7 @@ class PooledServer:
                 accepting=self.accepting,
                 kind=self.kind,
                 load=self._node_load(),
-                pooled=True,
+                pooled=self.pooled,
             )
 
     def open(self, kind: InstanceKind) -> None:

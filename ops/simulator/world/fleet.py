@@ -117,8 +117,11 @@ class Fleet:
     def apply(self, decision: ScaleDecision) -> None:
         """Apply a decision. Pooled instances that get GPUs of their own are dedicated from now on."""
         for name, gpus in decision.dedicated.items():
-            self._turn(self.hosted[name], pooled=False, gpus=gpus)
-            self._settle_slot(self.hosted[name].ref)
+            hosted = self.hosted[name]
+            assert isinstance(hosted.server, PooledServer)
+            hosted.server.pooled = False
+            self._turn(hosted, pooled=False, gpus=gpus)
+            self._settle_slot(hosted.ref)
         for name, kind in decision.kinds.items():
             self._turn(self.hosted[name], kind=kind)
         for name, predecessor in decision.successors.items():

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from controlplane.policies.assignment.facts import SlotRef
 from controlplane.policies.facts import NodeFacts, NodeSlot
+from controlplane.policies.fit import WeightsMemory
 from dataplane.protocol.layouts import Layout, advanced, going_slots, slots_of
 from ops.simulator.world.hosted import FleetNode
 
@@ -53,7 +54,7 @@ class FleetLayouts:
             region=node.region,
             gpu_type=node.gpu_type,
             slots=tuple(
-                NodeSlot(number=number, gpus=gpus, going=number in going)
+                NodeSlot(number=number, gpus=gpus, going=number in going, weights=_memory(node, gpus))
                 for number, gpus in self._slots[node.name].items()
             ),
             host_bytes=node.host_bytes,
@@ -89,3 +90,8 @@ class FleetLayouts:
 
     def _present(self, name: str) -> Layout:
         return tuple(self._slots[name].values())
+
+
+def _memory(node: FleetNode, gpus: int) -> WeightsMemory:
+    """Memory for weights of a slot of so many GPUs."""
+    return WeightsMemory(weights_bytes=None if node.weights_bytes is None else node.weights_bytes * gpus)

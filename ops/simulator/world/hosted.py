@@ -17,7 +17,8 @@ from ops.simulator.world.usage import Use
 class FleetNode:
     """A node. `layout`: GPUs of each slot at the beginning. `regroups`: whether plans may regroup them; a slot's number
     is then that of its first GPU, as in the live service. `host_bytes`: host memory for the models of all its slots;
-    None: the node does not report it, and no instance is pooled there.
+    None: the node does not report it, and no instance is pooled there. `weights_bytes`: memory for weights of each GPU;
+    None: not reported.
     """
 
     name: str
@@ -26,6 +27,7 @@ class FleetNode:
     layout: Layout
     regroups: bool = False
     host_bytes: int | None = None
+    weights_bytes: int | None = None
 
     @property
     def slots(self) -> dict[int, int]:

@@ -51,7 +51,7 @@ def operate(
             no model can be pooled.
     """
     begins_s = scenario.planning.learn_s
-    nodes = list(_nodes(scenario, profiles))
+    nodes = list(_nodes(scenario, profiles, means))
     everywhere = {one.name: scenario.regions for one in scenario.models} | scenario.provisioning.weights
     fleet = Fleet(
         nodes,
@@ -85,7 +85,8 @@ def operate(
     return fleet
 
 
-def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[FleetNode]:
+def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile], means: Mapping[str, Means]) -> Iterator[FleetNode]:
+    """The nodes; those of reserves tell their memory for weights."""
     numbers = dict.fromkeys(scenario.regions, 0)
     for part in scenario.fleet.nodes:
         gpu_type = profiles[part.profile or scenario.fleet.profile].gpu_type
@@ -99,6 +100,7 @@ def _nodes(scenario: Scenario, profiles: Mapping[str, GpuProfile]) -> Iterator[F
                 layout=part.layout or (part.gpus,) * part.slots,
                 regroups=part.layout is not None and part.regroups and scenario.planning.layouts,
                 host_bytes=part.host_bytes,
+                weights_bytes=means[gpu_type].weights_bytes if scenario.planning.reserve else None,
             )
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import delete, select, text
 from controlplane.errors import StaleIndexError
 from controlplane.planner.scale import Scaled, scale
 from controlplane.planner.snapshot import read_to_plan
+from controlplane.policies.assignment.facts import InstanceChange, SlotDecision
 from controlplane.policies.lifecycle import InstanceState
 from controlplane.policies.placement.choose import choose_placement
 from controlplane.policies.placement.facts import PlacementSettings
@@ -21,7 +22,7 @@ from controlplane.policies.snapshot import placement_facts
 from controlplane.settings import Settings
 from controlplane.store import fleet
 from controlplane.store.endpoint_summary import read_unplaced
-from controlplane.store.instances import desired_of
+from controlplane.store.instances import add_instance, desired_of
 from controlplane.store.joining import join_node
 from controlplane.store.redis.live import FleetView, LiveStore
 from controlplane.store.tables import Desired, EndpointRow, Instance, Model, Profile
@@ -214,6 +215,22 @@ def test_the_plan_is_followed_out_and_in_and_back(world: World, settings: Settin
     again = run(world, settings)
     assert (again.revived, again.started) == (1, 0), "a draining one still has its weights"
     assert wanted(world) == {"running": 2, "draining": 1}
+
+
+def test_a_pooled_instance_that_gets_gpus_of_its_own_may_be_lent_out_at_once(
+    world: World, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node(world)
+    with world.database.transaction() as session:
+        mine = add_instance(session, model="tide", region="us-east", gpu_type="H800", node="n1", slot=0, gpus=0).id
+    lent = SlotDecision(donates=(InstanceChange(instance_id=mine, reason="the plan wants no more of its own"),))
+    decision = ScaleDecision(slots=lent, dedicated={mine: 1})
+    monkeypatch.setattr("controlplane.planner.scale.choose_scale", lambda *given: decision)
+    scaled = run(world, settings)
+    assert (scaled.dedicated, scaled.donated) == (1, 1)
+    with world.database.transaction() as session:
+        row = session.get_one(Instance, mine)
+        assert (row.gpus, row.pooled, row.desired, row.donate) == (1, False, Desired.DRAINING, True)
 
 
 def test_a_stale_view_scales_nothing_in(world: World, settings: Settings) -> None:

@@ -7,16 +7,19 @@ import pytest
 
 from controlplane.policies.assignment.facts import PlacedInstance
 from controlplane.policies.facts import Endpoint, EndpointGpu, ModelGpu, NodeFacts, NodeSlot, PoolKey
-from controlplane.policies.fit import ModelSize
+from controlplane.policies.fit import ModelSize, WeightsMemory
 from controlplane.policies.hour import HourPlan, HourSettings, choose_hour
-from controlplane.policies.placement.decision import Constraint
+from controlplane.policies.placement.choose import choose_placement
+from controlplane.policies.placement.decision import Constraint, PoolSize
 from controlplane.policies.placement.error_correlation import NO_ERRORS, PeakErrors
-from controlplane.policies.placement.facts import Profile
+from controlplane.policies.placement.facts import PlacementSettings, Profile
 from controlplane.policies.placement.poolable import PoolableSettings
+from controlplane.policies.placement.reserve_candidates import CandidateFacts, reserve_facts
 from controlplane.policies.placement.reserve_facts import ReserveSettings
-from controlplane.policies.snapshot import FleetSnapshot
+from controlplane.policies.snapshot import FleetSnapshot, placement_facts, poolable_facts
 
 MODELS = "abcd"
+STALE_S = 5.0
 AT = {name: Endpoint(model=name, region="east") for name in MODELS}
 LATENCY = {
     "prefill_base_s": 0.0,
@@ -82,6 +85,36 @@ def test_a_reserve_knows_of_past_errors() -> None:
     errors = {at: {hour: 1.0 if hour % 2 else -1.0 for hour in range(100)} for at in AT.values()}
     hour = plan(fleet(), dict.fromkeys(MODELS, 2000.0), 384.0, errors)
     assert "correlation 0.68 from 100 hours" in hour.reserve.sizes[0].reason
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "gpus"),
+    [
+        (40, 2),  # of each slot: all four models stay there, and no time goes to switches
+        (39, 5),  # one has to leave: 8 s of a switch for a group of prompts, so each model keeps one of its own
+        (None, 5),  # not reported
+    ],
+)
+def test_models_that_stay_in_a_slots_memory_take_none_of_it_for_switches(memory_bytes: int | None, gpus: int) -> None:
+    slot = NodeSlot(gpus=1, weights=WeightsMemory(weights_bytes=memory_bytes))
+    nodes = (NodeFacts(name=f"n{n}", region="east", gpu_type="H800", slots=(slot,), host_bytes=100) for n in range(20))
+    slow = {ModelGpu(model=name, gpu_type="H800"): {**LATENCY, "switch_s": 8.0} for name in MODELS}
+    hour = plan(fleet(nodes=tuple(nodes), latencies=slow), dict.fromkeys(MODELS, 100.0), 30.0)
+    assert sum(after(hour).values()) + sum(hour.reserve.gpus.values()) == gpus
+
+
+def test_slots_that_the_placement_gives_to_a_pool_are_not_the_reserves() -> None:
+    """Of three slots with pooled instances two stay a pool's, so that a reserve that keeps its slots has one."""
+    snapshot, demand = fleet(), dict.fromkeys(AT.values(), (100.0,))
+    pool = PoolSize(region="east", gpu_type="H800", before=3, after=2)
+    placement = placement_facts(snapshot, demand, pool=None, stale_s=STALE_S)
+    given = CandidateFacts(
+        placement=placement,
+        placed=replace(choose_placement(placement, 7.0, PlacementSettings()), pools=(pool,)),
+        poolable=replace(poolable_facts(snapshot, demand, stale_s=STALE_S), present={pool.key: 3}),
+        medians=demand,
+    )
+    assert reserve_facts(given, PoolableSettings()).places[pool.place].present_gpus == 1
 
 
 def test_own_instances_come_with_their_reason_and_cost() -> None:

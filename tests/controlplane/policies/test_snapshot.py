@@ -240,6 +240,42 @@ def test_the_plan_may_give_a_held_endpoint_no_instance_of_its_own() -> None:
     assert found[C].planned is None
 
 
+def test_what_is_in_flight_and_waits_is_that_of_own_instances_and_of_the_reserves() -> None:
+    report = InstanceFacts(
+        instance_id="b",
+        node_id="n1",
+        endpoint=B,
+        gpu_type="H800",
+        accepting=True,
+        age_s=0.0,
+        kv_used_bytes=1,
+        kv_capacity_bytes=100,
+        remaining_tokens=0,
+        requests=5,
+        waiting=2,
+    )
+    there = (own(B, 3, report=report), structs.replace(pooled(B, 0), report=structs.replace(report, waiting=1)))
+    found = scaled(fleet({B: 1}, *there, pools=RESERVE))[B]
+    assert (found.in_flight, found.waiting) == (10, 3)
+
+
+def test_what_comes_back_in_a_minute_drains_or_is_lent_out_on_the_reserves_gpu_type_and_not_leased() -> None:
+    lent = Donation(age_s=1.0)
+    there = (
+        own(B, 0, donation=lent),
+        own(B, 1, donation=Donation(age_s=1.0, leased=True)),
+        own(B, 2, donation=lent, gpu_type="H200"),
+        own(B, 3, donation=lent, stuck=True, ready=False),
+        own(C, 3, donation=lent),
+        own(B, 0, draining=True),
+        own(B, 1),
+    )
+    known = fleet({B: 1}, *there, pools=RESERVE)
+    assert scaled(known)[B].reclaimable == 2
+    silent = replace(known, nodes=tuple(replace(node, age_s=1e6) for node in known.nodes))
+    assert scaled(silent)[B].reclaimable == 0, "nobody knows whether they are there"
+
+
 @pytest.mark.parametrize("fewest", [0, 1])
 def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint(fewest: int) -> None:
     """Its own instance stays until the reserve's is ready, also where the minimum of `b` is none."""

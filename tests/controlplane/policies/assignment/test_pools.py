@@ -354,9 +354,77 @@ def test_a_reserve_that_shrinks_leaves_a_slot_and_one_that_ends_waits_for_own_in
     slots = (room("n1", free=0), room("n2", free=0))
     there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
     smaller = choose(reserve(1, "ab", slots, *there))
-    assert [change.instance_id for change in smaller.drains] == ["a@n2", "b@n2"]
+    assert [change.instance_id for change in smaller.drains] == ["b@n2"], "a has the slot's GPUs from now on"
     ended = choose(facts(0, {}, slots, there, served=("b",)))
     assert [change.instance_id for change in ended.drains] == ["b@n1", "b@n2"]
+
+
+def test_a_slot_that_a_reserve_leaves_goes_to_the_model_with_the_fewest_instances_lent_out() -> None:
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
+    lent = structs.replace(own("a", "n3"), donation=Donation(age_s=0.0))
+    smaller = choose(reserve(1, "ab", slots, *there, dedicated=(lent,)))
+    assert [change.instance_id for change in smaller.drains] == ["a@n2"]
+    draining = (*there[:2], pooled("a", "n2", draining=True), there[3])
+    waits = choose(reserve(1, "ab", slots, *draining, dedicated=(lent,)))
+    assert (waits.dedicates, waits.drains) == ((), ()), "the slot is the pool's while a drains, and nothing is lent out"
+    assert ("n2", 0) in waits.slots
+    after = choose(reserve(1, "ab", slots, *there[:2], there[3], dedicated=(lent,)))
+    assert [change.instance_id for change in after.dedicates] == ["b@n2"], "no start waits for its weights again"
+    assert after.donates[0].instance_id == "b@n2", "the plan wants none of its own"
+    assert not after.drains
+    assert ("n2", 0) not in after.slots, "so that it can be lent out"
+
+
+def test_what_the_plan_wants_is_not_lent_out() -> None:
+    """Instances lent out count as missing where observed demand decides how much of a plan serves, and are not."""
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    alone = (pooled("a", "n1"), pooled("b", "n1"), pooled("b", "n2"))
+    wanted = choose(reserve(1, "ab", slots, *alone, missing=("b",)))
+    assert [change.instance_id for change in wanted.dedicates] == ["b@n2"]
+    assert not wanted.donates
+    lent = structs.replace(own("b", "n3"), donation=Donation(age_s=0.0))
+    enough = choose(reserve(1, "ab", slots, *alone, missing=("b",), dedicated=(lent,)))
+    assert [change.instance_id for change in enough.donates] == ["b@n2"]
+    both = (*alone, pooled("a", "n2"))
+    drained = choose(reserve(1, "ab", slots, *both, missing=("b",), dedicated=(lent,))).drains
+    assert [change.instance_id for change in drained] == ["b@n2"], "a has none lent out"
+
+
+def test_the_last_that_is_ready_is_not_lent_out() -> None:
+    """The reserve's other instance starts, or the node tries again: this one serves meanwhile."""
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    there = (pooled("a", "n1", ready=False), pooled("b", "n1"), pooled("a", "n2"))
+    waits = choose(reserve(1, "ab", slots, *there))
+    assert (waits.dedicates, waits.donates, waits.drains) == ((), (), ())
+    for dedicated in ((), (own("a", "n3"),)):
+        serves = (pooled("a", "n1", ready=not dedicated), *there[1:])
+        decision = choose(reserve(1, "ab", slots, *serves, dedicated=dedicated))
+        assert [change.instance_id for change in decision.donates] == ["a@n2"]
+
+
+def test_nothing_inherits_a_slot_that_cannot_be_its_own() -> None:
+    """Where instances are not lent out, or one with GPUs of its own is there."""
+    slots = (room("n1", free=0), room("n2", free=0))
+    there = (pooled("a", "n1"), pooled("b", "n1"), pooled("a", "n2"), pooled("b", "n2"))
+    given = reserve(1, "ab", slots, *there)
+    for case in (replace(given, lends=False), replace(given, dedicated=(own("c", "n2"),))):
+        decision = choose(case)
+        assert [change.instance_id for change in decision.drains] == ["a@n2", "b@n2"]
+        assert not decision.dedicates
+
+
+def test_a_growing_pool_keeps_to_the_lease_that_has_notice() -> None:
+    """However many instances of its model are lent out."""
+    leases = (
+        own("x", "n1", donation=Donation(age_s=9.0, leased=True, noticed=True)),
+        own("y", "n2", donation=Donation(age_s=9.0, leased=True)),
+        own("y", "n3", donation=Donation(age_s=9.0, leased=True)),
+    )
+    slots = (room("n1", free=0), room("n2", free=0), room("n3", free=0))
+    for held in ({}, {"held": frozenset({key("a")})}):
+        given = replace(facts(1, {} if held else {"a": 0.2}, slots, dedicated=leases), **held)
+        assert choose(given).slots == {("n1", 0)}
 
 
 def test_a_model_that_the_reserve_no_longer_holds_leaves_when_it_is_served() -> None:

@@ -117,6 +117,16 @@ def test_slots_are_taken_whole_and_not_filled() -> None:
     assert size.slots == 1
 
 
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_of_plans_with_as_many_gpus_the_one_that_keeps_the_reserves_slots(slots: int) -> None:
+    """Two models that fill an instance each: on their own, or from as many slots."""
+    facts = reserve_facts(*(endpoint(name, 1000.0, 1000.0) for name in "ab"))
+    room = replace(facts.places[EAST], present_gpus=slots)
+    reserve = choose_reserve(replace(facts, places={EAST: room}), 0.0, SETTINGS)
+    assert sum(reserve.gpus.values()) == slots
+    assert sum(counts(reserve).values()) == 2 - slots
+
+
 def test_own_instances_go_first_where_capacity_is_short() -> None:
     some = [endpoint(name, 2000.0, 2000.0 + 1.2816 * 300.0) for name in "abcd"]
     reserve = choose_reserve(reserve_facts(*some, free=8), 0.0, SETTINGS)

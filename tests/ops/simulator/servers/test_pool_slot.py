@@ -1,6 +1,7 @@
 """A slot whose models come and go, beside the live engine that has them all."""
 
 import pytest
+from msgspec.structs import replace
 
 from dataplane.protocol.tiers import Objective
 from ops.simulator.kernel.answers import answers_by_model
@@ -120,6 +121,43 @@ def test_a_pooled_instance_is_told_under_its_own_name() -> None:
     [told] = slot.instances["m1"].reports()
     assert (told.instance_id, told.node_id, told.slot, told.endpoint.model) == ("i-m1", "n", 0, "m1")
     assert (told.accepting, told.load, told.kv_capacity_bytes) == (True, 0.5, SETTINGS.kv_bytes)
+
+
+def test_a_request_whose_prefill_has_begun_does_not_wait() -> None:
+    """Of two long prompts the first is computed in three steps."""
+    slot = Slot()
+    slot.open("m0")
+    long = Request(number=0, arrived_s=1.0, model="m0", origin="r", tier="IW-N", prompt_tokens=6000, output_tokens=2)
+    told: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        [report] = slot.instances["m0"].reports()
+        without_token = sum(one.made == 0 for one in slot.slot.server.inside("m0"))
+        told.append((report.requests, without_token, report.waiting))
+
+    for step in range(300):
+        slot.events.at(1.0 + 0.01 * step, Kind.END, look)
+    slot.run([long, replace(long, number=1, arrived_s=1.005)])
+    assert (2, 2, 2) in told, "neither has begun"
+    assert (2, 2, 1) in told, "the first has no token yet, but KV"
+
+
+def test_requests_without_a_first_token_are_reported_as_waiting() -> None:
+    requests = traffic(30, 40.0, seed=4)
+    slot = Slot()
+    slot.open(*(spec.name for spec in MODELS))
+    told: list[tuple[int, int]] = []
+
+    def look() -> None:
+        reports = [report for one in slot.instances.values() for report in one.reports()]
+        told.append((sum(one.waiting for one in reports), sum(one.requests for one in reports)))
+
+    slot.events.at(requests[-1].arrived_s + 0.01, Kind.END, look)
+    slot.run(requests)
+    look()
+    (waiting, in_flight), after = told
+    assert 0 < waiting < in_flight
+    assert after == (0, 0)
 
 
 def test_a_slot_of_two_gpus_switches_over_two_ways_to_the_host() -> None:

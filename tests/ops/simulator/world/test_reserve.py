@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
+from controlplane.policies.assignment.facts import SlotAdd, SlotDecision
 from controlplane.policies.hour import HourPlan, choose_hour
 from controlplane.policies.placement.error_correlation import PeakErrors
+from controlplane.policies.scale import ScaleDecision
 from ops.bench.planner.strategies_cases import figures_of
 from ops.simulator.run import build_world, simulate
 from ops.simulator.scenario.scenario import Scenario
@@ -76,3 +78,28 @@ def test_no_endpoint_is_ever_without_an_instance() -> None:
 
     run_checked(world, check)
     assert any(one.pooled for one in fleet.hosted.values())
+
+
+def test_nodes_of_a_reserve_tell_their_memory_for_weights() -> None:
+    """Plans know by it whether a reserve's models stay there; without a reserve they know as little as before."""
+    for reserve in (True, False):
+        wanted = scenario(reserve=reserve)
+        _, fleet, _ = build_world(wanted, 1)
+        assert fleet is not None
+        told = {slot.weights.weights_bytes for node in fleet.node_facts() for slot in node.slots}
+        assert told == {wanted.fleet.weights_bytes if reserve else None}
+
+
+def test_an_instance_that_gets_its_slot_is_no_longer_reported_as_the_reserves() -> None:
+    """Routing takes those of a reserve last."""
+    _, fleet, _ = build_world(scenario(reserve=True), 1)
+    assert fleet is not None
+    used = {one.node.name for one in fleet.hosted.values()}
+    name, node = next((name, node) for name, node in fleet.nodes.items() if name not in used)
+    [(slot, gpus)] = node.slots.items()
+    endpoint = next(iter(fleet.hosted.values())).endpoint
+    fleet.begin_with([SlotAdd(endpoint=endpoint, gpu_type=node.gpu_type, node_id=name, slot=slot, gpus=0)])
+    [(instance, hosted)] = [(each, one) for each, one in fleet.hosted.items() if one.pooled]
+    assert [report.pooled for report in hosted.server.reports()] == [True]
+    fleet.apply(ScaleDecision(slots=SlotDecision(), dedicated={instance: gpus}))
+    assert [report.pooled for report in hosted.server.reports()] == [False]
