@@ -134,9 +134,7 @@ def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
-    """Instances that may take the request: those that are not avoided or, if there are none, all usable ones. Where the
-    KV memory of some holds the prompt, those: a slot that models share has less of it.
-    """
+    """Instances that may take the request: those that are not avoided or, if there are none, all usable ones."""
     model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
         instance
@@ -146,8 +144,6 @@ def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
         and instance.instance_id not in excluded
         and is_usable(instance, stale_s)
     ]
-    tokens = facts.input_tokens
-    usable = [i for i in usable if tokens * i.kv_bytes_per_token <= i.kv_capacity_bytes] or usable
     if not avoided:
         return usable
     return [i for i in usable if i.instance_id not in avoided and i.node_id not in avoided] or usable

@@ -301,8 +301,8 @@ def _reports(snapshot: FleetSnapshot, stale_s: float) -> Mapping[Endpoint, list[
 def _held_facts(
     facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reclaimable: int, reports: list[InstanceFacts]
 ) -> EndpointScaleFacts:
-    """An endpoint that a reserve of this GPU type holds, with so many ready instances there, and so many lent out that
-    come back in a minute. `reports`: of all its instances. Without a minimum, one of its own stays until there is such
+    """An endpoint that a reserve of this GPU type holds, with so many ready instances there, and so many that come back
+    in a minute. `reports`: of all its instances. Without a minimum, one of its own stays until there is such
     an instance.
     """
     fewest = max(facts.min, min(1, facts.working, facts.max))
@@ -311,6 +311,7 @@ def _held_facts(
         facts,
         min=max(0, fewest - in_reserve),
         reserve=gpu_type,
+        in_reserve=in_reserve,
         reclaimable=reclaimable,
         in_flight=sum(one.requests for one in reports),
         waiting=sum(one.waiting for one in reports),
@@ -321,13 +322,13 @@ def _held_facts(
 
 def _coming_back(snapshot: FleetSnapshot, stale_s: float) -> Counter[tuple[Endpoint, str]]:
     """Instances of each endpoint and GPU type that serve again in a minute once they are wanted: those lent out without
-    a lease and those that drain, on nodes that are heard of.
+    a lease and those that drain, on slots that are heard of and take instances.
     """
-    alive = {node.name for node in snapshot.serving_nodes(stale_s)}
+    open_slots = {room.ref for room in snapshot.rooms if room.accepting and room.age_s <= stale_s}
     return Counter(
         (each.endpoint, each.gpu_type)
         for each in snapshot.dedicated
-        if each.node_id in alive and not (each.serving or each.leased or each.stuck)
+        if each.ref in open_slots and not (each.serving or each.leased or each.stuck)
     )
 
 

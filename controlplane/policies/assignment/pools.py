@@ -238,7 +238,7 @@ class _Filling:
             running = [each for each in here if not each.draining]
             if heir is None and len(running) == 1:
                 [last] = running
-                if not last.ready or last.endpoint in pooled or missing[last.key] <= 0:
+                if not last.ready or last.endpoint in pooled or last.key in self._facts.held or missing[last.key] <= 0:
                     continue
                 missing[last.key] -= 1
                 heir = last
@@ -263,10 +263,13 @@ class _Filling:
 
     def _left(self) -> list[SlotRef]:
         """Slots that leave the pool, with nothing on them but pooled instances."""
-        fresh = {slot.ref for slots in self._usable.values() for slot in slots}
-        return sorted(
-            ref for ref in self._pooled_on if ref in fresh and ref not in self.chosen and not self._dedicated_on[ref]
-        )
+        left = self._fresh & self._pooled_on.keys() - self.chosen.keys()
+        return sorted(ref for ref in left if not self._dedicated_on[ref])
+
+    @cached_property
+    def _fresh(self) -> frozenset[SlotRef]:
+        """Slots that are heard of, where instances may start."""
+        return frozenset(slot.ref for slots in self._usable.values() for slot in slots)
 
     def drains(self) -> Iterator[InstanceChange]:
         """Instances that are not needed: once their replacement is ready, or at once where they are not ready. Where
@@ -295,9 +298,9 @@ class _Filling:
         """Of each slot that a reserve leaves, the instance that gets its GPUs, and whether the plan wants it: of an
         endpoint that misses one, else of that with the fewest lent out, so that it serves again in a minute.
         """
-        lent, heirs = Counter(self._lent), dict[str, bool]()
-        missing = Counter(self._facts.missing)
-        missing.subtract(lent)
+        lent, missing, heirs = Counter(self._lent), Counter(self._facts.missing), dict[str, bool]()
+        back = [each for each in self._facts.dedicated if each.donation and not (each.leased or each.stuck)]
+        missing.subtract(each.key for each in back if each.ref in self._fresh)
         for ref in self._left():
             here = [each for each in self._pooled_on[ref] if each.key in self._facts.held]
             open_to = [each for each in here if each.ready and not each.draining]

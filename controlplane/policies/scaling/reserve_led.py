@@ -7,8 +7,8 @@ requests come while they start. So many only as are lent out and come back in a 
 another model's, so they start for what has arrived in the last minutes. Where none comes back, and as many wait as are
 a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual. They go once
 nobody is late, none starts and nothing was scaled for a while, as far as those that are left serve what arrives:
-deferred requests fill instances that are there, and would keep them. Half of them at a time, since tokens say nothing
-of long answers here, either: where those that are left are full, the rest stays.
+deferred requests fill instances that are there, and would keep them. But those that are left have room for all requests
+in flight, since tokens say nothing of long answers here, either.
 """
 
 import math
@@ -36,7 +36,8 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     elif late or held or facts.ready < working:
         count = working
     else:
-        count = max((working + planned) // 2, _enough(facts, settings.room_in, min(working, needed)))
+        full = min(working, math.ceil(facts.in_flight / facts.batch_max) - facts.in_reserve)
+        count = max(full, _enough(facts, settings.room_in, min(working, needed)))
     more = count - planned
     if more <= 0:
         return facts

@@ -203,3 +203,24 @@ def test_a_reserve_that_grows_again_leaves_a_slot_to_the_instance_that_got_it(le
     grown = replace(there, planned={A: {"H": 1}, B: {}, C: {"H": 1}}, pools=replace(there.pools, gpus={POOL: 2}))
     after = run(grown, {A: (1, 0)}, 8, strategy="lt-i", lends=lends)
     assert counts(after) == {"in reserve a": 2, "in reserve b": 2, "a": 1, "c": 1}
+
+
+def test_one_instance_is_missing_and_one_gets_its_slot() -> None:
+    """Of two slots that a reserve leaves, where none is lent out."""
+    there = fleet(own_c=2, own_a=1, reserve_gpus=0)
+    there = replace(there, instances=tuple(each for each in there.instances if each.instance_id != "b@n1"))
+    placing = SlotSettings(donation_enabled=False)
+    decision = choose_scale(reported(there, {}), EVERY_S, ScalingSettings(strategy="lt-i"), placing)
+    assert decision.dedicated == {"a@n0": 1}
+
+
+@pytest.mark.parametrize("why", ["leased", "stuck", "silent"])
+def test_what_is_lent_out_and_cannot_come_back_is_missing(why: str) -> None:
+    there = fleet(own_c=1, own_a=1)
+    donation = Donation(age_s=1.0, leased=why == "leased")
+    lent = placed("lent", A, "n3", donation=donation, stuck=why == "stuck", ready=why != "stuck")
+    nodes = tuple(replace(node, age_s=1e6 if node.name == "n3" and why == "silent" else 0.0) for node in there.nodes)
+    instances = (lent, *(each for each in there.instances if each.instance_id != "c1"))
+    known = reported(replace(there, nodes=nodes, instances=instances), {})
+    decision = choose_scale(known, EVERY_S, ScalingSettings(strategy="lt-i"), SlotSettings())
+    assert decision.dedicated == {"a@n1": 1}

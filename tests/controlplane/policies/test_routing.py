@@ -296,16 +296,6 @@ def test_what_keeps_failing_is_left_alone_while_there_is_another() -> None:
     assert alone.instance_id == "e"
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(10, "small"), (11, "large"), (51, "small")])
-def test_a_prompt_goes_where_kv_memory_holds_it(tokens: int, chosen: str) -> None:
-    """Of 10 and 50 tokens; one that nobody holds is refused by whoever gets it, with the limit."""
-    small, large = instance("small", kv_bytes_per_token=10), instance("large", of=500, kv_bytes_per_token=10)
-    large = replace(large, remaining_tokens=9)
-    route = choose_route(facts(small, large, input_tokens=tokens), 0.0, SETTINGS)
-    assert isinstance(route, Route)
-    assert route.instance_id == chosen
-
-
 def test_regions_are_preferred_by_latency() -> None:
     regions = ("a", "b", "c", "d")
     far = {("b", "a"): 60.0, ("b", "d"): 20.0, ("a", "c"): 1.0}

@@ -274,6 +274,8 @@ def test_what_comes_back_in_a_minute_drains_or_is_lent_out_on_the_reserves_gpu_t
     assert scaled(known)[B].reclaimable == 2
     silent = replace(known, nodes=tuple(replace(node, age_s=1e6) for node in known.nodes))
     assert scaled(silent)[B].reclaimable == 0, "nobody knows whether they are there"
+    leaving = replace(known, nodes=tuple(replace(node, accepting=False) for node in known.nodes))
+    assert scaled(leaving)[B].reclaimable == 0, "nothing starts there"
 
 
 @pytest.mark.parametrize("fewest", [0, 1])

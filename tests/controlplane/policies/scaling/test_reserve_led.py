@@ -44,10 +44,14 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
         (held(4, 200, 1.1, batch_max=None), {}),  # not reported
         (held(4, 200, 1.1, reserve=None), {}),  # LT-I
         (held(20, 20, 0.0, last_scaled_s=NOW - 100), {}),  # not so soon after it was scaled
-        (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -8}),  # half of those beyond the plan at a time
+        (held(20, 20, 0.0, last_scaled_s=NOW - 130), {"H": -16}),
         (held(20, 90, 0.0, last_scaled_s=NOW - 130), {"H": -7}),  # those of 90 requests stay
         (held(20, 20, 0.0, starting={"H": 3}), {}),  # a start that was begun is not wasted
         (held(10, 90, 0.0, **seen(590.0)), {"H": -1}),  # 1.4 x 590 by 9
+        (
+            held(12, 95, 0.0, in_reserve=1, **seen(0.0)),
+            {"H": -3},
+        ),  # 9 and the reserve's hold 95, by 10, whatever they are
         (held(3, 70, 1.1, planned={}), {"H": 14}),
         (held(4, 70, 1.1, reclaimable=5), {"H": 6}),  # as many as 70 requests need, whatever a start takes
         (held(4, 70, 1.1, reclaimable=9), {"H": 9}),  # and beyond that those that come back in a minute
