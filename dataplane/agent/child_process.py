@@ -46,12 +46,14 @@ class ChildProcess:
         return cls(process, reader, writer)
 
     async def kill(self) -> None:
-        """End the process at once, and wait for its end."""
+        """End the process at once, and wait for its end, also where the wait for its socket is cancelled."""
         self.process.kill()
         self.writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self.writer.wait_closed()
-        await asyncio.to_thread(self.process.wait)
+        try:
+            with contextlib.suppress(ConnectionError):
+                await self.writer.wait_closed()
+        finally:
+            await asyncio.to_thread(self.process.wait)
 
 
 def _opened(

@@ -1,5 +1,6 @@
 """Processes that work on what others wrote, without the agent's secrets and out of reach of its terminal."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -66,3 +67,13 @@ async def test_one_that_died_unnoticed_is_replaced(children: list[ChildProcess],
     await checker.check(Constraint(kind="regex", definition="[a-z]"), str(model.path))
     assert len(children) == 2
     await checker.close()
+
+
+@asynchronous
+async def test_one_is_waited_for_though_its_kill_is_cancelled() -> None:
+    child = await ChildProcess.start("dataplane.agent.templates.process")
+    ending = asyncio.create_task(child.kill())
+    await asyncio.sleep(0)
+    ending.cancel()
+    await asyncio.gather(ending, return_exceptions=True)
+    assert child.process.returncode is not None
