@@ -234,7 +234,7 @@ class _Filling:
         missing, dedicated, donated = Counter(self._facts.missing), list[InstanceChange](), list[InstanceChange]()
         for ref in self._left():
             here = self._pooled_on[ref]
-            heir = next((each for each in here if each.instance_id in self.heirs), None)
+            heir = next((each for each in here if each.instance_id in self._heirs), None)
             running = [each for each in here if not each.draining]
             if heir is None and len(running) == 1:
                 [last] = running
@@ -244,7 +244,7 @@ class _Filling:
                 heir = last
             elif heir is None:
                 continue
-            elif not self.heirs[heir.instance_id]:
+            elif not self._heirs[heir.instance_id]:
                 if len(here) > 1 or not (heir.endpoint in ready or self._ends(heir)):
                     continue
                 donated.append(InstanceChange(instance_id=heir.instance_id, reason="the plan wants no more of its own"))
@@ -277,9 +277,9 @@ class _Filling:
         """
         pooled = {key.endpoint for key in self._facts.occupancy}
         kept_endpoints = {each.endpoint for each in self.kept.values()}
-        ready = self._ready() | {each.endpoint for each in self._facts.instances if each.instance_id in self.heirs}
+        ready = self._ready() | {each.endpoint for each in self._facts.instances if each.instance_id in self._heirs}
         for each in sorted(self._facts.instances, key=lambda each: each.instance_id):
-            if each.instance_id in self.kept or each.instance_id in self.heirs or each.draining:
+            if each.instance_id in self.kept or each.instance_id in self._heirs or each.draining:
                 continue
             if each.key in self._facts.held:
                 replaced = each.endpoint in ready or self._ends(each) or not each.ready
@@ -294,7 +294,7 @@ class _Filling:
                 yield InstanceChange(instance_id=each.instance_id, reason=reason)
 
     @cached_property
-    def heirs(self) -> Mapping[str, bool]:
+    def _heirs(self) -> Mapping[str, bool]:
         """Of each slot that a reserve leaves, the instance that gets its GPUs, and whether the plan wants it: of an
         endpoint that misses one, else of that with the fewest lent out, so that it serves again in a minute.
         """
