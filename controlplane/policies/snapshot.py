@@ -302,8 +302,7 @@ def _held_facts(
     facts: EndpointScaleFacts, gpu_type: str, in_reserve: int, reclaimable: int, reports: list[InstanceFacts]
 ) -> EndpointScaleFacts:
     """An endpoint that a reserve of this GPU type holds, with so many ready instances there, and so many that come back
-    in a minute. `reports`: of all its instances. Without a minimum, one of its own stays until there is such
-    an instance.
+    in a minute. `reports`: of all its instances. Without a minimum, one of its own stays until one is ready there.
     """
     fewest = max(facts.min, min(1, facts.working, facts.max))
     waits = [wait_s for one in reports if (wait_s := _outlook_s(one)) is not None]

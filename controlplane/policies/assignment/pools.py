@@ -13,9 +13,9 @@ takes slots whole, see `pool_sizes`. Where the last endpoint on a slot that leav
 own, its pooled instance gets the GPUs of the slot.
 
 A pool that is the reserve of its region has an instance of every endpoint that it holds on each of its slots, beside
-the endpoints' own instances, which scaling goes on to scale. A slot that it leaves is not emptied where instances may
-be lent out: once the others are gone, one of its instances gets the GPUs. It is lent out at once, unless the plan wants
-it.
+the endpoints' own instances, which scaling goes on to scale. Of a slot that it leaves an instance that the plan wants
+gets the GPUs at once. If there is none, and instances may be lent out, another one gets them once the others are gone,
+and is lent out.
 """
 
 from collections import Counter, defaultdict
@@ -234,21 +234,21 @@ class _Filling:
         missing, dedicated, donated = Counter(self._facts.missing), list[InstanceChange](), list[InstanceChange]()
         for ref in self._left():
             here = self._pooled_on[ref]
-            heir = next((each for each in here if each.instance_id in self._heirs), None)
-            running = [each for each in here if not each.draining]
-            if heir is None and len(running) == 1:
-                [last] = running
-                if not last.ready or last.endpoint in pooled or last.key in self._facts.held or missing[last.key] <= 0:
+            chosen = next((each for each in here if each.instance_id in self._heirs), None)
+            if chosen is None:
+                running = [each for each in here if not each.draining]
+                chosen = running[0] if len(running) == 1 else None
+                if chosen is None or not chosen.ready or chosen.endpoint in pooled or chosen.key in self._facts.held:
                     continue
-                missing[last.key] -= 1
-                heir = last
-            elif heir is None:
-                continue
-            elif not self._heirs[heir.instance_id]:
-                if len(here) > 1 or not (heir.endpoint in ready or self._ends(heir)):
+                if missing[chosen.key] <= 0:
                     continue
-                donated.append(InstanceChange(instance_id=heir.instance_id, reason="the plan wants no more of its own"))
-            dedicated.append(InstanceChange(instance_id=heir.instance_id, reason="the slot is its own now"))
+                missing[chosen.key] -= 1
+            elif not self._heirs[chosen.instance_id]:
+                if len(here) > 1 or not (chosen.endpoint in ready or self._ends(chosen)):
+                    continue
+                reason = "the plan wants no more of its own"
+                donated.append(InstanceChange(instance_id=chosen.instance_id, reason=reason))
+            dedicated.append(InstanceChange(instance_id=chosen.instance_id, reason="the slot is its own now"))
         return dedicated, donated
 
     def _ends(self, each: PlacedInstance) -> bool:

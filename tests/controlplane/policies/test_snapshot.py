@@ -104,23 +104,29 @@ def test_the_pooled_are_not_scaled_unless_their_pool_does_not_serve_them() -> No
     assert {at: each.planned for at, each in unplanned.items()} == {A: None, B: None, C: None}
 
 
+def reported(**changes: Any) -> InstanceFacts:
+    """The report of an idle instance of `b`."""
+    report = InstanceFacts(
+        instance_id="b3",
+        node_id="n1",
+        endpoint=B,
+        gpu_type="H800",
+        accepting=True,
+        age_s=0.0,
+        kv_used_bytes=1,
+        kv_capacity_bytes=100,
+        remaining_tokens=0,
+    )
+    return structs.replace(report, **changes)
+
+
 @pytest.mark.parametrize(
     ("age_s", "accepting", "utilization"), [(0.0, True, 0.5), (6.0, True, None), (0.0, False, None)]
 )
 def test_an_endpoint_with_its_instances_by_state_and_kind(
     age_s: float, accepting: bool, utilization: float | None
 ) -> None:
-    report = InstanceFacts(
-        instance_id="b0",
-        node_id="n1",
-        endpoint=B,
-        gpu_type="H800",
-        accepting=accepting,
-        age_s=age_s,
-        kv_used_bytes=50,
-        kv_capacity_bytes=100,
-        remaining_tokens=0,
-    )
+    report = reported(instance_id="b0", accepting=accepting, age_s=age_s, kv_used_bytes=50)
     snapshot = fleet(
         None,
         own(B, report=report),
@@ -241,19 +247,7 @@ def test_the_plan_may_give_a_held_endpoint_no_instance_of_its_own() -> None:
 
 
 def test_what_is_in_flight_and_waits_is_that_of_own_instances_and_of_the_reserves() -> None:
-    report = InstanceFacts(
-        instance_id="b",
-        node_id="n1",
-        endpoint=B,
-        gpu_type="H800",
-        accepting=True,
-        age_s=0.0,
-        kv_used_bytes=1,
-        kv_capacity_bytes=100,
-        remaining_tokens=0,
-        requests=5,
-        waiting=2,
-    )
+    report = reported(requests=5, waiting=2)
     there = (own(B, 3, report=report), structs.replace(pooled(B, 0), report=structs.replace(report, waiting=1)))
     found = scaled(fleet({B: 1}, *there, pools=RESERVE))[B]
     assert (found.in_flight, found.waiting) == (10, 3)
@@ -282,17 +276,7 @@ def test_what_comes_back_in_a_minute_drains_or_is_lent_out_on_the_reserves_gpu_t
 def test_an_own_instance_leaves_when_the_reserve_serves_its_endpoint(fewest: int) -> None:
     """Its own instance stays until the reserve's is ready, also where the minimum of `b` is none."""
     limits = {A: (0, 4), B: (fewest, 4), C: (0, 1)}
-    report = InstanceFacts(
-        instance_id="b3",
-        node_id="n1",
-        endpoint=B,
-        gpu_type="H800",
-        accepting=True,
-        age_s=0.0,
-        kv_used_bytes=1,
-        kv_capacity_bytes=100,
-        remaining_tokens=0,
-    )
+    report = reported()
     mine = own(B, 3, report=report)
     waits = choose(fleet({B: 0}, mine, pools=RESERVE, limits=limits)).slots
     assert (waits.drains, waits.donates) == ((), ())
