@@ -180,7 +180,8 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     node's busiest slot; above 1 it cannot keep up with its decodes. `batch_max`: sequences that run at once;
     `input_tokens_per_s`: of the prompts that it received in the last minute; None: its node does not report it.
     `prefill_s`, `decode_s`: of the steps of `reference_steps`, as observed there; None: not known. `pooled`: it shares
-    its slot, in a pool or a reserve.
+    its slot, in a pool or a reserve. `context_tokens`: of prompt and answer together, the most that it takes; None: its
+    node does not report it.
 
     A dispatcher tells its own requests apart: `deferred_requests` of them are in flight there, and take
     `deferred_tokens` of KV memory in the end; `requests` and `kv_used_bytes` are then those of others.
@@ -212,6 +213,7 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     pooled: bool = False
+    context_tokens: int | None = None
     deferred_requests: int = 0
     deferred_tokens: float = 0.0
 
@@ -221,7 +223,8 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     `excluded`: instances that failed it; `avoided`: instances and nodes that keep failing, chosen only if there are no
     others. `ttft_s`: when its first token is due; instances that would begin later are chosen last.
 
-    `input_tokens`: of its prompt; `cached_tokens`: how many of the first of these each instance has likely cached, by
+    `input_tokens`: of its prompt; `output_tokens_max`: of its answer, as it asks for; 0: it takes what there is room for.
+    `cached_tokens`: how many of the first of these each instance has likely cached, by
     instance. `home_key`: the same for all requests of a conversation, and from it all processes compute the same home
     instance; empty: it has none. `draw`: a random number, where other processes send to the same instances; None: there
     are none.
@@ -235,6 +238,7 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     avoided: frozenset[str] = frozenset()
     ttft_s: float | None = None
     input_tokens: int = 0
+    output_tokens_max: int = 0
     cached_tokens: Mapping[str, int] = {}
     home_key: bytes = b""
     draw: int | None = None

@@ -134,7 +134,9 @@ def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
-    """Instances that may take the request: those that are not avoided or, if there are none, all usable ones."""
+    """Instances that may take the request: of those with room for prompt and answer, as far as is known, those that are
+    not avoided or, if there are none, all. Where no usable instance has the room, any may say so.
+    """
     model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
         instance
@@ -144,6 +146,8 @@ def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
         and instance.instance_id not in excluded
         and is_usable(instance, stale_s)
     ]
+    tokens = facts.input_tokens + facts.output_tokens_max
+    usable = [one for one in usable if one.context_tokens is None or one.context_tokens >= tokens] or usable
     if not avoided:
         return usable
     return [i for i in usable if i.instance_id not in avoided and i.node_id not in avoided] or usable

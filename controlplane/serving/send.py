@@ -197,6 +197,7 @@ class Sender:
             avoided=self.avoided(),
             ttft_s=None if message.objective is None else message.objective.ttft_s,
             input_tokens=request.input_tokens,
+            output_tokens_max=message.sampling.max_tokens or 0,
             cached_tokens=request.cached_tokens,
             home_key=request.prefix.home_key,
             draw=random.getrandbits(32),

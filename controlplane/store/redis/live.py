@@ -415,6 +415,7 @@ def instance_facts(
                     prefill_s=report.prefill_s,
                     decode_s=report.decode_s,
                     pooled=report.pooled,
+                    context_tokens=report.context_tokens,
                 )
             )
     return tuple(facts)

@@ -326,7 +326,7 @@ each region, several times as many as are asked for, so that nearly every reques
 late there are long prompts, with any strategy.
 """
 
-LOADS: Mapping[str, float] = {"lt-d-reserve-busy": 1.35}
+LOADS: Mapping[str, float] = {"lt-d-reserve-busy": 1.33}
 """Strategies whose planner takes an instance to serve so many times theta: fewer hours, and more that is late."""
 
 

@@ -23,7 +23,7 @@ NAMES: Mapping[str, str] = {
     "lt-i-reserve-median": "LT-I, shared reserve, median",
     "lt-d-reserve": "LT-D, shared reserve, 0.9",
     "lt-d-reserve-median": "LT-D, shared reserve, median",
-    "lt-d-reserve-busy": "LT-D, shared reserve, median, tight, at 1.35 theta",
+    "lt-d-reserve-busy": "LT-D, shared reserve, median, tight, at 1.33 theta",
     "oracle": "oracle: LT-I with the hour's true demand",
     "idle": "20 idle instances in each region",
 }

@@ -184,9 +184,11 @@ class PoolServer:
         return lost
 
     def fits(self, request: Request) -> bool:
-        model = self._models[request.model]
-        tokens = request.prompt_tokens + request.output_tokens
-        return tokens <= min(model.context_tokens, self._request_kv_bytes // model.kv_bytes_per_token)
+        return request.prompt_tokens + request.output_tokens <= self._context_tokens(self._models[request.model])
+
+    def _context_tokens(self, model: ModelSpec) -> int:
+        """Tokens of prompt and answer together that it takes of a model."""
+        return min(model.context_tokens, self._request_kv_bytes // model.kv_bytes_per_token)
 
     def submit(self, served: Served) -> None:
         request = served.request
@@ -234,6 +236,7 @@ class PoolServer:
                 prefill_token_s=token_s,
                 load=load,
                 batch_max=self._settings.batch_max * len(decoding),
+                context_tokens=self._context_tokens(self._models[name]),
             )
 
     def _on_step(self, slot: SlotProcess, outputs: list[EngineOutput], fast_forward: FastForward | None) -> None:

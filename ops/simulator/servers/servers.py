@@ -126,6 +126,7 @@ class DedicatedServer:
             prefill_token_s=instance.model.latency.prefill_per_token_s,
             batch_max=instance.batch_max,
             input_tokens_per_s=self._received.per_s(now_s),
+            context_tokens=instance.kv_tokens_max,
         )
 
     def open(self, kind: InstanceKind) -> None:

@@ -293,6 +293,7 @@ class World:
             excluded=tried,
             ttft_s=self.settings.targets[tier].ttft_s,
             input_tokens=request.prompt_tokens,
+            output_tokens_max=request.output_tokens,
             draw=None if self.settings.gateways == 1 else (request.number * _SCATTER % 2**64) >> 32,
         )
         if not request.blocks:

@@ -296,6 +296,31 @@ def test_what_keeps_failing_is_left_alone_while_there_is_another() -> None:
     assert alone.instance_id == "e"
 
 
+ROOM_ROWS = [
+    # name, tokens that `e` and `w` hold, those of prompt and answer, changes of the facts, the one chosen
+    ("who has not the room is left out", 999, 5000, (900, 100), {}, "w"),
+    ("... the last token counts", 1000, 5000, (900, 100), {}, "e"),
+    ("an answer without a limit takes what there is", 999, 5000, (900, 0), {}, "e"),
+    ("what is not reported is no limit", None, 5000, (9000, 100), {}, "e"),
+    ("nobody has the room: the one that may say so", 999, 999, (900, 100), {}, "e"),
+    ("one that fails before one without room", 999, 5000, (900, 100), {"avoided": frozenset({"w"})}, "w"),
+    ("not one that has failed it", 999, 5000, (900, 100), {"excluded": frozenset({"w"})}, "e"),
+]
+
+
+@pytest.mark.parametrize(
+    ("home", "away", "tokens", "changes", "chosen"), [r[1:] for r in ROOM_ROWS], ids=[r[0] for r in ROOM_ROWS]
+)
+def test_a_request_goes_where_prompt_and_answer_have_room(
+    home: int | None, away: int | None, tokens: tuple[int, int], changes: dict[str, Any], chosen: str
+) -> None:
+    instances = instance("e", context_tokens=home), instance("w", "west", context_tokens=away)
+    asked = facts(*instances, input_tokens=tokens[0], output_tokens_max=tokens[1], **changes)
+    route = choose_route(asked, 0.0, SETTINGS)
+    assert isinstance(route, Route)
+    assert route.instance_id == chosen
+
+
 def test_regions_are_preferred_by_latency() -> None:
     regions = ("a", "b", "c", "d")
     far = {("b", "a"): 60.0, ("b", "d"): 20.0, ("a", "c"): 1.0}

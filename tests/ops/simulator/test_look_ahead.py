@@ -7,8 +7,8 @@ included.
 
 Some know the future by their definition, and these tests see that they do: the strategy `oracle`, `policy.clairvoyant`,
 and of request-level serving the order "shortest-first". Whether a request fits into KV memory is asked of its true
-length everywhere (recordings have no `max_tokens`), and request-level serving keeps so much KV for it; the requests of
-these tests fit.
+length everywhere, also where it is routed (recordings have no `max_tokens`), and request-level serving keeps so much KV
+for it; the requests of these tests fit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
