@@ -220,20 +220,21 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
 
 class RoutingFacts(Struct, frozen=True, kw_only=True):
     """A request to route. `preference`: regions in the order in which its origin prefers them, its own first.
-    `excluded`: instances that failed it; `avoided`: instances and nodes that keep failing, chosen only if there are no
-    others. `ttft_s`: when its first token is due; instances that would begin later are chosen last.
+    `only_region`: the one that a deferred request was released to. `excluded`: instances that failed it; `avoided`:
+    instances and nodes that keep failing, chosen only if there are no others. `ttft_s`: when its first token is due;
+    instances that would begin later are chosen last.
 
-    `input_tokens`: of its prompt; `output_tokens_max`: of its answer, as it asks for; 0: it takes what there is room for.
-    `cached_tokens`: how many of the first of these each instance has likely cached, by
-    instance. `home_key`: the same for all requests of a conversation, and from it all processes compute the same home
-    instance; empty: it has none. `draw`: a random number, where other processes send to the same instances; None: there
-    are none.
+    `input_tokens`: of its prompt; `output_tokens_max`: of its answer, as it asks for; 0: what there is room for.
+    `cached_tokens`: how many of the first of the prompt's each instance has likely cached, by instance. `home_key`: the
+    same for all requests of a conversation, and from it all processes compute the same home instance; empty: it has
+    none. `draw`: a random number, where other processes send to the same instances; None: there are none.
     """
 
     model: str
     tier: Tier
     preference: tuple[str, ...]
     instances: tuple[InstanceFacts, ...]
+    only_region: str | None = None
     excluded: frozenset[str] = frozenset()
     avoided: frozenset[str] = frozenset()
     ttft_s: float | None = None
@@ -242,6 +243,11 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     cached_tokens: Mapping[str, int] = {}
     home_key: bytes = b""
     draw: int | None = None
+
+    @property
+    def tokens_max(self) -> int:
+        """Of prompt and answer together, as it asks for."""
+        return self.input_tokens + self.output_tokens_max
 
 
 class GroupFacts(Struct, frozen=True, kw_only=True):

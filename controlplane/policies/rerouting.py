@@ -23,16 +23,17 @@ from msgspec import Struct
 
 from controlplane.policies.decisions import Reroute, Route
 from controlplane.policies.facts import InstanceFacts
-from controlplane.policies.routing import is_usable, predicted_wait_s, utilization_of
+from controlplane.policies.routing import has_room, is_usable, predicted_wait_s, utilization_of
 from dataplane.protocol.tiers import IW_F, IW_N, Tier
 
 _LOOKED_AT = 8
-"""Of a queue's first requests, for one that the instance has not failed."""
+"""Of a queue's first requests, for one that the instance has not failed and has room for."""
 
 
 class WaitingRequest(Struct, frozen=True, kw_only=True):
     """An interactive request that has no token yet from the instance that got it at `sent_s`. `cached_tokens`: how many
-    of its prompt each instance had likely cached then. `excluded`: instances that failed it.
+    of its prompt each instance had likely cached then. `output_tokens_max`: of its answer, as it asks for; 0: what
+    there is room for. `excluded`: instances that failed it.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class WaitingRequest(Struct, frozen=True, kw_only=True):
     tier: Tier
     input_tokens: int
     sent_s: float
+    output_tokens_max: int = 0
     cached_tokens: Mapping[str, int] = {}
     excluded: frozenset[str] = frozenset()
 
@@ -129,7 +131,10 @@ class _Queue:
         """The first request that may go to an instance."""
         name = target.instance_id
         able = [
-            one for some in (self._anywhere, self._to[name]) for one in some[:_LOOKED_AT] if name not in one.excluded
+            one
+            for some in (self._anywhere, self._to[name])
+            for one in some[:_LOOKED_AT]
+            if name not in one.excluded and has_room(target, one.input_tokens + one.output_tokens_max)
         ]
         return min(able, key=_order, default=None)
 

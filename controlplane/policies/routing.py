@@ -134,8 +134,9 @@ def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
 
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
-    """Instances that may take the request: of those with room for prompt and answer, as far as is known, those that are
-    not avoided or, if there are none, all. Where no usable instance has the room, any may say so.
+    """Instances that may take the request: of those with room for prompt and answer, those that are not avoided or, if
+    there are none, all. Where none in the region it was released to has room, another region's do; where none has at
+    all, any may refuse it.
     """
     model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
@@ -146,11 +147,21 @@ def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
         and instance.instance_id not in excluded
         and is_usable(instance, stale_s)
     ]
-    tokens = facts.input_tokens + facts.output_tokens_max
-    usable = [one for one in usable if one.context_tokens is None or one.context_tokens >= tokens] or usable
+    there = usable
+    if facts.only_region is not None:
+        there = [instance for instance in usable if instance.endpoint.region == facts.only_region]
+    if there:
+        tokens = facts.tokens_max
+        roomy = [instance for instance in there if has_room(instance, tokens)]
+        there = roomy or [instance for instance in usable if has_room(instance, tokens)] or there
     if not avoided:
-        return usable
-    return [i for i in usable if i.instance_id not in avoided and i.node_id not in avoided] or usable
+        return there
+    return [i for i in there if i.instance_id not in avoided and i.node_id not in avoided] or there
+
+
+def has_room(instance: InstanceFacts, tokens: int) -> bool:
+    """Whether an instance takes so many tokens of prompt and answer together, as far as is known."""
+    return instance.context_tokens is None or tokens <= instance.context_tokens
 
 
 def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -> Route | NoRoute:
@@ -311,9 +322,15 @@ def choose_preference(
 
 
 def _why_none(facts: RoutingFacts, settings: RoutingSettings) -> str:
-    of_model = [instance for instance in facts.instances if instance.endpoint.model == facts.model]
+    only = facts.only_region
+    of_model = [
+        instance
+        for instance in facts.instances
+        if instance.endpoint.model == facts.model and only in (None, instance.endpoint.region)
+    ]
     if not of_model:
-        return f"no instance of '{facts.model}' is placed in any region"
+        where = "any region" if only is None else f"the region '{only}'"
+        return f"no instance of '{facts.model}' is placed in {where}"
     if not any(instance.kind.serves(facts.tier) for instance in of_model):
         return f"no instance of '{facts.model}' is for requests of tier {facts.tier.value}"
     if all(instance.instance_id in facts.excluded for instance in of_model):

@@ -65,6 +65,7 @@ class Attempt:
             tier=self.request.message.tier,
             input_tokens=self.request.input_tokens,
             sent_s=self._sent_s,
+            output_tokens_max=self.request.output_tokens_max,
             cached_tokens=self._cached_tokens,
             excluded=frozenset(self.request.excluded),
         )

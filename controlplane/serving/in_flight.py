@@ -109,6 +109,11 @@ class InFlightRequest:
         return self.input_tokens + (self.message.sampling.max_tokens or OUTPUT_TOKENS_GUESS)
 
     @property
+    def output_tokens_max(self) -> int:
+        """Tokens of its answer, as it asks for; 0: what there is room for."""
+        return self.message.sampling.max_tokens or 0
+
+    @property
     def tokens_max(self) -> int:
         """The most prompt and completion tokens that it may take: a token of text has a byte at least."""
         prompt = self.input_tokens

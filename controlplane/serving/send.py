@@ -17,7 +17,7 @@ from controlplane.errors import CapacityError, NodeError, ReroutedError
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.health import CircuitSettings
-from controlplane.policies.routing import RoutingSettings, choose_route
+from controlplane.policies.routing import RoutingSettings, choose_route, has_room
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.attempts import Attempt
 from controlplane.serving.circuits import Circuits
@@ -156,7 +156,8 @@ class Sender:
         if request.rerouted_to is not None and all(one.instance_id != request.rerouted_to for one in request.routes):
             wanted = request.rerouted_to
         if wanted is not None:
-            there = tuple(i for i in facts.instances if i.instance_id == wanted)
+            tokens = facts.tokens_max
+            there = tuple(i for i in facts.instances if i.instance_id == wanted and has_room(i, tokens))
             route = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
             if isinstance(route, Route):
                 return route
@@ -183,21 +184,19 @@ class Sender:
     def routing_facts(self, request: InFlightRequest) -> RoutingFacts:
         """The request, and its model's instances as they are known now."""
         message = request.message
-        instances = self._fleet.instances(message.model)
-        if request.only_region is not None:
-            instances = tuple(i for i in instances if i.endpoint.region == request.only_region)
         self._prefixes.follow(self._fleet.view)
         request.cached_tokens = self._prefixes.cached_tokens(request.prefix, request.input_tokens)
         return RoutingFacts(
             model=message.model,
             tier=message.tier,
             preference=request.preference,
-            instances=instances,
+            instances=self._fleet.instances(message.model),
+            only_region=request.only_region,
             excluded=frozenset(request.excluded),
             avoided=self.avoided(),
             ttft_s=None if message.objective is None else message.objective.ttft_s,
             input_tokens=request.input_tokens,
-            output_tokens_max=message.sampling.max_tokens or 0,
+            output_tokens_max=request.output_tokens_max,
             cached_tokens=request.cached_tokens,
             home_key=request.prefix.home_key,
             draw=random.getrandbits(32),

@@ -370,6 +370,7 @@ class World:
         model: str = MODEL,
         rate: float | None = None,
         prefill_s: float | None = None,
+        context_tokens: int | None = None,
     ) -> None:
         seen = InstanceReport(
             instance_id=instance_id,
@@ -380,6 +381,7 @@ class World:
             kv_capacity_bytes=KV_BYTES,
             input_tokens_per_s=rate,
             prefill_s=prefill_s,
+            context_tokens=context_tokens,
         )
         beat = Heartbeat(node=node, boot_id="b", generation=0, instances=(seen,))
         self.live.write_heartbeat(beat, region=region, gpu_type="H800", url=url)

@@ -80,6 +80,7 @@ class Rerouter:
             tier=request.tier,
             input_tokens=request.prompt_tokens,
             sent_s=request.arrived_s,
+            output_tokens_max=request.output_tokens,
             cached_tokens=self._prompts.cached_when_sent(request),
         )
 

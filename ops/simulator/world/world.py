@@ -282,14 +282,12 @@ class World:
 
     def _facts(self, request: Request, within: str | None = None, tried: frozenset[str] = frozenset()) -> RoutingFacts:
         tier = request.tier
-        instances = tuple(self.present.view(request.model).values())
-        if within is not None:
-            instances = tuple(one for one in instances if one.endpoint.region == within)
         facts = RoutingFacts(
             model=request.model,
             tier=tier,
-            preference=self._network.preference(request.origin) if within is None else (within,),
-            instances=instances,
+            preference=self._network.preference(within or request.origin),
+            instances=tuple(self.present.view(request.model).values()),
+            only_region=within,
             excluded=tried,
             ttft_s=self.settings.targets[tier].ttft_s,
             input_tokens=request.prompt_tokens,

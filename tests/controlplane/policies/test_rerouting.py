@@ -102,6 +102,16 @@ def test_a_long_prompt_is_more_of_a_queue() -> None:
     assert [name for name, _ in moved] == ["a17", "a18", "a19"], "0.045, 0.015 and 0.045 s"
 
 
+@pytest.mark.parametrize(("tokens", "moved"), [(159, "a2"), (160, "a1"), (None, "a1")])
+def test_who_has_no_room_for_prompt_and_answer_takes_the_next(tokens: int | None, moved: str) -> None:
+    first, *_ = asking = [
+        waiting(f"a{number}", sent_s=float(number), output_tokens_max=most)
+        for number, most in enumerate((50, 60, 50, 60))
+    ]
+    assert first.input_tokens == 100
+    assert moves(instance("a", 4.0), instance("b", context_tokens=tokens), queued=tuple(asking)) == [(moved, "b")]
+
+
 def test_several_idle_instances_share_the_longest_queues() -> None:
     queues = (*queue(4, "a"), *queue(4, "b"))
     moved = moves(instance("a", 6.0), instance("b", 6.05), instance("c"), instance("d"), queued=queues)

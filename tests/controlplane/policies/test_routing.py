@@ -136,6 +136,16 @@ def test_no_route_says_why(instances: list[InstanceFacts], excluded: set[str], w
     assert words in answer.reason
 
 
+def test_a_region_that_it_was_released_to_is_kept_to() -> None:
+    home, away = instance("e", accepting=False), instance("w", "west")
+    assert choose_route(facts(home, away, only_region="east"), 0.0, SETTINGS) == NoRoute(
+        reason="no instance of 'tide' is ready yet"
+    )
+    assert choose_route(facts(home, away, only_region="south"), 0.0, SETTINGS) == NoRoute(
+        reason="no instance of 'tide' is placed in the region 'south'"
+    )
+
+
 def test_nothing_available_is_full() -> None:
     assert utilization_of([]) == 1.0
 
@@ -304,6 +314,9 @@ ROOM_ROWS = [
     ("what is not reported is no limit", None, 5000, (9000, 100), {}, "e"),
     ("nobody has the room: the one that may say so", 999, 999, (900, 100), {}, "e"),
     ("one that fails before one without room", 999, 5000, (900, 100), {"avoided": frozenset({"w"})}, "w"),
+    ("a region that it was released to", 1000, 5000, (900, 100), {"only_region": "east"}, "e"),
+    ("... has no room: another one", 999, 5000, (900, 100), {"only_region": "east"}, "w"),
+    ("... nor has another one", 999, 999, (900, 100), {"only_region": "east"}, "e"),
     ("not one that has failed it", 999, 5000, (900, 100), {"excluded": frozenset({"w"})}, "e"),
 ]
 

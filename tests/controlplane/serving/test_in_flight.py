@@ -77,3 +77,4 @@ def test_the_most_that_a_request_may_take_is_bounded_by_its_bytes_and_by_the_con
     assert 300 <= in_flight(prompt="ä" * 100).tokens_max <= 600
     assert in_flight(10, prompt_tokens=(1, 2, 3)).tokens_max == 13
     assert in_flight(4000, prompt="x" * 4000).tokens_max == 4096
+    assert [in_flight(most, prompt="x").output_tokens_max for most in (None, 10)] == [0, 10]

@@ -207,6 +207,22 @@ def test_nothing_moves_while_requests_wait_for_connections() -> None:
     asyncio.run(run())
 
 
+def test_what_a_request_asks_for_is_known_where_it_is_routed() -> None:
+    async def run() -> None:
+        gateway = Gateway(Nodes(), TwoQueues())
+        message = Generate(
+            request_id="q", instance_id="", model="tide", tier=Tier.IW_N, sampling=Sampling(max_tokens=70), prompt="x"
+        )
+        await gateway.begin(1, message=message)
+        (request,), (attempt,) = gateway.requests, gateway.sender.waiting
+        facts, waiting = gateway.sender.routing_facts(request), attempt.facts("q")
+        assert (facts.input_tokens, facts.output_tokens_max) == (request.input_tokens, 70)
+        assert (waiting.input_tokens, waiting.output_tokens_max) == (request.input_tokens, 70)
+        await gateway.end()
+
+    asyncio.run(run())
+
+
 def test_what_the_first_instance_has_cached_stays_known() -> None:
     async def run() -> None:
         gateway = Gateway(Nodes(), TwoQueues())

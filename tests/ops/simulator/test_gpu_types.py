@@ -13,9 +13,11 @@ from controlplane.policies import hour
 from controlplane.policies.facts import RegionGpu
 from controlplane.policies.placement.decision import Placement
 from controlplane.policies.placement.facts import PlacementFacts
+from dataplane.protocol.tiers import Tier
 from dataplane.scheduling.profile import ProfileError, load_gpu_profile
 from ops.simulator.results.results import Result, held_hours
 from ops.simulator.run import build_world, simulate
+from ops.simulator.scenario.formats import traffic_of
 from ops.simulator.scenario.means import model_costs
 from ops.simulator.scenario.planning import Strategy
 from ops.simulator.scenario.scenario import Scenario, ScenarioError, load_scenario
@@ -251,3 +253,29 @@ def test_what_is_not_scaled_is_of_the_type_of_the_fleet(tmp_path: Path) -> None:
     path = changed(small, tmp_path, ('region = "us-east", count = 2', 'region = "us-east", gpu_type = "H20"'))
     with pytest.raises(ScenarioError, match=r"fleet.instances.0.gpu_type: 'H20' is none of H800"):
         simulate(load_scenario(path))
+
+
+def test_requests_go_where_they_have_room() -> None:
+    """In the region that is nearest to most of them half of the requests are longer than the KV memory of a GPU."""
+    small, large = (
+        node("east", "H800", slots=3, kv_bytes=800 * SIZES["kv_bytes_per_token"]),
+        node("west", "H20", slots=3),
+    )
+    placed = [
+        {"model": model, "region": part["region"], "gpu_type": gpu_type}
+        for model in "ab"
+        for part, gpu_type in ((small, "H800"), (large, "H20"))
+    ]
+    scenario = scaled(
+        "reactive",
+        models=models(a=400.0, b=600.0),
+        fleet={"nodes": [small, large], "instances": placed},
+        scaling={"instances_max": 1},
+        traffic={"rate_per_s": 2.0},
+    )
+    outcome = simulate(scenario)
+    assert outcome.result.failures == {}
+    long = [one for one in traffic_of(scenario, scenario.seed) if one.prompt_tokens + one.output_tokens > 800]
+    assert Counter((one.origin, one.tier is Tier.NIW) for one in long).keys() == {
+        (region, deferred) for region in REGIONS for deferred in (False, True)
+    }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import controlplane.policies
 import dataplane.scheduling
@@ -99,6 +100,19 @@ def test_what_fits_nowhere_fails_and_is_counted() -> None:
     failed = sum(row.failed for row in outcome.result.rows)
     assert outcome.result.failures == {"longer than an instance's KV memory": failed}
     assert 0 < failed < outcome.result.requests
+
+
+@pytest.mark.parametrize("serving", ["dedicated", "pooled", "both"])
+def test_servers_report_the_most_tokens_that_fit(serving: str) -> None:
+    world, *_ = build_world(scenario_of(serving), 1)
+    request = next(iter(traffic_of(scenario_of(serving), 1)))
+    for server in world.present.servers:
+        for report in server.reports():
+            assert report.context_tokens is not None
+            for more in (0, 1):
+                output = report.context_tokens - 100 + more
+                asked = replace(request, model=report.endpoint.model, prompt_tokens=100, output_tokens=output)
+                assert server.fits(asked) == (not more)
 
 
 def modules_of(package: ModuleType) -> list[ModuleType]:

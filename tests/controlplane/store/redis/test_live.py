@@ -23,7 +23,7 @@ def test_the_view_and_its_ages(world: World) -> None:
     assert world.live.read_view().nodes == {}
     world.report("n1", "i1", region="us-east", url="http://n1", used=0.25)
     world.report("n2", "i2", region="us-west", url="http://n2")
-    world.report("n1", "i3", region="us-east", url="http://n1", used=0.5)
+    world.report("n1", "i3", region="us-east", url="http://n1", used=0.5, context_tokens=512)
     view = world.live.read_view()
     assert {name: (node.region, node.url) for name, node in view.nodes.items()} == {
         "n1": ("us-east", "http://n1"),
@@ -42,6 +42,7 @@ def test_the_view_and_its_ages(world: World) -> None:
         8,
         3,
     )
+    assert [facts[name].context_tokens for name in ("i2", "i3")] == [None, 512]
     assert 0 <= chosen.age_s < PATIENCE_S
     until(lambda: max(each.age_s for each in instance_facts(world.live.read_view())) > chosen.age_s)
 
