@@ -249,12 +249,7 @@ def _layout_inputs(hour: HourPlan, settings: Settings) -> dict[str, object] | No
 def _reserve_record(reserve: Reserve, pool: PoolKey) -> dict[str, object]:
     """The reserve that is a part of a pool, with the endpoints that it holds; nothing where there is none."""
     held = [
-        {
-            "model": one.key.model,
-            "instances": one.instances,
-            "left_tokens_per_s": one.left_tokens_per_s,
-            "reason": one.reason,
-        }
+        {"model": one.key.model, "instances": one.instances, "reason": one.reason}
         for one in reserve.endpoints
         if one.pool == pool
     ]

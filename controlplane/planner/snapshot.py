@@ -303,12 +303,11 @@ def _pools(plan: Plan, poolable: Container[Endpoint], gpus_of: Mapping[ModelGpu,
     """A plan's pools and reserves. An override takes its endpoint out of them, and so does its deletion, or a maximum
     of 0: only what is `poolable` is in them. `gpus_of`: of an instance of each model. A plan of an older
     release does not say how many GPUs the workers of a pool have: as many as its models take. Nor does what a rollback
-    restores of it, beside the pools that say so and that it ends. Where it does not say what is left to a reserve, that
-    is nothing.
+    restores of it, beside the pools that say so and that it ends.
     """
     gpus: Counter[PoolKey] = Counter()
     occupancy: dict[EndpointGpu, float] = {}
-    held: dict[EndpointGpu, float] = {}
+    held: set[EndpointGpu] = set()
     for pool in plan.pools:
         region, gpu_type = pool["region"], pool["gpu_type"]
         held_here = pool.get("reserve", {}).get("held", ())
@@ -322,8 +321,8 @@ def _pools(plan: Plan, poolable: Container[Endpoint], gpus_of: Mapping[ModelGpu,
         for each in held_here:
             key = EndpointGpu(model=each["model"], region=region, gpu_type=gpu_type)
             if key.endpoint in poolable:
-                held[key] = each.get("left_tokens_per_s", 0.0)
-    return PlanPools(gpus=gpus, occupancy=occupancy, held=held)
+                held.add(key)
+    return PlanPools(gpus=gpus, occupancy=occupancy, held=frozenset(held))
 
 
 def _observed(session: Session, now_s: float) -> dict[Endpoint, float]:

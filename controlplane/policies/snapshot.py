@@ -43,22 +43,21 @@ NO_STEPS: Mapping[ModelGpu, tuple[float, float]] = {}
 @dataclass(frozen=True, kw_only=True)
 class PlanPools:
     """The pools of a plan: GPUs by pool, and the share of one GPU that each pooled endpoint takes.
-    `held`: endpoints of pools that are the reserve of their region, and have instances of their own beside it, with the
-    tokens/s of their median peaks that these do not serve.
+    `held`: endpoints of pools that are the reserve of their region, and have instances of their own beside it.
     """
 
     gpus: Mapping[PoolKey, int] = field(default_factory=dict)
     occupancy: Mapping[EndpointGpu, float] = field(default_factory=dict)
-    held: Mapping[EndpointGpu, float] = field(default_factory=dict)
+    held: frozenset[EndpointGpu] = frozenset()
 
     @cached_property
     def endpoints(self) -> frozenset[Endpoint]:
         return frozenset(key.endpoint for key in self.occupancy)
 
     @cached_property
-    def reserved(self) -> Mapping[Endpoint, EndpointGpu]:
-        """The endpoints that reserves hold, and where."""
-        return {key.endpoint: key for key in self.held}
+    def reserved(self) -> Mapping[Endpoint, str]:
+        """The endpoints that reserves hold, and the GPU type of each."""
+        return {key.endpoint: key.gpu_type for key in self.held}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +202,7 @@ def pool_slot_facts(snapshot: FleetSnapshot, *, lends: bool = True) -> PoolSlotF
         pool_gpus=snapshot.pools.gpus,
         gpus=snapshot.gpus,
         occupancy=snapshot.pools.occupancy,
-        held=frozenset(snapshot.pools.held),
+        held=snapshot.pools.held,
         leaving=frozenset(key for key in snapshot.pools.held if not wanted.get(key)),
         slots=snapshot.rooms,
         instances=snapshot.pooled,
@@ -276,9 +275,8 @@ def scaling_facts(
         backlog = snapshot.backlogs.get(endpoint.model)
         facts = _endpoint_facts(snapshot, endpoint, serving[endpoint], donated[endpoint.region], stale_s)
         if (reserve := snapshot.pools.reserved.get(endpoint)) is not None and endpoint not in snapshot.overrides:
-            free, left_tokens_per_s = back[endpoint, reserve.gpu_type], snapshot.pools.held[reserve]
-            facts = _held_facts(facts, reserve.gpu_type, in_reserve[endpoint], free, reports[endpoint])
-            facts = replace(facts, left_tokens_per_s=left_tokens_per_s)
+            free = back[endpoint, reserve]
+            facts = _held_facts(facts, reserve, in_reserve[endpoint], free, reports[endpoint])
         endpoints.append(
             replace(
                 facts,

@@ -192,7 +192,6 @@ class _Region:
                 key=key,
                 instances=self.counts[key],
                 gpus=one.gpus,
-                left_tokens_per_s=max(0.0, one.median - self.counts[key] * one.tokens_per_s),
                 reason=self._reason_of(one, self.counts[key]),
             )
 

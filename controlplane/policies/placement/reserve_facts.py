@@ -127,13 +127,12 @@ class ReserveFacts:
 @dataclass(frozen=True, kw_only=True)
 class ReservedEndpoint:
     """An endpoint that the reserve of its region holds, with an instance on each of its slots. `instances`: of its own
-    on the GPU type of `key`, `gpus` each. `left_tokens_per_s`: of its median peak, that these do not serve.
+    on the GPU type of `key`, `gpus` each.
     """
 
     key: EndpointGpu
     instances: int
     gpus: int
-    left_tokens_per_s: float
     reason: str
 
     @property
@@ -175,9 +174,9 @@ class Reserve:
     left_out: Mapping[Endpoint, str] = field(default_factory=dict)
 
     @property
-    def held(self) -> Mapping[EndpointGpu, float]:
-        """Where endpoints are held, whether their reserve has slots in this hour or not, and what is left to it."""
-        return {each.key: each.left_tokens_per_s for each in self.endpoints}
+    def held(self) -> frozenset[EndpointGpu]:
+        """Where endpoints are held, whether their reserve has slots in this hour or not."""
+        return frozenset(each.key for each in self.endpoints)
 
     @property
     def gpus(self) -> Mapping[PoolKey, int]:

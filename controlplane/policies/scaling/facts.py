@@ -61,8 +61,7 @@ class EndpointScaleFacts:
         donated_same, donated_other: donated instances that could be reclaimed, of this model and of others.
         reserve: GPU type of the reserve that holds the endpoint: its instances there count for `min`, which is what is
             left of it. None = no reserve does. Only then the following are known:
-        in_reserve: its instances that are ready there. left_tokens_per_s: what the plan leaves to them of its median
-            peak, which its own instances do not serve.
+        in_reserve: its instances that are ready there.
         reclaimable: its instances on that GPU type that come back in a minute: lent out without a lease, or draining.
         in_flight: its requests on instances of its own and in the reserve. waiting: those of them without KV memory.
             batch_max: how many one instance runs at once; None = not reported.
@@ -90,7 +89,6 @@ class EndpointScaleFacts:
     donated_other: Counts = field(default_factory=dict)
     reserve: str | None = None
     in_reserve: int = 0
-    left_tokens_per_s: float = 0.0
     reclaimable: int = 0
     in_flight: int = 0
     waiting: int = 0

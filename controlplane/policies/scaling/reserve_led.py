@@ -5,13 +5,10 @@ late, and as many wait as are an eighth of an instance's, instances start at onc
 as many as it runs at once below the upper threshold of utilization; and as many again as are lacking, since more
 requests come while they start. So many only as are lent out and come back in a minute: others take ten, and displace
 another model's, so they start for what has arrived in the last minutes. Where none comes back, and as many wait as are
-a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual.
-
-They go once nobody is late, none starts and nothing was scaled for a while, as far as those that are left serve what
-arrives: deferred requests fill instances that are there, and would keep them. What the plan leaves to the reserve is
-served there, so that a quiet model is in the reserve alone; but not once the endpoint was scaled under this plan, or
-instances would come and go where the reserve does not keep up. Those that are left have room for all requests in
-flight, since tokens say nothing of long answers here, either.
+a whole instance's, one starts in each run: input tokens say nothing of answers that are longer than usual. They go once
+nobody is late, none starts and nothing was scaled for a while, as far as those that are left serve what arrives:
+deferred requests fill instances that are there, and would keep them. But those that are left have room for all requests
+in flight, since tokens say nothing of long answers here, either.
 """
 
 import math
@@ -35,25 +32,23 @@ def beyond_reserve(facts: EndpointScaleFacts, moment: Moment) -> EndpointScaleFa
     if late and facts.waiting >= _WAITING_SHARE * each:
         missing = needed - working
         soon = min(2 * missing, facts.reclaimable) if facts.reclaimable else min(missing, int(facts.waiting >= each))
-        count = working + max(0, soon, min(needed, _enough(facts, settings.room_out, needed)) - working)
+        count = working + max(0, soon, _enough(facts, settings.room_out, needed) - working)
     elif late or held or facts.ready < working:
         count = working
     else:
         full = min(working, math.ceil(facts.in_flight / facts.batch_max) - facts.in_reserve)
-        scaled = facts.last_scaled_s is not None and facts.last_scaled_s >= (moment.window_start_s or 0.0)
-        elsewhere = facts.left_tokens_per_s if facts.in_reserve and not scaled else 0.0
-        count = max(full, min(working, _enough(facts, settings.room_in, needed, elsewhere)))
+        count = max(full, _enough(facts, settings.room_in, min(working, needed)))
     more = count - planned
     if more <= 0:
         return facts
     return replace(facts, planned=Counter(facts.planned) + Counter({facts.reserve: more}))
 
 
-def _enough(facts: EndpointScaleFacts, room: float, unknown: int, elsewhere: float = 0.0) -> int:
-    """Instances that serve `room` times the observed demand but for so many tokens/s that are served elsewhere;
-    `unknown` where the demand or the profile is not known.
+def _enough(facts: EndpointScaleFacts, room: float, most: int) -> int:
+    """Instances that serve `room` times the observed demand, at most so many; where it or the profile is not known, so
+    many.
     """
     tokens_per_s = facts.tokens_per_s.get(facts.reserve or "")
     if facts.observed_tokens_per_s is None or not tokens_per_s:
-        return unknown
-    return math.ceil(max(0.0, room * facts.observed_tokens_per_s - elsewhere) / tokens_per_s)
+        return most
+    return min(most, math.ceil(room * facts.observed_tokens_per_s / tokens_per_s))

@@ -46,7 +46,7 @@ def fleet(own_c: int, own_a: int = 0, own_b: int = 0, reserve_gpus: int = 1) -> 
         planned={A: {"H": own_a}, B: {"H": own_b}, C: {"H": own_c}},
         pools=PlanPools(
             gpus={POOL: reserve_gpus},
-            held={EndpointGpu(model=model, region="east", gpu_type="H"): 0.0 for model in "ab"},
+            held=frozenset(EndpointGpu(model=model, region="east", gpu_type="H") for model in "ab"),
         ),
         window_start_s=0.0,
         observed={A: own_a * 90.0 + 10.0, B: own_b * 90.0, C: own_c * 90.0},

@@ -1,7 +1,6 @@
 """Endpoints of a reserve: by their plan while somebody begins in time, beyond it while nobody does."""
 
 import math
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -53,13 +52,6 @@ def held(present: int, in_flight: int, wait_s: float | None, **changes: Any) -> 
             held(12, 95, 0.0, in_reserve=1, **seen(0.0)),
             {"H": -3},
         ),  # 9 and the reserve's hold 95, by 10, whatever they are
-        (held(1, 5, 0.0, planned={}, in_reserve=1, left_tokens_per_s=60.0, **seen(42.0)), {"H": -1}),  # 1.4 x 42 < 60
-        (held(1, 5, 0.0, planned={}, in_reserve=1, left_tokens_per_s=60.0, **seen(43.0)), {}),
-        (held(1, 5, 0.0, planned={}, in_reserve=0, left_tokens_per_s=60.0, **seen(42.0)), {}),  # no slot is ready
-        (held(1, 5, 0.0, planned={}, in_reserve=1, left_tokens_per_s=60.0, last_scaled_s=NOW - 2500, **seen(42.0)), {}),
-        (held(6, 5, 0.0, **seen(400.0)), {}),  # few in flight at a time: prompts are long, and 1.4 x 400 is for six
-        (held(1, 11, 0.0, planned={}, in_reserve=1, left_tokens_per_s=60.0, **seen(42.0)), {}),  # one runs ten
-        (held(7, 50, 0.0, in_reserve=1, left_tokens_per_s=60.0, **seen(400.0)), {"H": -2}),  # 1.4 x 400 - 60: five
         (held(3, 70, 1.1, planned={}), {"H": 14}),
         (held(4, 70, 1.1, reclaimable=5), {"H": 6}),  # as many as 70 requests need, whatever a start takes
         (held(4, 70, 1.1, reclaimable=9), {"H": 9}),  # and beyond that those that come back in a minute
@@ -85,42 +77,3 @@ def test_so_does_lt_d() -> None:
 def test_a_step_says_why() -> None:
     [step] = decide("lt-i", held(4, 200, 1.1)).steps
     assert step.reason == "200 requests in flight are more than the plan and the reserve begin in time"
-
-
-@pytest.mark.parametrize("room", [0.0, 15.0, 50.0, 100.0], ids=lambda room: f"reserve {room:g}")
-@pytest.mark.parametrize("demand", [10.0, 40.0, 60.0, 95.0, 130.0], ids=lambda demand: f"demand {demand:g}")
-@pytest.mark.parametrize("left", [0.0, 20.0, 60.0, 90.0], ids=lambda left: f"left {left:g}")
-@pytest.mark.parametrize("planned", [0, 1])
-def test_instances_do_not_come_and_go_under_one_plan(planned: int, left: float, demand: float, room: float) -> None:
-    """An hour of even demand, of which the reserve has room for so much, whatever the plan leaves to it. Prompts are
-    long: few requests are in flight unless they wait.
-    """
-    own, starting, backlog, last_scaled_s = 1, dict[float, int](), 0.0, None
-    changes = []
-    for now_s in range(0, 3600, 15):
-        own += starting.pop(float(now_s), 0)
-        served = own * 100.0 + room
-        backlog = max(0.0, backlog + (demand - served) * 15)
-        facts = held(
-            own + sum(starting.values()),
-            int((2 * demand + backlog) / 10),
-            backlog / served if served else math.inf,
-            starting={"H": sum(starting.values())} if starting else {},
-            planned={"H": planned},
-            waiting=int(backlog / 10),
-            batch_max=40,
-            in_reserve=1,
-            left_tokens_per_s=left,
-            last_scaled_s=last_scaled_s,
-            utilization=0.3,
-            **seen(demand),
-        )
-        for delta in deltas(decide("lt-d", facts, now_s=float(now_s))).values():
-            own += min(0, delta)
-            if delta > 0:
-                starting[now_s + 60.0] = delta
-            last_scaled_s = float(now_s)
-            changes.append(delta > 0)
-    turns = [way for way, _ in groupby(changes)]
-    assert turns in ([], [True], [False], [True, False], [False, True], [False, True, False]), "in, out, and in again"
-    assert backlog == 0, "and the demand is served"
