@@ -38,6 +38,12 @@ class Line:
         return self.query.first.routes[-1].instance_id if self.query is not None and self.query.first.routes else None
 
     @property
+    def sent_to(self) -> Endpoint:
+        """Where it was sent last, which may be another region if none has room for it in its own."""
+        routes = [] if self.query is None else self.query.first.routes
+        return replace(self.endpoint, region=routes[-1].region) if routes else self.endpoint
+
+    @property
     def tokens(self) -> int:
         return 0 if self.query is None else self.query.used_tokens
 

@@ -258,7 +258,7 @@ class Releaser:
         except TidepoolError as error:
             untouched = isinstance(error, NodeError) and error.untouched
             if error.code in _REFUSED or (untouched and error.code != INSTANCE_NOT_READY):
-                self._refused.add(line.endpoint)
+                self._refused.add(line.sent_to)
             tried = not untouched and error.code not in _NOT_TRIED
             lost = isinstance(error, NodeError) and error.retryable
             last = held.attempts >= self._settings.niw_attempts_max

@@ -245,7 +245,7 @@ class RoutingFacts(Struct, frozen=True, kw_only=True):
     draw: int | None = None
 
     @property
-    def tokens_max(self) -> int:
+    def tokens(self) -> int:
         """Of prompt and answer together, as it asks for."""
         return self.input_tokens + self.output_tokens_max
 

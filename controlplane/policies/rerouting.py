@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from controlplane.policies.decisions import Reroute, Route
 from controlplane.policies.facts import InstanceFacts
-from controlplane.policies.routing import has_room, is_usable, predicted_wait_s, utilization_of
+from controlplane.policies.routing import is_usable, predicted_wait_s, takes_tokens, utilization_of
 from dataplane.protocol.tiers import IW_F, IW_N, Tier
 
 _LOOKED_AT = 8
@@ -44,6 +44,11 @@ class WaitingRequest(Struct, frozen=True, kw_only=True):
     output_tokens_max: int = 0
     cached_tokens: Mapping[str, int] = {}
     excluded: frozenset[str] = frozenset()
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer together, as it asks for."""
+        return self.input_tokens + self.output_tokens_max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +117,7 @@ class _Queue:
         self, source: InstanceFacts, mine: Sequence[WaitingRequest], queued: int, settings: ReroutingSettings
     ) -> None:
         self.wait_s = _wait_s(source)
+        self._source_tokens = source.context_tokens
         self._token_s = self.wait_s * len(mine) / queued / max(1, sum(one.input_tokens for one in mine))
         self._anywhere: list[WaitingRequest] = []
         self._to: defaultdict[str, list[WaitingRequest]] = defaultdict(list)
@@ -130,11 +136,12 @@ class _Queue:
     def first_for(self, target: InstanceFacts) -> WaitingRequest | None:
         """The first request that may go to an instance."""
         name = target.instance_id
+        takes_all = self._source_tokens is not None and takes_tokens(target, self._source_tokens)
         able = [
             one
             for some in (self._anywhere, self._to[name])
             for one in some[:_LOOKED_AT]
-            if name not in one.excluded and has_room(target, one.input_tokens + one.output_tokens_max)
+            if name not in one.excluded and (takes_all or takes_tokens(target, one.tokens))
         ]
         return min(able, key=_order, default=None)
 

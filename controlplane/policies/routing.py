@@ -135,8 +135,8 @@ def _makes(instance: InstanceFacts, facts: RoutingFacts, ttft_s: float) -> bool:
 
 def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
     """Instances that may take the request: of those with room for prompt and answer, those that are not avoided or, if
-    there are none, all. Where none in the region it was released to has room, another region's do; where none has at
-    all, any may refuse it.
+    there are none, all. Where none in the region that it was released to has room, those of other regions do; where
+    none has at all, any may refuse it.
     """
     model, tier, excluded, avoided = facts.model, facts.tier, facts.excluded, facts.avoided
     usable = [
@@ -151,15 +151,15 @@ def takers(facts: RoutingFacts, stale_s: float) -> list[InstanceFacts]:
     if facts.only_region is not None:
         there = [instance for instance in usable if instance.endpoint.region == facts.only_region]
     if there:
-        tokens = facts.tokens_max
-        roomy = [instance for instance in there if has_room(instance, tokens)]
-        there = roomy or [instance for instance in usable if has_room(instance, tokens)] or there
+        tokens = facts.tokens
+        roomy = [instance for instance in there if takes_tokens(instance, tokens)]
+        there = roomy or [instance for instance in usable if takes_tokens(instance, tokens)] or there
     if not avoided:
         return there
     return [i for i in there if i.instance_id not in avoided and i.node_id not in avoided] or there
 
 
-def has_room(instance: InstanceFacts, tokens: int) -> bool:
+def takes_tokens(instance: InstanceFacts, tokens: int) -> bool:
     """Whether an instance takes so many tokens of prompt and answer together, as far as is known."""
     return instance.context_tokens is None or tokens <= instance.context_tokens
 
@@ -175,6 +175,11 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     for instance in _in_time(candidates, facts, settings):
         by_region.setdefault(instance.endpoint.region, []).append(instance)
     region, utilization = _choose_region(by_region, _order(by_region, facts, settings), settings.utilization_max)
+    if facts.only_region not in (None, region) and utilization >= settings.utilization_max:
+        return NoRoute(
+            reason=f"no instance of '{facts.model}' in the region '{facts.only_region}' takes {facts.tokens} tokens,"
+            " and those of other regions are busy"
+        )
     there = by_region[region]
     chosen = (
         _fewest_switches(there, facts.tier, settings) if there[0].pooled else _shortest_queue(there, facts, settings)

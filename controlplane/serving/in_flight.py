@@ -110,8 +110,8 @@ class InFlightRequest:
 
     @property
     def output_tokens_max(self) -> int:
-        """Tokens of its answer, as it asks for; 0: what there is room for."""
-        return self.message.sampling.max_tokens or 0
+        """Tokens of its answer, as it asks for; 0: what there is room for. An answer that has begun is to go on."""
+        return self.message.sampling.max_tokens or (len(self.token_ids) + 1 if self.begun else 0)
 
     @property
     def tokens_max(self) -> int:

@@ -17,7 +17,7 @@ from controlplane.errors import CapacityError, NodeError, ReroutedError
 from controlplane.policies.decisions import NoRoute, Route
 from controlplane.policies.facts import RoutingFacts
 from controlplane.policies.health import CircuitSettings
-from controlplane.policies.routing import RoutingSettings, choose_route, has_room
+from controlplane.policies.routing import RoutingSettings, choose_route, takers
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.attempts import Attempt
 from controlplane.serving.circuits import Circuits
@@ -156,9 +156,10 @@ class Sender:
         if request.rerouted_to is not None and all(one.instance_id != request.rerouted_to for one in request.routes):
             wanted = request.rerouted_to
         if wanted is not None:
-            tokens = facts.tokens_max
-            there = tuple(i for i in facts.instances if i.instance_id == wanted and has_room(i, tokens))
-            route = choose_route(msgspec.structs.replace(facts, instances=there), time.time(), self._routing)
+            there = tuple(i for i in takers(facts, self._routing.stale_s) if i.instance_id == wanted)
+            route = choose_route(
+                msgspec.structs.replace(facts, instances=there, only_region=None), time.time(), self._routing
+            )
             if isinstance(route, Route):
                 return route
         return choose_route(facts, time.time(), self._routing)

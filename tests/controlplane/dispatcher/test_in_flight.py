@@ -96,3 +96,14 @@ def test_a_line_without_an_instance_counts_at_its_endpoint() -> None:
     line.query = None
     assert told(lines, instance(), reported_s=time.monotonic()) == [(10, 10_000, 0, 0)]
     assert lines.by_endpoint() == {EAST: 1}
+
+
+def test_a_line_is_where_it_was_sent_last() -> None:
+    line = begun(LinesInFlight())
+    line.query = None
+    assert line.sent_to == EAST
+    away: Any = SimpleNamespace(
+        first=SimpleNamespace(routes=[SimpleNamespace(region="east"), SimpleNamespace(region="w")])
+    )
+    line.query = away
+    assert line.sent_to == Endpoint(model="tide", region="w")

@@ -112,6 +112,14 @@ def test_who_has_no_room_for_prompt_and_answer_takes_the_next(tokens: int | None
     assert moves(instance("a", 4.0), instance("b", context_tokens=tokens), queued=tuple(asking)) == [(moved, "b")]
 
 
+@pytest.mark.parametrize(("source", "moved"), [(159, ["a1"]), (160, [])])
+def test_what_its_instance_takes_another_like_it_takes(source: int, moved: list[str]) -> None:
+    """Prompts are estimated, and a node has accepted what waits there."""
+    asking = tuple(waiting(f"a{number}", sent_s=float(number), output_tokens_max=60) for number in range(4))
+    found = moves(instance("a", 4.0, context_tokens=source), instance("b", context_tokens=159), queued=asking)
+    assert [name for name, _ in found] == moved
+
+
 def test_several_idle_instances_share_the_longest_queues() -> None:
     queues = (*queue(4, "a"), *queue(4, "b"))
     moved = moves(instance("a", 6.0), instance("b", 6.05), instance("c"), instance("d"), queued=queues)

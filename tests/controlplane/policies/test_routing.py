@@ -316,6 +316,7 @@ ROOM_ROWS = [
     ("one that fails before one without room", 999, 5000, (900, 100), {"avoided": frozenset({"w"})}, "w"),
     ("a region that it was released to", 1000, 5000, (900, 100), {"only_region": "east"}, "e"),
     ("... has no room: another one", 999, 5000, (900, 100), {"only_region": "east"}, "w"),
+    ("... and the other is busy", 999, 5000, (900, 100), {"only_region": "east", "used": 70}, None),
     ("... nor has another one", 999, 999, (900, 100), {"only_region": "east"}, "e"),
     ("not one that has failed it", 999, 5000, (900, 100), {"excluded": frozenset({"w"})}, "e"),
 ]
@@ -325,13 +326,21 @@ ROOM_ROWS = [
     ("home", "away", "tokens", "changes", "chosen"), [r[1:] for r in ROOM_ROWS], ids=[r[0] for r in ROOM_ROWS]
 )
 def test_a_request_goes_where_prompt_and_answer_have_room(
-    home: int | None, away: int | None, tokens: tuple[int, int], changes: dict[str, Any], chosen: str
+    home: int | None, away: int | None, tokens: tuple[int, int], changes: dict[str, Any], chosen: str | None
 ) -> None:
-    instances = instance("e", context_tokens=home), instance("w", "west", context_tokens=away)
-    asked = facts(*instances, input_tokens=tokens[0], output_tokens_max=tokens[1], **changes)
-    route = choose_route(asked, 0.0, SETTINGS)
-    assert isinstance(route, Route)
-    assert route.instance_id == chosen
+    used = changes.get("used", 0)
+    instances = instance("e", context_tokens=home), instance("w", "west", context_tokens=away, used=used)
+    others = {name: value for name, value in changes.items() if name != "used"}
+    route = choose_route(
+        facts(*instances, input_tokens=tokens[0], output_tokens_max=tokens[1], **others), 0.0, SETTINGS
+    )
+    if isinstance(route, NoRoute):
+        assert chosen is None
+        assert route.reason.startswith(
+            "no instance of 'tide' in the region 'east' takes 1000 tokens, and those of other"
+        )
+    else:
+        assert route.instance_id == chosen
 
 
 def test_regions_are_preferred_by_latency() -> None:

@@ -57,8 +57,11 @@ class Crowded(Fleet):
 
     def instances(self, model: str | None = None) -> Any:
         first, second = super().instances(model)
-        return replace(first, remaining_tokens=2000 * self.sent), second
+        of_first, of_second = self.context_tokens
+        first = replace(first, remaining_tokens=2000 * self.sent, context_tokens=of_first)
+        return first, replace(second, context_tokens=of_second)
 
+    context_tokens: tuple[int | None, int | None] = None, None
     sent = 0
 
     def note_sent(self, instance_id: str, tokens: int, input_tokens: int = 0) -> Any:
@@ -193,8 +196,24 @@ def test_a_reader_that_leaves_cancels_all() -> None:
     assert {1, 2} <= set(made[0].cancelled)
 
 
-@pytest.mark.parametrize(("released_to", "sent_to"), [("i-n2", "i-n2"), ("i-gone", "i-n1"), (None, "i-n1")])
-def test_a_batch_request_goes_where_it_has_room_if_it_still_can(released_to: str | None, sent_to: str) -> None:
+@pytest.mark.parametrize(
+    ("released_to", "context_tokens", "sent_to"),
+    [
+        ("i-n2", (None, None), "i-n2"),
+        ("i-gone", (None, None), "i-n1"),
+        (None, (None, None), "i-n1"),
+        ("i-n2", (6, 5), "i-n1"),  # one of prompt and five of answer
+        ("i-n2", (5, 5), "i-n2"),  # by the estimate nobody takes it
+    ],
+)
+def test_a_batch_request_goes_where_it_has_room_if_it_still_can(
+    released_to: str | None,
+    context_tokens: tuple[int | None, int | None],
+    sent_to: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Crowded, "context_tokens", context_tokens)
+
     async def released(nodes: Nodes, flying: InFlightQuery, stream: Any) -> Any:
         flying.first.released_to = released_to
         return await whole(nodes, flying, stream)

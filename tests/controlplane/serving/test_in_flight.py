@@ -78,3 +78,6 @@ def test_the_most_that_a_request_may_take_is_bounded_by_its_bytes_and_by_the_con
     assert in_flight(10, prompt_tokens=(1, 2, 3)).tokens_max == 13
     assert in_flight(4000, prompt="x" * 4000).tokens_max == 4096
     assert [in_flight(most, prompt="x").output_tokens_max for most in (None, 10)] == [0, 10]
+    begun = in_flight(None, prompt="x")
+    begun.note([Started(prompt_tokens=1), Token(text="ab", token_ids=(1, 2))])
+    assert begun.output_tokens_max == 3, "it has two, and is to go on"
