@@ -21,9 +21,10 @@ class Route(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NoRoute:
-    """Why no instance can take a request now."""
+    """Why no instance can take a request now. `waits`: it is for one that is busy."""
 
     reason: str
+    waits: bool = False
 
 
 class Reroute(Struct, frozen=True, kw_only=True):

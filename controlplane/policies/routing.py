@@ -178,7 +178,8 @@ def choose_route(facts: RoutingFacts, now_s: float, settings: RoutingSettings) -
     if facts.only_region not in (None, region) and utilization >= settings.utilization_max:
         return NoRoute(
             reason=f"no instance of '{facts.model}' in the region '{facts.only_region}' takes {facts.tokens} tokens,"
-            " and those of other regions are busy"
+            " and those of other regions are busy",
+            waits=True,
         )
     there = by_region[region]
     chosen = (

@@ -157,7 +157,7 @@ class World:
             self._fail(request, "its deadline passed while it waited")
         if any(waits for waits, _ in self.deferred.waiting(now_s).values()):
             instances = tuple(one for view in self.present.views().values() for one in view.values())
-            for request, region, first in self.deferred.release(instances, now_s):
+            for request, region, first in list(self.deferred.release(instances, now_s)):
                 self.log.note(now_s, RELEASED, request.number)
                 if first:
                     self.demand.count_deferred(request, region, now_s)
@@ -205,7 +205,9 @@ class World:
         """Send a request where the policy decides, `within` a region if given, not to the instances `tried`."""
         facts = self._facts(request, within, tried)
         route = self._router.choose(facts, self.events.now_s, self.settings.routing)
-        if isinstance(route, NoRoute):
+        if isinstance(route, NoRoute) and route.waits:
+            self.deferred.put_back(request)
+        elif isinstance(route, NoRoute):
             self._fail(request, route.reason)
         else:
             self._send_to(request, route, within, tried)

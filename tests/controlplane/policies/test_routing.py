@@ -336,6 +336,7 @@ def test_a_request_goes_where_prompt_and_answer_have_room(
     )
     if isinstance(route, NoRoute):
         assert chosen is None
+        assert route.waits
         assert route.reason.startswith(
             "no instance of 'tide' in the region 'east' takes 1000 tokens, and those of other"
         )
