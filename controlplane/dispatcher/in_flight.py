@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from controlplane.policies.decisions import Release
+from controlplane.policies.decisions import Release, Route
 from controlplane.policies.facts import Endpoint, InstanceFacts, SlotId
 from controlplane.serving.fan_out import InFlightQuery
 from controlplane.store.queue import Claim
@@ -35,13 +35,16 @@ class Line:
     @property
     def instance_id(self) -> str | None:
         """The instance that it was sent to last."""
-        return self.query.first.routes[-1].instance_id if self.query is not None and self.query.first.routes else None
+        return None if self._route is None else self._route.instance_id
 
     @property
     def sent_to(self) -> Endpoint:
         """Where it was sent last, which may be another region if none has room for it in its own."""
-        routes = [] if self.query is None else self.query.first.routes
-        return replace(self.endpoint, region=routes[-1].region) if routes else self.endpoint
+        return self.endpoint if self._route is None else replace(self.endpoint, region=self._route.region)
+
+    @property
+    def _route(self) -> Route | None:
+        return self.query.first.routes[-1] if self.query is not None and self.query.first.routes else None
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from controlplane.errors import NodeError
+from controlplane.policies.decisions import Route
 from controlplane.serving.agent_client import AgentClient
 from controlplane.serving.fan_out import InFlightQuery, TokenUsage, send_query
 from controlplane.serving.query import Query, seed_of
@@ -220,3 +221,23 @@ def test_a_batch_request_goes_where_it_has_room_if_it_still_can(
 
     nodes, _, _ = run(Nodes, query_of(), released)
     assert [asked.instance_id for asked in nodes.asked] == [sent_to], "n1 has less to do"
+
+
+def test_choices_follow_the_first_one_out_of_their_region() -> None:
+    """A deferred request whose region has no room for it: its choices share the prompt elsewhere, too."""
+    fleet = Fleet()
+    first, second = fleet.instances()
+    away = replace(second, endpoint=replace(second.endpoint, region="away"))
+    third = replace(away, instance_id="i-n0", node_id="n0")
+    small = replace(first, context_tokens=5)
+    flying = in_flight(query_of(n=2), fleet).choices[1]
+    flying.only_region, flying.beside = small.endpoint.region, away.instance_id
+    sender = Sender(fleet, Nodes(), settings())
+    asked = replace(sender.routing_facts(flying), instances=(small, third, away), draw=None)
+    route = sender._choose_route(flying, asked)
+    assert isinstance(route, Route)
+    assert route.instance_id == away.instance_id
+    flying.beside = None
+    route = sender._choose_route(flying, asked)
+    assert isinstance(route, Route)
+    assert route.instance_id == third.instance_id, "the first by id, if it followed nobody"
